@@ -1,0 +1,25 @@
+"""Fully sharded data parallelism for PyTorch: per module, composable, in place."""
+
+from composable_shard.api import FSDPModule, UnshardHandle, fully_shard
+from composable_shard.core.collectives import AllGather, ReduceScatter
+from composable_shard.errors import (
+    ExtensionError,
+    MaterializationError,
+    ShardError,
+    StaleParameterError,
+)
+from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "AllGather",
+    "ExtensionError",
+    "FSDPModule",
+    "MaterializationError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReduceScatter",
+    "ShardError",
+    "StaleParameterError",
+    "UnshardHandle",
+    "fully_shard",
+]

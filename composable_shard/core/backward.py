@@ -1,0 +1,223 @@
+"""A backward pass: who is gathered, whose gradients are complete, what is reduced in which order.
+
+A group is complete when autograd has run all of its nodes that this backward will run: the
+accumulation into each parameter, and the boundaries at the module's inputs. Reductions are
+launched in the reverse order of forward, on every rank alike: a group that this rank's loss does
+not reach takes its turn with zeros, because another rank's loss may reach it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+from torch.autograd.graph import Node
+
+from composable_shard import _torch
+from composable_shard.core.group import ParamGroup, Sharded
+from composable_shard.core.schedule import OrderRecord
+
+if TYPE_CHECKING:
+    from composable_shard.core.context import Context
+
+MAX_REDUCTIONS_IN_FLIGHT = 1
+"""Reductions launched and not waited for when another is launched; each holds its gradients."""
+
+
+class _End:
+    """Called at the end of a backward; dies without being called if the backward fails."""
+
+    def __init__(self, backward: BackwardPass) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward.close()
+
+
+class _Countdown:
+    """The autograd nodes of one group, and how many of them each running backward has left.
+
+    A checkpoint may run a backward inside a backward: the group is complete when none is left in
+    any of them. A backward that reaches the group but none of its nodes keeps it open to its end.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.boundaries: list[Node] = []
+        self.left: dict[int, int] = {}
+        self._params = group.params
+
+    def num_nodes_to_run(self) -> int:
+        """Count the group's nodes that are part of the innermost running backward."""
+        nodes = [param.accumulator for param in self._params if param.accumulator is not None]
+        return sum(map(_torch.will_run, (*nodes, *self.boundaries)))
+
+    def enter(self, backward: int) -> None:
+        if backward not in self.left:
+            self.left[backward] = self.num_nodes_to_run()
+
+    def arrive(self, backward: int) -> bool:
+        """Count one node down; return whether the group is complete."""
+        self.left[backward] -= 1
+        if self.left[backward] > 0:
+            return False
+        del self.left[backward]
+        return not self.left
+
+
+class BackwardPass:
+    """The backward that is running in one tree, if any, and what the last ones left to do.
+
+    Attributes:
+        order: In which order groups were needed.
+        is_last: Whether the end of the backward waits for the reductions.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.order: OrderRecord[ParamGroup] = OrderRecord()
+        self.is_last = True
+        self._context = context
+        self._end: weakref.ref[_End] | None = None
+        self._id = -1
+        self._countdowns: dict[ParamGroup, _Countdown] = {}
+        self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, in order of first need
+        self._owing: dict[ParamGroup, None] = {}  # accumulated without sync
+        self._needed: set[ParamGroup] = set()
+        self._complete: set[ParamGroup] = set()
+        self._in_flight: deque[ParamGroup] = deque()
+
+    # Told by the hooks ----------------------------------------------------------------------
+
+    def join(self, group: ParamGroup) -> None:
+        """Note that ``group`` ran forward with gradients."""
+        if group.is_trainable:
+            self._to_reduce.setdefault(group)
+
+    def add_boundary(self, group: ParamGroup, node: Node) -> None:
+        """Note that the gradient of an input of ``group`` flows out through ``node``."""
+        self._countdown(group).boundaries.append(node)
+
+    def need(self, group: ParamGroup) -> None:
+        """Gather ``group``, whose outputs have a gradient; prefetch who comes next."""
+        self._enter(group)
+        if not group.params or (group in self._needed and group.is_unsharded):
+            return
+        self._needed.add(group)
+        self._context.emit("pre_backward", group)
+        expected = self.order.advance(group)
+        group.unshard()
+        group.wait_for_unshard()
+        explicit = group.settings.backward_prefetch
+        for target in explicit or ([expected] if expected is not None else []):
+            if isinstance(target.state, Sharded):
+                target.unshard()
+
+    def arrive(self, group: ParamGroup) -> None:
+        """Note that autograd has run one of the group's nodes."""
+        self._enter(group)
+        if self._countdown(group).arrive(_torch.current_backward()):
+            self._finish_group(group)
+
+    # Completion -----------------------------------------------------------------------------
+
+    def _countdown(self, group: ParamGroup) -> _Countdown:
+        countdown = self._countdowns.get(group)
+        if countdown is None:
+            countdown = self._countdowns[group] = _Countdown(group)
+        return countdown
+
+    def _enter(self, group: ParamGroup) -> None:
+        if self._end is None or self._end() is None:
+            if self.was_aborted:
+                self._context.clean_up()
+            end = _End(self)
+            self._end, self._id = weakref.ref(end), _torch.current_backward()
+            _torch.on_backward_end(end)
+        self.join(group)
+        self._countdown(group).enter(_torch.current_backward())
+
+    def _finish_group(self, group: ParamGroup) -> None:
+        self._context.emit("post_backward", group)
+        if group.settings.reshard_after_backward:
+            group.reshard()
+        if not group.settings.requires_gradient_sync:
+            self._accumulate(group)
+            return
+        self._complete.add(group)
+        self._launch_in_order()
+
+    def _accumulate(self, group: ParamGroup) -> None:
+        self._to_reduce.pop(group, None)
+        self._owing.setdefault(group)
+        self._context.emit("accumulate", group)
+        group.gradients.accumulate()
+
+    def _launch_in_order(self) -> None:
+        for group in reversed(list(self._to_reduce)):
+            if group not in self._complete and not self._is_out_of_reach(group):
+                return
+            self._launch(group)
+
+    def _is_out_of_reach(self, group: ParamGroup) -> bool:
+        """Tell whether this backward will never touch ``group``; only the outermost one knows."""
+        if _torch.current_backward() != self._id or not group.settings.requires_gradient_sync:
+            return False
+        countdown = self._countdown(group)
+        return not countdown.left and countdown.num_nodes_to_run() == 0
+
+    def _launch(self, group: ParamGroup) -> None:
+        self._to_reduce.pop(group, None)
+        self._owing.pop(group, None)
+        self._complete.discard(group)
+        if not group.is_trainable:
+            return
+        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._wait_for_oldest()
+        group.gradients.reduce()
+        self._in_flight.append(group)
+        self._context.emit("reduce_scatter", group)
+
+    def _wait_for_oldest(self) -> None:
+        group = self._in_flight.popleft()
+        group.gradients.finish()
+        self._context.emit("wait_for_reduce_scatter", group)
+
+    # The end --------------------------------------------------------------------------------
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether a backward began and failed, and nothing has cleaned up since."""
+        return self._end is not None and self._end() is None
+
+    def close(self) -> None:
+        """End the backward: complete the rest, reduce what is owed, wait, free."""
+        for group, countdown in self._countdowns.items():
+            if countdown.left:
+                countdown.left.clear()
+                self._finish_group(group)
+        for group in [*reversed(list(self._to_reduce)), *reversed(list(self._owing))]:
+            if group.settings.requires_gradient_sync:
+                self._launch(group)
+            elif group in self._to_reduce:
+                self._accumulate(group)
+        while self.is_last and self._in_flight:
+            self._wait_for_oldest()
+        for group in self._context.groups:
+            if group.settings.reshard_after_backward:
+                group.reshard()
+            group.forget_forward()
+        self.order.finish()
+        self._reset()
+
+    def abandon(self) -> None:
+        """Forget a backward that failed, and what forwards left for it to do."""
+        self.order.abandon()
+        self._to_reduce.clear()
+        self._in_flight.clear()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._end, self._id = None, -1
+        self._countdowns.clear()
+        self._needed.clear()
+        self._complete.clear()

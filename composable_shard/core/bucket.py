@@ -1,0 +1,202 @@
+"""The flat buffers in which parameters are stored, travel and compute.
+
+A bucket holds parameters of one storage dtype and one compute dtype. Its sharded buffer is the
+all-gather input; its unsharded buffer receives the gather and IS the unsharded parameters. With
+one shard and no cast the two are the same storage and nothing ever moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from einops import rearrange
+
+from composable_shard import _torch
+from composable_shard.core.layout import ParamLayout, plan_bucket
+from composable_shard.core.param import ShardedParam
+from composable_shard.mesh import ShardMesh
+
+
+@dataclass
+class Transfer:
+    """What one unit puts into a collective launch: pairs of buffers, and what they belong to."""
+
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    staging: torch.Tensor | None = None
+
+
+class GatherUnit(Protocol):
+    """What a group gathers as a whole: a flat bucket or one parameter of a tensor subclass."""
+
+    def start_gather(self) -> Transfer:
+        """Allocate the unsharded storage and name the buffers to gather."""
+
+    def finish_gather(self, transfer: Transfer) -> None:
+        """Make the unsharded parameters valid after the collective."""
+
+    def free(self) -> None:
+        """Free the unsharded storage."""
+
+
+class ParamBucket:
+    """Parameters that are stored in one flat buffer and gathered together.
+
+    Attributes:
+        params: The parameters, in the order of the layout.
+        layout: Where each lies.
+        sharded: This rank's shards, [layout.shard_numel], in the storage dtype.
+        unsharded: All parameters, [layout.unsharded_numel], in the compute dtype; its storage is
+            empty while the group is sharded.
+        shares_storage: Whether ``unsharded`` is ``sharded`` itself.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: ShardMesh,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.params = list(params)
+        self.mesh = mesh
+        self.layout = plan_bucket(
+            tuple(param.layout for param in params), mesh.num_shards, compute_dtype.itemsize
+        )
+        self.shares_storage = mesh.num_shards == 1 and dtype == compute_dtype
+        with torch.inference_mode(False):
+            self.sharded = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        self.unsharded: torch.Tensor | None = self.sharded if self.shares_storage else None
+        self._compute_dtype = compute_dtype
+        self._inputs = [] if mesh.num_shards == 1 else self._messages(self.sharded)
+        self._in_place: list[torch.Tensor] = []
+        self._unpacked: list[torch.Tensor] = []
+
+    def local_view(self, index: int) -> torch.Tensor:
+        """Return the place of a parameter's local shard in the sharded buffer."""
+        param = self.params[index]
+        start = self.layout.shard_offsets[index]
+        numel = param.layout.local_numel(self.mesh.shard_rank)
+        return self.sharded[start : start + numel].view(param.local_shape)
+
+    def start_gather(self) -> Transfer:
+        if self.unsharded is None:
+            self._create_unsharded()
+        else:
+            self._allocate()
+        assert self.unsharded is not None
+        if self.mesh.num_shards == 1:
+            if not self.shares_storage:
+                self.unsharded.copy_(self.sharded)
+            return Transfer()
+        layout = self.layout
+        inputs = self._inputs
+        if self.sharded.dtype != self._compute_dtype:
+            inputs = self._messages(self.sharded.to(self._compute_dtype))
+        if not layout.staging_numel:
+            return Transfer(self._in_place, inputs)
+        staging = self.unsharded.new_empty(layout.staging_numel)
+        numels = [
+            layout.num_shards * numel for _, numel in layout.messages[len(layout.direct) :]
+        ]
+        return Transfer([*self._in_place, *staging.split(numels)], inputs, staging)
+
+    def finish_gather(self, transfer: Transfer) -> None:
+        layout = self.layout
+        first_staged = len(layout.direct)
+        for place, index in enumerate(layout.permuted):
+            staged = transfer.outputs[first_staged + place]
+            for full, shards in matching_pieces(
+                layout.params[index], self._unsharded_region(index), staged
+            ):
+                full.copy_(shards)
+        if layout.packed:
+            torch.split_with_sizes_copy(
+                transfer.outputs[-1].view(layout.num_shards, -1),
+                list(layout.packed_shard_numels),
+                dim=1,
+                out=self._unpacked,
+            )
+
+    def free(self) -> None:
+        if self.unsharded is not None and not self.shares_storage:
+            self.unsharded.untyped_storage().resize_(0)
+
+    def _messages(self, source: torch.Tensor) -> list[torch.Tensor]:
+        return [source[start : start + numel] for start, numel in self.layout.messages]
+
+    def _allocate(self) -> None:
+        assert self.unsharded is not None
+        storage = self.unsharded.untyped_storage()
+        nbytes = self.unsharded.numel() * self.unsharded.itemsize
+        if storage.size() != nbytes:
+            storage.resize_(nbytes)
+
+    def _create_unsharded(self) -> None:
+        layout = self.layout
+        with torch.inference_mode(False):
+            self.unsharded = torch.empty(
+                layout.unsharded_numel, dtype=self._compute_dtype, device=self.sharded.device
+            )
+            self._in_place = [self._unsharded_region(index) for index in layout.direct]
+            self._unpacked = [
+                self._unsharded_region(index).view(layout.num_shards, -1)
+                for index in layout.packed
+            ]
+
+    def create_unsharded_params(self) -> None:
+        """Make the unsharded parameters as views of the unsharded storage."""
+        assert self.unsharded is not None
+        for param, offset in zip(self.params, self.layout.unsharded_offsets, strict=True):
+            param.create_unsharded(
+                _torch.fresh_storage_view(self.unsharded, offset, param.layout.shape)
+            )
+
+    def _unsharded_region(self, index: int) -> torch.Tensor:
+        assert self.unsharded is not None
+        start = self.layout.unsharded_offsets[index]
+        param = self.layout.params[index]
+        permuted = index in self.layout.permuted
+        numel = param.numel if permuted else param.gathered_numel
+        return self.unsharded[start : start + numel]
+
+
+def matching_pieces(
+    layout: ParamLayout, full: torch.Tensor, shards: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair views of a whole parameter with views of its shards laid end to end.
+
+    Copying one side to the other turns one form into the other, whatever the sharded dim; padding
+    is touched by neither.
+
+    Args:
+        layout: How the parameter is cut.
+        full: The parameter, flat, [numel] or longer.
+        shards: Its shards, flat, [num_shards * shard_numel].
+    """
+    count, rest = layout.num_full_shards, layout.num_remaining_rows
+    whole = full[: layout.numel].view(layout.outer, layout.rows, layout.inner)
+    stacked = shards.view(layout.num_shards, layout.shard_numel)
+    pieces = []
+    if count:
+        rows = count * layout.rows_per_shard
+        pieces.append(
+            (
+                rearrange(whole[:, :rows], "outer (shard row) inner -> shard outer row inner",
+                          shard=count),
+                stacked[:count].view(count, layout.outer, layout.rows_per_shard, layout.inner),
+            )
+        )
+    if rest:
+        numel = layout.outer * rest * layout.inner
+        pieces.append(
+            (
+                whole[:, layout.rows - rest :],
+                stacked[count, :numel].view(layout.outer, rest, layout.inner),
+            )
+        )
+    return pieces

@@ -1,0 +1,73 @@
+"""What the groups of one module tree share: the running passes, the trace, the names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from composable_shard.core.backward import BackwardPass
+from composable_shard.core.forward import ForwardPass
+from composable_shard.core.group import ParamGroup
+
+Listener = Callable[[str, str], None]
+
+
+class Context:
+    """Shared by all groups below one root.
+
+    Attributes:
+        groups: All groups, the root first, in the order of ``named_modules``.
+        root: The group of the outermost sharded module.
+        forward: The running forward pass.
+        backward: The running backward pass.
+        listener: Called with ``(event, group name)``, if set.
+    """
+
+    def __init__(self, root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
+        self.root = root
+        self.groups = list(groups)
+        self.forward = ForwardPass(self)
+        self.backward = BackwardPass(self)
+        self.listener: Listener | None = None
+        for group in self.groups:
+            group.context = self
+
+    def emit(self, event: str, group: ParamGroup) -> None:
+        """Tell the listener, if there is one, that ``event`` happened to ``group``."""
+        if self.listener is not None:
+            self.listener(event, group.name)
+
+    def clean_up(self) -> None:
+        """Return to the state between two iterations, whatever was under way.
+
+        What this iteration's backward has not yet reduced is dropped; gradients that are visible
+        on the sharded parameters stay.
+        """
+        self.forward.abandon()
+        self.backward.abandon()
+        for group in self.groups:
+            group.reshard()
+            group.gradients.discard()
+            group.forget_forward()
+
+
+def join_tree(root: ParamGroup, group_of: Callable[[nn.Module], ParamGroup | None]) -> Context:
+    """Put the group of an outer module and all groups below it into one context.
+
+    Args:
+        root: The group of the outer module(s).
+        group_of: Returns the group of a module, if it has one.
+    """
+    groups: dict[ParamGroup, list[str]] = {root: []}
+    for top in root.modules:
+        for name, module in top.named_modules():
+            group = group_of(module)
+            if group is not None and group is not root:
+                groups.setdefault(group, []).append(name)
+    listeners = {g.context.listener for g in groups if g is not root and g.context.listener}
+    context = Context(root, list(groups))
+    context.listener = listeners.pop() if len(listeners) == 1 else None
+    for group, names in groups.items():
+        group.name = ", ".join(names)
+    return context

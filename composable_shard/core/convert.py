@@ -1,0 +1,201 @@
+"""From a plain module to a sharded one: who takes part, is it allowed, then all at once.
+
+Everything that can fail happens before the module is touched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_shard.core.extension import needs_extension
+from composable_shard.core.group import ParamGroup, build_units
+from composable_shard.core.param import ShardedParam, Slot
+from composable_shard.mesh import ShardMesh
+from composable_shard.policy import MixedPrecisionPolicy
+
+_sharded_originals: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+"""By id, the originals that are still alive after sharding: those tied to a module outside."""
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+@dataclass(frozen=True)
+class Managed:
+    """What one ``fully_shard`` call takes charge of.
+
+    Attributes:
+        modules: All modules below, but those of nested groups.
+        params: Each parameter with the places where it is registered.
+        names: The name of each parameter, from its module down.
+    """
+
+    modules: tuple[nn.Module, ...]
+    params: dict[nn.Parameter, tuple[Slot, ...]]
+    names: dict[nn.Parameter, str]
+
+
+def top_modules(module: object) -> tuple[nn.Module, ...]:
+    """Return the modules of the argument, without those that lie inside another of them.
+
+    Raises:
+        TypeError: If it is not a module or a list of modules.
+        ValueError: If the list is empty, or a module is a container without a forward.
+    """
+    modules = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(
+            f"Expected module to be an nn.Module or a list of them, got {type(module).__name__}"
+        )
+    if not modules:
+        raise ValueError("Expected at least one module, got an empty list")
+    for index, member in enumerate(modules):
+        if not isinstance(member, nn.Module):
+            raise TypeError(
+                f"Expected a list of nn.Module, got {type(member).__name__} at index {index}"
+            )
+        if type(member).forward is nn.Module.forward:
+            raise ValueError(
+                f"Expected a module with a forward, got the container {type(member).__name__}; "
+                "call fully_shard on its children, or on a list of them"
+            )
+    inner = {id(m) for top in modules for m in top.modules() if m is not top}
+    unique = {id(member): member for member in modules if id(member) not in inner}
+    return tuple(unique.values())
+
+
+def find_managed(
+    modules: Sequence[nn.Module],
+    ignored: Iterable[nn.Parameter],
+    is_sharded: Callable[[nn.Module], bool],
+) -> Managed:
+    """Walk down to nested sharded modules and collect what lies above them.
+
+    Args:
+        modules: The top modules.
+        ignored: Parameters to leave alone.
+        is_sharded: Tells whether a module was sharded before.
+    """
+    ignored_ids = {id(param) for param in ignored}
+    visited: dict[nn.Module, str] = {}
+
+    def visit(module: nn.Module, name: str) -> None:
+        if module in visited:
+            return
+        visited[module] = name
+        for child_name, child in module.named_children():
+            if not is_sharded(child):
+                visit(child, f"{name}{child_name}.")
+
+    for top in modules:
+        visit(top, "")
+    slots: dict[nn.Parameter, list[Slot]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for module, prefix in visited.items():
+        for attribute, param in module._parameters.items():
+            if param is not None and id(param) not in ignored_ids:
+                slots.setdefault(param, []).append(Slot(module, attribute))
+                names.setdefault(param, f"{prefix}{attribute}")
+    return Managed(
+        tuple(visited), {param: tuple(places) for param, places in slots.items()}, names
+    )
+
+
+def plan_params(
+    managed: Managed, mesh: ShardMesh, shard_placement_fn: ShardPlacementFn | None
+) -> list[ShardedParam]:
+    """Decide how each parameter is cut; check that all can be.
+
+    Raises:
+        ValueError: For a parameter that cannot be sharded as asked, with its name.
+    """
+    planned = []
+    for param, slots in managed.params.items():
+        name = managed.names[param]
+        _check_param(name, param, mesh)
+        placement = None if shard_placement_fn is None else shard_placement_fn(param)
+        dim = _shard_dim(name, param, placement)
+        planned.append(ShardedParam(name, slots, param, dim, mesh))
+    return planned
+
+
+def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"Expected parameter '{name}' to be a plain tensor, got a DTensor with placements "
+            f"{param.placements}; a parameter is sharded by one fully_shard call only"
+        )
+    if id(param) in _sharded_originals:
+        raise ValueError(
+            f"Expected parameter '{name}' to belong to one group, got one that is tied to a "
+            f"parameter of another ('{_sharded_originals[id(param)].name}' there); put the modules "
+            "that share it into one group: fully_shard([module_a, module_b])"
+        )
+    if param.ndim == 0:
+        raise ValueError(
+            f"Expected parameter '{name}' to have at least 1 dim, got a scalar; "
+            "make it a tensor of shape [1], or pass it in ignored_params"
+        )
+    if param.device.type not in ("meta", "cpu", mesh.device.type):
+        raise ValueError(
+            f"Expected parameter '{name}' on {mesh.device}, on the CPU or on the meta device, "
+            f"got {param.device}"
+        )
+
+
+def _shard_dim(name: str, param: nn.Parameter, placement: object) -> int:
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"Expected shard_placement_fn to return Shard or None for parameter '{name}', "
+            f"got {type(placement).__name__}: {placement!r}"
+        )
+    if not -param.ndim <= placement.dim < param.ndim:
+        raise ValueError(
+            f"Expected shard_placement_fn to return a dim within the {param.ndim} dims of "
+            f"parameter '{name}', got {placement}"
+        )
+    return placement.dim % param.ndim
+
+
+@torch.no_grad()
+def build_group(
+    modules: tuple[nn.Module, ...],
+    managed: Managed,
+    planned: list[ShardedParam],
+    mesh: ShardMesh,
+    policy: MixedPrecisionPolicy,
+    tag: int,
+) -> ParamGroup:
+    """Copy this rank's shards into buckets and make the sharded parameters; touches no module."""
+    originals = list(managed.params)
+    shards = []
+    for param, original in zip(planned, originals, strict=True):
+        shard = param.shard_of(original)
+        if shard.device.type != "meta":
+            shard = shard.to(mesh.device)
+        shards.append(shard.clone() if needs_extension(shard) else shard)
+    with torch.inference_mode(False):
+        units, locals_ = build_units(planned, shards, mesh, policy)
+        for param, local, original in zip(planned, locals_, originals, strict=True):
+            param.create_sharded(local, original)
+    return ParamGroup(modules, planned, units, mesh, policy, tag)
+
+
+def commit(group: ParamGroup, managed: Managed) -> None:
+    """Register the sharded parameters and move buffers to the device of compute."""
+    for param, original in zip(group.params, managed.params, strict=True):
+        param.register_sharded()
+        _sharded_originals[id(original)] = param
+        weakref.finalize(original, _sharded_originals.pop, id(original), None)
+    device = group.mesh.device
+    for module in managed.modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in ("meta", device.type):
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,124 @@
+"""The moments: what is called by modules and by autograd, and what it tells the passes.
+
+No arithmetic, no streams, no collectives here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_shard import _torch
+from composable_shard.core.buffers import CastBuffers
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.nested import map_tensors, tensors_in
+from composable_shard.core.param import ShardedParam
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def install(group: ParamGroup, buffers: CastBuffers) -> None:
+    """Let the group's modules, their state dicts and its parameters call back."""
+    hooks = ModuleHooks(group, buffers)
+    for module in group.modules:
+        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.post_forward, always_call=True)
+    for owner in {slot.module for param in group.params for slot in param.slots}:
+        owner.register_state_dict_pre_hook(lambda *_: group.reshard())
+        owner.register_load_state_dict_pre_hook(lambda *_: group.reshard())
+    group.watch_gradient = partial(_watch_gradient, group)
+
+
+class ModuleHooks:
+    """What happens before and after each forward of a group's modules."""
+
+    def __init__(self, group: ParamGroup, buffers: CastBuffers) -> None:
+        self._group = group
+        self._buffers = buffers
+
+    @torch.compiler.disable
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Gather the group; cast inputs; mark where gradients leave it."""
+        group = self._group
+        context = group.context
+        if _torch.current_backward() != -1:  # recomputation by an activation checkpoint
+            group.unshard()
+            group.wait_for_unshard()
+        elif context.forward.enter(group):
+            args, kwargs = self._to_device((args, kwargs))
+        self._buffers.cast()
+        dtype = group.policy.param_dtype
+        if dtype is not None and group.policy.cast_forward_inputs:
+            args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
+        if torch.is_grad_enabled() and group.is_trainable:
+            context.backward.join(group)
+            args, kwargs = map_tensors(self._boundary, (args, kwargs))
+        return args, kwargs
+
+    @torch.compiler.disable
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Free the group; cast outputs; ask to be told when they get a gradient.
+
+        Also called, without output, when forward raised.
+        """
+        self._buffers.restore()
+        dtype = self._group.policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(partial(_cast, dtype), output)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                self._watch_output(tensor)
+        if _torch.current_backward() == -1:
+            self._group.context.forward.leave(self._group, module)
+        return output
+
+    def _to_device(self, inputs: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
+        device = self._group.mesh.device
+        if device.type == "cpu":
+            return inputs
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs)
+
+    def _boundary(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Put an identity before the module, whose backward runs after all of the module's."""
+        if not tensor.requires_grad:
+            return tensor
+        group = self._group
+        inner = tensor.view_as(tensor)
+        node = inner.grad_fn
+        assert node is not None
+        node.register_hook(lambda *_: group.context.backward.arrive(group))
+        group.context.backward.add_boundary(group, node)
+        return inner
+
+    def _watch_output(self, tensor: torch.Tensor) -> None:
+        if not tensor.requires_grad:
+            return
+        tensor.register_hook(self._pre_backward)
+        base = tensor._base
+        if base is not None and base.requires_grad:
+            # an in-place op on a view replaces its node, and a hook on the old one never runs
+            base.register_hook(self._pre_backward)
+
+    @torch.compiler.disable
+    def _pre_backward(self, grad: torch.Tensor) -> None:
+        self._group.context.backward.need(self._group)
+
+
+def _watch_gradient(group: ParamGroup, param: ShardedParam) -> None:
+    """Ask to be told when a backward has accumulated into a parameter."""
+    assert param.unsharded is not None
+    param.unsharded.register_post_accumulate_grad_hook(
+        torch.compiler.disable(lambda _: group.context.backward.arrive(group))
+    )
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)
+
+

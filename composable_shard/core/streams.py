@@ -1,0 +1,50 @@
+"""Every wait, and whatever has to stay alive until it.
+
+All memory is allocated and freed on the compute stream. A collective is launched from it, so the
+backend's own stream starts after whatever the memory was used for before; :meth:`Pending.wait`
+makes the compute stream continue after the collective, so the memory may be freed then. On the CPU
+streams do nothing and the works do the waiting; the code is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Waitable(Protocol):
+    """What a launched collective returns: ``torch.distributed.Work`` or one of ours."""
+
+    def wait(self) -> object:
+        """Make the current stream (on the CPU: the caller) continue after the collective."""
+
+
+class Pending:
+    """Launched collectives and the tensors they read and write.
+
+    Hazard: a tensor freed on the compute stream while the backend's stream still uses it. Guard:
+    this object owns the tensors until :meth:`wait` has ordered the two streams.
+    """
+
+    __slots__ = ("_owned", "_works")
+
+    def __init__(
+        self, works: Sequence[Waitable], owned: Sequence[torch.Tensor | None] = ()
+    ) -> None:
+        self._works = list(works)
+        self._owned = list(owned)
+
+    def wait(self) -> None:
+        """Order the consumer after the collectives and let go of the tensors; idempotent."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        self._owned.clear()
+
+
+def wait_for_event(event: torch.Event, device: torch.device) -> None:
+    """Make the compute stream of ``device`` continue after ``event``."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).wait_event(event)

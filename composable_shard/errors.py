@@ -1,0 +1,24 @@
+"""The errors of the library.
+
+Arguments that are wrong raise ``ValueError`` or ``TypeError`` at the call that receives them.
+Everything below is about state: the call was well-formed, but the model is not in a condition to
+serve it.
+"""
+
+from __future__ import annotations
+
+
+class ShardError(RuntimeError):
+    """A sharded module is in a state that cannot serve the call."""
+
+
+class MaterializationError(ShardError):
+    """Parameters are still on the meta device (or on the wrong one) when they are needed."""
+
+
+class ExtensionError(ShardError):
+    """A tensor subclass broke the all-gather extension protocol; raised on every rank."""
+
+
+class StaleParameterError(ShardError):
+    """A parameter was changed between its forward and its backward."""

@@ -1,0 +1,1 @@
+"""Seeing what sharded modules do."""

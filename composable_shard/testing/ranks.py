@@ -1,0 +1,150 @@
+"""Run a function on N ranks: as processes, as threads, or as one rank that pretends.
+
+`run_ranks` is the real thing (gloo between processes that are kept for the next call),
+`run_threads` is the same in one process, and `fake_ranks` makes one process a rank of any
+world size whose collectives do nothing, for what depends on shapes and placements alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from composable_shard.testing.pool import RankPool
+from composable_shard.testing.rank_errors import RankError, RankFailure, RankTimeout
+from composable_shard.testing.threads import run_threads
+
+__all__ = [
+    "RankError",
+    "RankFailure",
+    "RankTimeout",
+    "fake_ranks",
+    "run_ranks",
+    "run_threads",
+    "stop_ranks",
+]
+
+Result = TypeVar("Result")
+
+_POOLS: dict[int, RankPool] = {}
+_LOCK = threading.RLock()
+_SHORTEST_POOL_TIMEOUT = 60.0
+
+
+def run_ranks(
+    fn: Callable[..., Result], num_ranks: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[Result]:
+    """Run `fn(*args, **kwargs)` on `num_ranks` processes that form one gloo process group.
+
+    The processes use one thread each. They start at the first call for a world size (which
+    takes seconds) and serve later calls in milliseconds; `stop_ranks` ends them, and so does
+    the end of this process. Every call starts from `torch.manual_seed(0)`. Other global state
+    that `fn` changes stays changed for the next call. A script that calls this needs the
+    usual `if __name__ == "__main__":`.
+
+    Args:
+        fn: a function that the processes can import (module-level, or a partial of one).
+        num_ranks: the world size.
+        timeout: seconds after which the ranks are killed.
+        args, kwargs: sent to every rank by pickle, tensors by value.
+
+    Returns:
+        The results in rank order. They travel back by pickle.
+
+    Raises:
+        RankError: a rank raised. `failures` holds each rank's type, message and traceback;
+            `agreed()` asserts that they are the same on all ranks.
+        RankTimeout: a rank did not finish in time; tells where it stood.
+        TypeError: `fn` or its arguments cannot be pickled.
+        ValueError: `num_ranks` or `timeout` is not positive.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> run_ranks(dist.get_rank, 2)
+        [0, 1]
+    """
+    if num_ranks < 1:
+        raise ValueError(f"Expected num_ranks of at least 1, got {num_ranks}")
+    if timeout <= 0:
+        raise ValueError(f"Expected a timeout of more than 0 s, got {timeout}")
+    payload = _pickle_call(fn, args, kwargs)
+    with _LOCK:
+        return _pool(num_ranks, timeout).call(payload, timeout)
+
+
+def stop_ranks() -> None:
+    """End all rank processes of this process. The next `run_ranks` starts new ones.
+
+    Example:
+        >>> stop_ranks()
+    """
+    with _LOCK:
+        while _POOLS:
+            _POOLS.popitem()[1].stop()
+
+
+@contextlib.contextmanager
+def fake_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """Make this process rank `rank` of `num_ranks` while the context lasts.
+
+    Collectives return at once and leave their outputs as they were, so shapes, placements
+    and errors are true, and values are not.
+
+    Args:
+        num_ranks: the world size to pretend.
+        rank: the rank to be.
+
+    Raises:
+        ValueError: `rank` is not in `range(num_ranks)`.
+        RuntimeError: this process already has a process group.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> with fake_ranks(512, rank=7):
+        ...     print(dist.get_rank(), dist.get_world_size())
+        7 512
+    """
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"Expected a rank from 0 to {num_ranks - 1}, got {rank}")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "Expected no process group, got one of backend "
+            f"{dist.get_backend()!r}; call torch.distributed.destroy_process_group() first"
+        )
+    # A private part of torch, imported late: importing it registers the backend.
+    from torch.testing._internal.distributed import fake_pg
+
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=fake_pg.FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _pool(num_ranks: int, timeout: float) -> RankPool:
+    pool = _POOLS.get(num_ranks)
+    if pool is not None and pool.alive and pool.timeout >= timeout:
+        return pool
+    if pool is not None and pool.alive:
+        pool.stop()
+    pool = _POOLS[num_ranks] = RankPool(num_ranks, max(timeout, _SHORTEST_POOL_TIMEOUT))
+    return pool
+
+
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((fn, args, kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"Expected a module-level function and arguments that can be pickled, got {fn!r}: "
+            f"{error}"
+        ) from error
+
+
+atexit.register(stop_ranks)
