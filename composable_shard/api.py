@@ -325,11 +325,11 @@ class FSDPModule(TorchFSDPModule):
                     param.sharded.grad = None
                 else:
                     param.sharded.grad = torch.zeros_like(grad)
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        return super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ShardError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch.autograd.graph import Node
@@ -47,14 +48,16 @@ class _Countdown:
         self.left: dict[int, int] = {}
         self._params = group.params
 
-    def num_nodes_to_run(self) -> int:
-        """Count the group's nodes that are part of the innermost running backward."""
-        nodes = [param.accumulator for param in self._params if param.accumulator is not None]
-        return sum(map(_torch.will_run, (*nodes, *self.boundaries)))
+    def nodes_to_run(self) -> Iterator[Node]:
+        """Yield the group's nodes that are part of the innermost running backward."""
+        for param in self._params:
+            if param.accumulator is not None and _torch.will_run(param.accumulator):
+                yield param.accumulator
+        yield from filter(_torch.will_run, self.boundaries)
 
     def enter(self, backward: int) -> None:
         if backward not in self.left:
-            self.left[backward] = self.num_nodes_to_run()
+            self.left[backward] = sum(1 for _ in self.nodes_to_run())
 
     def arrive(self, backward: int) -> bool:
         """Count one node down; return whether the group is complete."""
@@ -153,7 +156,8 @@ class BackwardPass:
         group.gradients.accumulate()
 
     def _launch_in_order(self) -> None:
-        for group in reversed(list(self._to_reduce)):
+        while self._to_reduce:
+            group = next(reversed(self._to_reduce))
             if group not in self._complete and not self._is_out_of_reach(group):
                 return
             self._launch(group)
@@ -163,7 +167,7 @@ class BackwardPass:
         if _torch.current_backward() != self._id or not group.settings.requires_gradient_sync:
             return False
         countdown = self._countdown(group)
-        return not countdown.left and countdown.num_nodes_to_run() == 0
+        return not countdown.left and next(countdown.nodes_to_run(), None) is None
 
     def _launch(self, group: ParamGroup) -> None:
         self._to_reduce.pop(group, None)

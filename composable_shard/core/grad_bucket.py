@@ -116,15 +116,25 @@ class GradBucket:
         return scratch
 
     def _packed(self, grads: Sequence[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
+        """Return [num_shards * (packed_numel + flags)]; one kernel pads, casts and packs."""
         layout = self.layout
+        members = [grads[index] for index in layout.packed]
+        dtypes = {grad.dtype for grad in members if grad is not None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
+        flags = torch.tensor([present], dtype=dtype).expand(layout.num_shards, -1)
         scratch = self._empty(layout.num_shards, layout.packed_numel + len(grads))
-        members = []
-        for index in layout.packed:
-            grad = grads[index]
-            members.append(self._empty(*layout.params[index].shape).zero_() if grad is None else grad)
-        flags = torch.tensor([present], dtype=self.dtype).expand(layout.num_shards, -1)
-        members.append(flags.to(self._device, non_blocking=True))
-        _torch.chunk_cat_into(scratch, members)
+        _torch.chunk_cat_into(
+            scratch,
+            [
+                *(
+                    torch.zeros(layout.params[index].shape, dtype=dtype, device=self._device)
+                    if grad is None
+                    else grad.to(dtype)
+                    for index, grad in zip(layout.packed, members, strict=True)
+                ),
+                flags.to(self._device, non_blocking=True),
+            ],
+        )
         return scratch.view(-1)
 
     def _empty(self, *shape: int) -> torch.Tensor:

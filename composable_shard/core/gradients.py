@@ -261,7 +261,7 @@ class GroupGradients:
                 self._deliver(param, shard.to(self._grad_dtype(param)))
                 continue
             parts = inner.setdefault(param.name, {})
-            parts[name] = shard
+            parts[name] = shard.clone()  # subclasses may demand equal storage offsets
             if len(parts) == len(self._recipe(param).names):
                 self._deliver(param, self._rebuilt(param, parts))
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from composable_shard.testing.rank_errors import PackedFailure, RankError, RankFailure, RankTimeout
 from composable_shard.testing.rank_process import Call, Done, Seat, Settle, serve
@@ -27,10 +27,11 @@ from composable_shard.testing.rank_process import Call, Done, Seat, Settle, serv
 # Seconds. After one rank failed, the others get GRACE to fail too before they count as hanging.
 GRACE = 5.0
 START_TIMEOUT = 120.0
-STACK_DUMP_TIME = 0.3
+SETTLE_TIMEOUT = 20.0
+STACK_TIMEOUT = 5.0
 # Sub-groups made by earlier calls hold sockets and threads that only a new process gives back.
 MAX_OPEN_FILES = 256
-PRELOAD = ("torch", "torch.distributed.tensor", "einops", "pytest", "hypothesis")
+PRELOAD = ("torch", "composable_shard", "einops", "pytest", "hypothesis")
 
 
 class RankPool:
@@ -73,7 +74,7 @@ class RankPool:
             self._send(Call(list(sys.path), payload))
             replies = self._gather(timeout, f"The call took more than {timeout:g} s")
             self._send(Settle())
-            self._gather(GRACE, "The call returned, but a collective of it is still open")
+            self._gather(SETTLE_TIMEOUT, "The call returned, but a collective of it is still open")
         except RankError as error:
             if not (_failed_alike(error) and self._is_in_step()):
                 self.kill()
@@ -171,7 +172,7 @@ class RankPool:
     def _is_in_step(self) -> bool:
         try:
             self._send(Settle())
-            self._gather(GRACE, "")
+            self._gather(SETTLE_TIMEOUT, "")
         except RankError:
             return False
         return True
@@ -185,10 +186,12 @@ class RankPool:
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
-        time.sleep(STACK_DUMP_TIME)
         files = {rank: self._stack_file(rank) for rank in ranks}
-        stacks = {rank: file.read_text() for rank, file in files.items() if file.exists()}
-        return {rank: stack for rank, stack in stacks.items() if stack}
+        deadline = time.monotonic() + STACK_TIMEOUT
+        while time.monotonic() < deadline and any(not _num_bytes(file) for file in files.values()):
+            time.sleep(0.02)
+        time.sleep(0.1)  # who has begun to write has soon written all
+        return {rank: file.read_text() for rank, file in files.items() if _num_bytes(file)}
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack{rank}.txt"
@@ -197,6 +200,10 @@ class RankPool:
 def _preload() -> list[str]:
     """What the fork server imports once for all ranks: torch, and what the caller has too."""
     return [name for name in PRELOAD if name in sys.modules or name.startswith("torch")]
+
+
+def _num_bytes(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _failed_alike(error: RankError) -> bool:
