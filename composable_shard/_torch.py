@@ -78,7 +78,7 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 def from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Wrap a local tensor without checks, copies or communication (2 us, not 25)."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(local, spec, requires_grad=False)
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
@@ -91,13 +91,13 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
 
 def current_backward() -> int:
     """Return the id of the running backward, -1 outside of one."""
-    return cast(int, torch._C._current_graph_task_id())
+    return torch._C._current_graph_task_id()
 
 
 def will_run(node: Node) -> bool:
     """Tell whether the running backward will execute ``node``."""
     try:
-        return cast(bool, torch._C._will_engine_execute_node(node))
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf of autograd.grad: its gradient is returned, not accumulated
         return False
 
@@ -126,9 +126,7 @@ def module_call_frame() -> FrameType | None:
 # Tensors ------------------------------------------------------------------------------------
 
 
-def fresh_storage_view(
-    storage_of: torch.Tensor, offset: int, shape: Sequence[int]
-) -> torch.Tensor:
+def fresh_storage_view(storage_of: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
     """View the storage of ``storage_of`` with a version counter of its own.
 
     Writing the storage through another tensor does not count as a change of this one, so autograd

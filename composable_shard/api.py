@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -40,19 +40,11 @@ _GROUP = "_composable_shard_group"
 _sharded_classes: dict[type, type] = {}
 _tags: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
-_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
-
-
-@overload
-def fully_shard(module: _ModuleT, **kwargs: Any) -> _ModuleT: ...
-
-
-@overload
-def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[nn.Module]: ...
+_Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
 
 
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: _Sharded,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
@@ -60,7 +52,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-) -> nn.Module | list[nn.Module]:
+) -> _Sharded:
     """Shard the parameters of a module over a mesh, in place.
 
     Each parameter becomes a DTensor sharded on dim 0. The parameters of one call form one group:
@@ -140,9 +132,7 @@ def _check_arguments(
             f"{type(offload_policy).__module__}.{type(offload_policy).__name__}"
         )
     if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
-        raise TypeError(
-            f"Expected ignored_params to be a set, got {type(ignored_params).__name__}"
-        )
+        raise TypeError(f"Expected ignored_params to be a set, got {type(ignored_params).__name__}")
 
 
 def _adopt(group: ParamGroup, managed: Managed) -> None:
@@ -183,7 +173,7 @@ class FSDPModule(TorchFSDPModule):
 
     # Moments --------------------------------------------------------------------------------
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own group and register the unsharded parameters.
 
         Args:
@@ -335,6 +325,13 @@ class FSDPModule(TorchFSDPModule):
         raise ShardError(
             f"Expected to deepcopy a module that is not sharded, got {type(self).__name__}; "
             "copy its state_dict(), or deepcopy before fully_shard"
+        )
+
+    def _get_fsdp_state(self) -> Any:
+        """Answer what torch's own methods ask for first, where this class does not override one."""
+        raise ShardError(
+            f"Expected a method that composable_shard offers, got one of torch's FSDPModule on "
+            f"{type(self).__name__}; see composable_shard.FSDPModule for those there are"
         )
 
     def _group(self) -> ParamGroup:

@@ -117,8 +117,12 @@ class BackwardPass:
 
     def arrive(self, group: ParamGroup) -> None:
         """Note that autograd has run one of the group's nodes."""
-        self._enter(group)
-        if self._countdown(group).arrive(_torch.current_backward()):
+        backward = _torch.current_backward()
+        countdown = self._countdown(group)
+        if backward not in countdown.left:
+            self._enter(group)
+            countdown = self._countdown(group)
+        if countdown.arrive(backward):
             self._finish_group(group)
 
     # Completion -----------------------------------------------------------------------------

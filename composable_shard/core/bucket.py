@@ -100,9 +100,7 @@ class ParamBucket:
         if not layout.staging_numel:
             return Transfer(self._in_place, inputs)
         staging = self.unsharded.new_empty(layout.staging_numel)
-        numels = [
-            layout.num_shards * numel for _, numel in layout.messages[len(layout.direct) :]
-        ]
+        numels = [layout.num_shards * numel for _, numel in layout.messages[len(layout.direct) :]]
         return Transfer([*self._in_place, *staging.split(numels)], inputs, staging)
 
     def finish_gather(self, transfer: Transfer) -> None:
@@ -144,8 +142,7 @@ class ParamBucket:
             )
             self._in_place = [self._unsharded_region(index) for index in layout.direct]
             self._unpacked = [
-                self._unsharded_region(index).view(layout.num_shards, -1)
-                for index in layout.packed
+                self._unsharded_region(index).view(layout.num_shards, -1) for index in layout.packed
             ]
 
     def create_unsharded_params(self) -> None:
@@ -186,8 +183,9 @@ def matching_pieces(
         rows = count * layout.rows_per_shard
         pieces.append(
             (
-                rearrange(whole[:, :rows], "outer (shard row) inner -> shard outer row inner",
-                          shard=count),
+                rearrange(
+                    whole[:, :rows], "outer (shard row) inner -> shard outer row inner", shard=count
+                ),
                 stacked[:count].view(count, layout.outer, layout.rows_per_shard, layout.inner),
             )
         )

@@ -18,7 +18,7 @@ from composable_shard import _torch
 from composable_shard.core.streams import Waitable
 
 
-class Communication(ABC):
+class Communication:
     """What a custom all-gather or reduce-scatter has in common: where its buffers come from."""
 
     def allocate(
@@ -28,7 +28,7 @@ class Communication(ABC):
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
 
-class AllGather(Communication):
+class AllGather(Communication, ABC):
     """Interface of an all-gather; subclass it to bring your own.
 
     Source: ``torch.distributed.fsdp`` ``AllGather``; :meth:`launch` is new.
@@ -51,11 +51,13 @@ class AllGather(Communication):
         group: dist.ProcessGroup,
     ) -> list[Waitable]:
         """Launch one all-gather for each pair; override to make it one message."""
-        works = (self(out, own, group, async_op=True) for out, own in zip(outputs, inputs))
+        works = (
+            self(out, own, group, async_op=True) for out, own in zip(outputs, inputs, strict=True)
+        )
         return [work for work in works if work is not None]
 
 
-class ReduceScatter(Communication):
+class ReduceScatter(Communication, ABC):
     """Interface of a reduce-scatter; subclass it to bring your own.
 
     Source: ``torch.distributed.fsdp`` ``ReduceScatter``; :meth:`launch` and :meth:`averages`
@@ -85,7 +87,10 @@ class ReduceScatter(Communication):
         op: Any,
     ) -> list[Waitable]:
         """Launch one reduce-scatter for each pair; override to make it one message."""
-        works = (self(out, full, group, op, async_op=True) for out, full in zip(outputs, inputs))
+        works = (
+            self(out, full, group, op, async_op=True)
+            for out, full in zip(outputs, inputs, strict=True)
+        )
         return [work for work in works if work is not None]
 
 
@@ -157,13 +162,14 @@ class DirectAllGather(AllGather):
         group: dist.ProcessGroup,
     ) -> list[Waitable]:
         rank, num_ranks = group.rank(), group.size()
-        places = [out.view(num_ranks, -1) for out in outputs]
+        places = [out.view(num_ranks, -1) for out in _sendable(outputs)]
+        shards = _sendable(inputs)
         works: list[Waitable] = []
         for peer in _other_ranks(rank, num_ranks):
             works += [group.recv([place[peer]], peer, self._tag) for place in places]
         for peer in _other_ranks(rank, num_ranks):
-            works += [group.send([own], peer, self._tag) for own in _sendable(inputs)]
-        for place, own in zip(places, inputs, strict=True):
+            works += [group.send([own], peer, self._tag) for own in shards]
+        for place, own in zip(places, shards, strict=True):
             place[rank].copy_(own)
         return works
 

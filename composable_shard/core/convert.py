@@ -101,9 +101,7 @@ def find_managed(
             if param is not None and id(param) not in ignored_ids:
                 slots.setdefault(param, []).append(Slot(module, attribute))
                 names.setdefault(param, f"{prefix}{attribute}")
-    return Managed(
-        tuple(visited), {param: tuple(places) for param, places in slots.items()}, names
-    )
+    return Managed(tuple(visited), {param: tuple(places) for param, places in slots.items()}, names)
 
 
 def plan_params(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -134,7 +135,8 @@ class ExtensionGather:
         first = formats[0]
         for rank, theirs in enumerate(formats):
             alike = len(theirs) == len(first) and all(
-                a.dtype == b.dtype and a.shape[1:] == b.shape[1:] for a, b in zip(theirs, first)
+                a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
+                for a, b in zip(theirs, first, strict=True)
             )
             if not alike:
                 raise ExtensionError(
@@ -209,10 +211,7 @@ class ExtensionGather:
         rows = [theirs[index].shape[0] for theirs in self.formats]
         trailing = self.formats[0][index].shape[1:]
         gathered = self._buffers[index].view(len(rows) * max(rows), *trailing)
-        ends_in_order = all(
-            later == 0 or earlier == max(rows)
-            for earlier, later in zip(rows, rows[1:], strict=False)
-        )
+        ends_in_order = all(later == 0 or earlier == max(rows) for earlier, later in pairwise(rows))
         if ends_in_order:
             tensor = gathered[: sum(rows)]
         else:  # rows of a rank in the middle are missing: no view is contiguous
@@ -285,7 +284,7 @@ def _flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
     recipes: list[tuple[type, list[str], Any] | None] = []
     for tensor in tensors:
         if _torch.is_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()
+            names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
             inner = [getattr(tensor, name) for name in names]
             if any(part.shape != tensor.shape for part in inner):
                 raise ExtensionError(

@@ -100,9 +100,7 @@ class ForwardPass:
         if not torch.is_grad_enabled() or self._outermost is None:
             return False
         order = self._orders.get(self._outermost)
-        return order is not None and stays_for_backward(
-            group, order, self._context.backward.order
-        )
+        return order is not None and stays_for_backward(group, order, self._context.backward.order)
 
     def _close(self) -> None:
         """End the pass: finish groups that ran in part, drop gathers that nobody used."""

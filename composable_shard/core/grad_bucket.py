@@ -53,6 +53,7 @@ class GradBucket:
         self.layout: BucketLayout = plan_bucket(tuple(params), num_shards, dtype.itemsize)
         self.dtype = dtype
         self._device = device
+        self._full_flags: dict[torch.dtype, torch.Tensor] = {}
 
     def start_reduce(self, grads: Sequence[torch.Tensor | None]) -> GradTransfer:
         """Turn gradients, ``None`` where this rank has none, into reduce-scatter inputs.
@@ -121,7 +122,6 @@ class GradBucket:
         members = [grads[index] for index in layout.packed]
         dtypes = {grad.dtype for grad in members if grad is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
-        flags = torch.tensor([present], dtype=dtype).expand(layout.num_shards, -1)
         scratch = self._empty(layout.num_shards, layout.packed_numel + len(grads))
         _torch.chunk_cat_into(
             scratch,
@@ -132,10 +132,20 @@ class GradBucket:
                     else grad.to(dtype)
                     for index, grad in zip(layout.packed, members, strict=True)
                 ),
-                flags.to(self._device, non_blocking=True),
+                self._flag_rows(dtype, tuple(present)),
             ],
         )
         return scratch.view(-1)
+
+    def _flag_rows(self, dtype: torch.dtype, present: tuple[bool, ...]) -> torch.Tensor:
+        """Return the flags once for each shard; those of a full set are kept."""
+        flags = self._full_flags.get(dtype) if all(present) else None
+        if flags is None:
+            row = torch.tensor(present, dtype=dtype, device=self._device)
+            flags = row.expand(self.layout.num_shards, -1)
+            if all(present):
+                self._full_flags[dtype] = flags
+        return flags
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self._device)

@@ -237,9 +237,7 @@ class GroupGradients:
     def _launch(self, reduction: _Reduction) -> list[Any]:
         op = dist.ReduceOp.AVG if reduction.scale.averages else dist.ReduceOp.SUM
         transfer = reduction.transfer
-        return self.reduce_scatter.launch(
-            transfer.outputs, transfer.inputs, self._mesh.group, op
-        )
+        return self.reduce_scatter.launch(transfer.outputs, transfer.inputs, self._mesh.group, op)
 
     def _hand_out(self, reduction: _Reduction) -> None:
         bucket, transfer = reduction.bucket, reduction.transfer
@@ -252,9 +250,7 @@ class GroupGradients:
             reduced = reduced.to(dtypes.pop())
         shards = bucket.shards(reduced, self._mesh.shard_rank)
         inner: dict[str, dict[str, torch.Tensor]] = {}
-        for (param, name), shard, is_wanted in zip(
-            reduction.members, shards, wanted, strict=True
-        ):
+        for (param, name), shard, is_wanted in zip(reduction.members, shards, wanted, strict=True):
             if not is_wanted:
                 continue
             if name is None:

@@ -90,6 +90,7 @@ class ParamGroup:
         name: Name of the modules within the root; for messages and traces.
         gradients: The way back.
         state: Sharded, being gathered or unsharded.
+        on_gradient: Called when a backward has accumulated into one of the parameters.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ParamGroup:
         self.all_gather: AllGather
         self.all_gather, reduce_scatter = choose_collectives(mesh.group, mesh.device, tag)
         self.gradients = GroupGradients(self.params, mesh, policy, reduce_scatter)
-        self.watch_gradient: Callable[[ShardedParam], None] | None = None
+        self.on_gradient: Callable[[torch.Tensor], None]
         self._units = units
         self._settled = False
         self._num_optimizer_steps = 0
@@ -190,11 +191,8 @@ class ParamGroup:
             if isinstance(unit, ParamBucket) and unit.params[0].unsharded is None:
                 unit.create_unsharded_params()
         for param in self.params:
+            param.follow_requires_grad(self.on_gradient)
             param.register_unsharded()
-            if param.accumulator is None and param.sharded.requires_grad:
-                param.hold_accumulator()
-                if self.watch_gradient is not None:
-                    self.watch_gradient(param)
 
     # Freshness ------------------------------------------------------------------------------
 
@@ -261,8 +259,7 @@ class ParamGroup:
         )
         for param, local in zip(self.params, locals_, strict=True):
             param.adopt_local(local)
-            param.unsharded = None
-            param.accumulator = None
+            param.forget_unsharded()
 
     def _check_materialized(self) -> None:
         wrong = [p for p in self.params if p.local.device != self.mesh.device]

@@ -15,7 +15,6 @@ from composable_shard import _torch
 from composable_shard.core.buffers import CastBuffers
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.nested import map_tensors, tensors_in
-from composable_shard.core.param import ShardedParam
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -30,7 +29,7 @@ def install(group: ParamGroup, buffers: CastBuffers) -> None:
     for owner in {slot.module for param in group.params for slot in param.slots}:
         owner.register_state_dict_pre_hook(lambda *_: group.reshard())
         owner.register_load_state_dict_pre_hook(lambda *_: group.reshard())
-    group.watch_gradient = partial(_watch_gradient, group)
+    group.on_gradient = partial(_arrive, group)
 
 
 class ModuleHooks:
@@ -90,7 +89,7 @@ class ModuleHooks:
         inner = tensor.view_as(tensor)
         node = inner.grad_fn
         assert node is not None
-        node.register_hook(lambda *_: group.context.backward.arrive(group))
+        node.register_hook(partial(_arrive, group))
         group.context.backward.add_boundary(group, node)
         return inner
 
@@ -103,22 +102,15 @@ class ModuleHooks:
             # an in-place op on a view replaces its node, and a hook on the old one never runs
             base.register_hook(self._pre_backward)
 
-    @torch.compiler.disable
     def _pre_backward(self, grad: torch.Tensor) -> None:
         self._group.context.backward.need(self._group)
 
 
-def _watch_gradient(group: ParamGroup, param: ShardedParam) -> None:
-    """Ask to be told when a backward has accumulated into a parameter."""
-    assert param.unsharded is not None
-    param.unsharded.register_post_accumulate_grad_hook(
-        torch.compiler.disable(lambda _: group.context.backward.arrive(group))
-    )
+def _arrive(group: ParamGroup, *_: object) -> None:
+    group.context.backward.arrive(group)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == dtype or not tensor.is_floating_point():
         return tensor
     return tensor.to(dtype)
-
-

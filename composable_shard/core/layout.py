@@ -195,9 +195,7 @@ def plan_bucket(params: tuple[ParamLayout, ...], num_shards: int, itemsize: int)
 
     unsharded_offsets = [0] * len(params)
     order = [*direct, *packed, *permuted]
-    numels = [
-        params[i].numel if i in set(permuted) else params[i].gathered_numel for i in order
-    ]
+    numels = [params[i].numel if i in set(permuted) else params[i].gathered_numel for i in order]
     unsharded_numel = _place(order, numels, unsharded_offsets, 0, step)
     return BucketLayout(
         params=params,

@@ -11,6 +11,7 @@ The tensors a parameter goes through:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,8 @@ class ShardedParam:
         sharded: The DTensor parameter.
         local: The local tensor of ``sharded``, to notice when somebody replaces it.
         unsharded: The plain parameter, once it was gathered.
-        accumulator: The node that accumulates into ``unsharded.grad``.
+        accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
+            same in every graph. ``None`` while the parameter is frozen.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ShardedParam:
         self.local: torch.Tensor
         self.unsharded: nn.Parameter | None = None
         self.accumulator: Node | None = None
+        self._is_watched = False
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a full tensor, as a view."""
@@ -101,16 +104,13 @@ class ShardedParam:
     def create_unsharded(self, tensor: torch.Tensor) -> nn.Parameter:
         """Make the leaf of autograd around ``tensor``; once in the life of its storage."""
         with torch.inference_mode(False):
-            self.unsharded = nn.Parameter(
-                tensor, requires_grad=self.sharded.requires_grad
-            )
-        self.accumulator = None
+            self.unsharded = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+        self.accumulator, self._is_watched = None, False
         return self.unsharded
 
-    def hold_accumulator(self) -> None:
-        """Hold the accumulation node, which keeps it the same in every graph."""
-        assert self.unsharded is not None
-        self.accumulator = _torch.accumulate_node(self.unsharded)
+    def forget_unsharded(self) -> None:
+        """Let go of the unsharded parameter; the next gather makes another."""
+        self.unsharded, self.accumulator = None, None
 
     def register_sharded(self) -> None:
         for slot in self.slots:
@@ -118,17 +118,29 @@ class ShardedParam:
 
     def register_unsharded(self) -> None:
         assert self.unsharded is not None
-        if self.unsharded.requires_grad != self.sharded.requires_grad:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
-            self.accumulator = None
         for slot in self.slots:
             slot.put(self.unsharded)
+
+    def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Give the unsharded parameter the ``requires_grad`` of the sharded one.
+
+        Args:
+            on_gradient: Called whenever a backward has accumulated into the parameter.
+        """
+        assert self.unsharded is not None
+        wanted = self.sharded.requires_grad
+        if wanted == (self.accumulator is not None):
+            return
+        self.unsharded.requires_grad_(wanted)
+        self.accumulator = _torch.accumulate_node(self.unsharded) if wanted else None
+        if wanted and not self._is_watched:
+            self.unsharded.register_post_accumulate_grad_hook(on_gradient)
+            self._is_watched = True
 
     def is_intact(self) -> bool:
         """Tell whether module and DTensor still hold what this object put there."""
         return (
-            self.slots[0].get() is self.sharded
-            and _torch.local_tensor(self.sharded) is self.local
+            self.slots[0].get() is self.sharded and _torch.local_tensor(self.sharded) is self.local
         )
 
     def recover(self) -> None:
