@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import Shard
 
-from composable_shard.core.buffers import CastBuffers
 from composable_shard.core.context import join_tree
 from composable_shard.core.convert import (
     Managed,
@@ -138,7 +137,7 @@ def _check_arguments(
 def _adopt(group: ParamGroup, managed: Managed) -> None:
     """Turn the modules into sharded ones. Nothing here can fail for a reason the user gave."""
     commit(group, managed)
-    install(group, CastBuffers(managed.modules, group.policy.buffer_dtype))
+    install(group, managed.modules)
     watch_optimizer_steps(group)
     for module in group.modules:
         module.__dict__[_GROUP] = group

@@ -112,7 +112,7 @@ class ParamBucket:
                 layout.params[index], self._unsharded_region(index), staged
             ):
                 full.copy_(shards)
-        if layout.packed:
+        if layout.packed_numel:
             torch.split_with_sizes_copy(
                 transfer.outputs[-1].view(layout.num_shards, -1),
                 list(layout.packed_shard_numels),
@@ -142,7 +142,10 @@ class ParamBucket:
             )
             self._in_place = [self._unsharded_region(index) for index in layout.direct]
             self._unpacked = [
-                self._unsharded_region(index).view(layout.num_shards, -1) for index in layout.packed
+                self._unsharded_region(index).view(
+                    layout.num_shards, layout.params[index].shard_numel
+                )
+                for index in layout.packed
             ]
 
     def create_unsharded_params(self) -> None:

@@ -119,7 +119,8 @@ class GradBucket:
     def _packed(self, grads: Sequence[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
         """Return [num_shards * (packed_numel + flags)]; one kernel pads, casts and packs."""
         layout = self.layout
-        members = [grads[index] for index in layout.packed]
+        packed = [index for index in layout.packed if layout.params[index].numel]
+        members = [grads[index] for index in packed]
         dtypes = {grad.dtype for grad in members if grad is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
         scratch = self._empty(layout.num_shards, layout.packed_numel + len(grads))
@@ -130,7 +131,7 @@ class GradBucket:
                     torch.zeros(layout.params[index].shape, dtype=dtype, device=self._device)
                     if grad is None
                     else grad.to(dtype)
-                    for index, grad in zip(layout.packed, members, strict=True)
+                    for index, grad in zip(packed, members, strict=True)
                 ),
                 self._flag_rows(dtype, tuple(present)),
             ],

@@ -5,6 +5,8 @@ No arithmetic, no streams, no collectives here.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +22,17 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def install(group: ParamGroup, buffers: CastBuffers) -> None:
-    """Let the group's modules, their state dicts and its parameters call back."""
-    hooks = ModuleHooks(group, buffers)
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+
+def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
+    """Let the group's modules, their state dicts and its parameters call back.
+
+    Args:
+        group: The group.
+        managed: Its modules and all below, but those of nested groups.
+    """
+    hooks = ModuleHooks(group, managed)
     for module in group.modules:
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(hooks.post_forward, always_call=True)
@@ -35,9 +45,11 @@ def install(group: ParamGroup, buffers: CastBuffers) -> None:
 class ModuleHooks:
     """What happens before and after each forward of a group's modules."""
 
-    def __init__(self, group: ParamGroup, buffers: CastBuffers) -> None:
+    def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         self._group = group
-        self._buffers = buffers
+        self._managed = list(managed)
+        self._buffers = CastBuffers(managed, group.policy.buffer_dtype)
+        self._stored: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @torch.compiler.disable
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -71,6 +83,7 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 self._watch_output(tensor)
+            self._watch_stored()
         if _torch.current_backward() == -1:
             self._group.context.forward.leave(self._group, module)
         return output
@@ -92,6 +105,21 @@ class ModuleHooks:
         node.register_hook(partial(_arrive, group))
         group.context.backward.add_boundary(group, node)
         return inner
+
+    def _watch_stored(self) -> None:
+        """Watch what forward stored away on its modules, such as a loss to be added later."""
+        seen, self._stored = self._stored, {}
+        for module in self._managed:
+            for name, value in module.__dict__.items():
+                if name in _MODULE_ATTRIBUTES:
+                    continue
+                for tensor in tensors_in(value):
+                    if tensor.grad_fn is None:
+                        continue
+                    known = seen.get(id(tensor))
+                    if known is None or known() is not tensor:
+                        self._watch_output(tensor)
+                    self._stored[id(tensor)] = weakref.ref(tensor)
 
     def _watch_output(self, tensor: torch.Tensor) -> None:
         if not tensor.requires_grad:

@@ -114,7 +114,11 @@ def travels_packed(layout: ParamLayout, itemsize: int) -> bool:
     A message of its own costs one latency for each peer; sharing one costs copying the parameter
     once. Packed wins while the parameter's bytes are fewer than what a latency is worth.
     """
-    if layout.num_shards == 1 or not layout.gathers_in_order:
+    if layout.num_shards == 1:
+        return False
+    if layout.numel == 0:  # adds nothing to a shared message, whatever its order
+        return True
+    if not layout.gathers_in_order:
         return False
     return layout.numel * itemsize <= PACKED_NBYTES_PER_PEER * (layout.num_shards - 1)
 
@@ -170,7 +174,7 @@ class BucketLayout:
             (self.shard_offsets[index], self.params[index].shard_numel)
             for index in (*self.direct, *self.permuted)
         ]
-        return (*own, (self.packed_offset, self.packed_numel)) if self.packed else tuple(own)
+        return (*own, (self.packed_offset, self.packed_numel)) if self.packed_numel else tuple(own)
 
 
 @lru_cache(maxsize=4096)
