@@ -109,7 +109,8 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 def accumulate_node(param: nn.Parameter) -> Node:
     """Return the node that accumulates into the ``grad`` of a leaf."""
-    return get_gradient_edge(param).node
+    with torch.inference_mode(False):
+        return get_gradient_edge(param).node
 
 
 # Modules ------------------------------------------------------------------------------------

@@ -103,10 +103,12 @@ class BackwardPass:
     def need(self, group: ParamGroup) -> None:
         """Gather ``group``, whose outputs have a gradient; prefetch who comes next."""
         self._enter(group)
-        if not group.params or (group in self._needed and group.is_unsharded):
+        if group in self._needed and (group.is_unsharded or not group.params):
             return
         self._needed.add(group)
         self._context.emit("pre_backward", group)
+        if not group.params:
+            return
         expected = self.order.advance(group)
         group.unshard()
         group.wait_for_unshard()
