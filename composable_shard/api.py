@@ -30,7 +30,7 @@ from composable_shard.core.convert import (
 from composable_shard.core.gradients import is_partial
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import install
-from composable_shard.core.optimizer_steps import watch_optimizer_steps
+from composable_shard.core.state_dicts import install_state_dict_hooks
 from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh, resolve_mesh
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
@@ -138,7 +138,7 @@ def _adopt(group: ParamGroup, managed: Managed) -> None:
     """Turn the modules into sharded ones. Nothing here can fail for a reason the user gave."""
     commit(group, managed)
     install(group, managed.modules)
-    watch_optimizer_steps(group)
+    install_state_dict_hooks(group)
     for module in group.modules:
         module.__dict__[_GROUP] = group
         module.__class__ = _sharded_class(type(module))

@@ -18,6 +18,7 @@ from composable_shard.core.bucket import GatherUnit, ParamBucket, Transfer
 from composable_shard.core.collectives import AllGather, choose_collectives
 from composable_shard.core.extension import ExtensionGather, agree_formats, needs_extension
 from composable_shard.core.gradients import GroupGradients
+from composable_shard.core.optimizer_steps import watch_optimizer_steps
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.streams import Pending
 from composable_shard.errors import MaterializationError, StaleParameterError
@@ -248,6 +249,7 @@ class ParamGroup:
         if not intact or extended:
             self._rebuild()
         self._check_materialized()
+        watch_optimizer_steps(self)
         self._settled = True
 
     def _rebuild(self) -> None:

@@ -26,7 +26,7 @@ _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
 def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
-    """Let the group's modules, their state dicts and its parameters call back.
+    """Let the group's modules and its parameters call back.
 
     Args:
         group: The group.
@@ -36,9 +36,6 @@ def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
     for module in group.modules:
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(hooks.post_forward, always_call=True)
-    for owner in {slot.module for param in group.params for slot in param.slots}:
-        owner.register_state_dict_pre_hook(lambda *_: group.reshard())
-        owner.register_load_state_dict_pre_hook(lambda *_: group.reshard())
     group.on_gradient = partial(_arrive, group)
 
 

@@ -8,13 +8,14 @@ global hook after its step; the groups of its parameters are told.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from composable_shard.core.group import ParamGroup
+if TYPE_CHECKING:
+    from composable_shard.core.group import ParamGroup
 
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _installed: list[Any] = []

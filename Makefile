@@ -1,0 +1,65 @@
+# `make demo` and `make test` need Python 3.11 or later and nothing else: they make .venv first.
+# PYTHON=... chooses the interpreter that it is made with; ARGS=... is passed on to the command.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+# Succeeds where the interpreter has a torch that can be lent to the environment. One inside a
+# virtual environment cannot: the new environment would be made on the interpreter beneath.
+HAS_TORCH = $(PYTHON) -c 'import sys, torch, torch.distributed as dist; \
+	version = tuple(int(part) for part in torch.__version__.split(".")[:2]); \
+	sys.exit(version < (2, 11) or not dist.is_gloo_available() or sys.prefix != sys.base_prefix)' \
+	2>/dev/null
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format install clean
+
+help:
+	@echo "make demo     train a small language model on two ranks"
+	@echo "make test     run the tests"
+	@echo "make lint     check style and types"
+	@echo "make format   bring the code into style"
+	@echo "make install  make $(VENV) with all that these need"
+	@echo "make clean    remove $(VENV), caches and what the demo wrote"
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/train_lm.py --checkpoint-dir runs/demo --overwrite $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(INSTALLED)
+
+# The package itself comes last and alone: all that builds it is there by then, and its own wish
+# for a torch, which names no version, must not fetch another.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Expected Python 3.11 or later at $(PYTHON): set PYTHON=..."; exit 1; }
+	@if $(HAS_TORCH); then \
+		echo "making $(VENV) with the torch of $(PYTHON)"; \
+		test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV); \
+		sed '/^# torch/,$$d' constraints.txt > $(VENV)/pinned.txt; \
+	else \
+		echo "making $(VENV) with the torch of constraints.txt"; \
+		test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+		cp constraints.txt $(VENV)/pinned.txt; \
+	fi
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet -r $(VENV)/pinned.txt
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet \
+		--no-deps --no-build-isolation --editable .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

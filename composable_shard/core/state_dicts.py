@@ -1,0 +1,47 @@
+"""State dicts: sharded parameters go out as they are; full ones that come in are cut to shards."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.param import ShardedParam
+
+
+def install_state_dict_hooks(group: ParamGroup) -> None:
+    """Have state dicts of the group's modules hold shards, and take shards or full tensors."""
+    places: dict[nn.Module, dict[str, ShardedParam]] = {}
+    for param in group.params:
+        for slot in param.slots:
+            places.setdefault(slot.module, {})[slot.attribute] = param
+    for owner, params in places.items():
+        owner.register_state_dict_pre_hook(lambda *_: group.reshard())
+        owner.register_load_state_dict_pre_hook(partial(_before_load, group, params))
+
+
+def _before_load(
+    group: ParamGroup,
+    params: dict[str, ShardedParam],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_: object,
+) -> None:
+    """Replace full tensors by this rank's rows of them; the dict is the loader's own copy."""
+    group.reshard()
+    for attribute, param in params.items():
+        value = state_dict.get(prefix + attribute)
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if tuple(value.shape) != param.layout.shape:
+            continue  # torch says what is wrong with it
+        local = param.shard_of(value).to(param.local.device).clone()
+        state_dict[prefix + attribute] = _torch.from_local(
+            local, _torch.spec_with_dtype(param.spec, value.dtype)
+        )

@@ -1,0 +1,132 @@
+"""The folder of a run: its settings, its losses, and its newest sharded checkpoint.
+
+    <folder>/run.json        what the losses depend on, to refuse a resume that would change them
+    <folder>/losses.jsonl    one line for each step done: {"step": 1, "loss": 5.54...}
+    <folder>/step-000200/    model, optimizer and progress after 200 steps, a file from each rank
+
+The position in the text is the step: see ``text.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+Settings = dict[str, int | float | str]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: number of steps done.
+        loss_before: held-out loss before the first step, in nats per byte.
+    """
+
+    step: int
+    loss_before: float
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one run; every rank holds one, and all see the same folder."""
+
+    path: Path
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint."""
+        # The metadata file is written last: without it a save was interrupted.
+        complete = sorted(metadata.parent for metadata in self.path.glob("step-*/.metadata"))
+        return complete[-1] if complete else None
+
+    def begin(self, settings: Settings, overwrite: bool) -> None:
+        """Make the folder ready for a new run (called on one rank)."""
+        for old in self.path.glob("step-*") if overwrite else ():
+            shutil.rmtree(old)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._losses.write_text("")
+        self._run.write_text(json.dumps(settings, indent=2) + "\n")
+
+    def refuse_overwriting(self) -> None:
+        """Raise ``ValueError`` if a new run would lose an earlier one."""
+        if newest := self.newest():
+            raise ValueError(
+                f"{self.path} holds {newest.name} of an earlier run: pass --resume to continue it, "
+                "--overwrite to begin again, or another --checkpoint-dir"
+            )
+
+    def refuse_other_run(self, settings: Settings) -> None:
+        """Raise ``ValueError`` unless the folder holds a checkpoint made with these settings."""
+        if self.newest() is None:
+            raise ValueError(f"{self.path} holds no checkpoint: leave --resume away")
+        saved = json.loads(self._run.read_text())
+        different = [
+            f"{name} was {saved.get(name)!r} and is {value!r}"
+            for name, value in settings.items()
+            if saved.get(name) != value
+        ]
+        if different:
+            raise ValueError(
+                f"Cannot resume {self.path} with other settings: {'; '.join(different)}"
+            )
+
+    def save(self, model: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
+        """Write a checkpoint and drop those before it (called on every rank)."""
+        target = self.path / f"step-{progress.step:06d}"
+        state: dict[str, Any] = {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+            "progress": asdict(progress),
+        }
+        dcp.save(state, checkpoint_id=target)
+        if dist.get_rank() == 0:
+            for old in self.path.glob("step-*"):
+                if old != target:
+                    shutil.rmtree(old)
+
+    def load(self, model: nn.Module, optimizer: Optimizer) -> Progress:
+        """Read the newest checkpoint in place, and forget losses after it (on every rank).
+
+        The number of ranks may differ from the one that wrote it.
+        """
+        state: dict[str, Any] = {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+            "progress": asdict(Progress(step=0, loss_before=0.0)),
+        }
+        dcp.load(state, checkpoint_id=self.newest())
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        progress = Progress(**state["progress"])
+        if dist.get_rank() == 0:
+            done = self._losses.read_text().splitlines(keepends=True)[: progress.step]
+            self._losses.write_text("".join(done))
+        return progress
+
+    def record(self, step: int, loss: float) -> None:
+        """Add the loss of a step to the history (called on one rank)."""
+        with self._losses.open("a") as losses:
+            losses.write(json.dumps({"step": step, "loss": loss}) + "\n")
+
+    @property
+    def _losses(self) -> Path:
+        return self.path / "losses.jsonl"
+
+    @property
+    def _run(self) -> Path:
+        return self.path / "run.json"

@@ -1,0 +1,141 @@
+"""The command line of the example, and what is refused before any rank starts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lm.checkpoint import RunFolder, Settings
+from lm.ranks import num_ranks_here
+from lm.text import load_text
+
+# What a loss depends on: a resumed run must share these.
+DECISIVE = (
+    *("steps", "batch", "lr", "warmup", "clip", "seed"),
+    *("layers", "width", "heads", "context", "device", "param_dtype"),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line; ``read_options`` says what each option means."""
+
+    steps: int
+    batch: int
+    lr: float
+    warmup: int
+    clip: float
+    seed: int
+    text: Path | None
+    layers: int
+    width: int
+    heads: int
+    context: int
+    ranks: int
+    device: str
+    param_dtype: str
+    checkpoint_dir: Path
+    checkpoint_every: int
+    resume: bool
+    overwrite: bool
+    stop_at: int
+    log_every: int
+    sample_bytes: int
+    prompt: str
+    temperature: float
+
+    def decisive(self, digest: str) -> Settings:
+        """Return what the losses depend on, with the digest of the text."""
+        return {name: getattr(self, name) for name in DECISIVE} | {"text": digest}
+
+
+def read_options(arguments: Sequence[str] | None) -> Options:
+    """Read and check the command line; leave with a message and status 2 if it is wrong."""
+    parser = _parser()
+    values = vars(parser.parse_args(arguments))
+    if values["device"] == "auto":
+        values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    values["stop_at"] = min(values["steps"], values["stop_at"] or values["steps"])
+    try:
+        values["ranks"] = num_ranks_here(values["ranks"], values["device"])
+        options = Options(**values)
+        _refuse(options)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return options
+
+
+def _refuse(options: Options) -> None:
+    if options.batch % options.ranks:
+        raise ValueError(
+            f"Expected --batch to be a multiple of the {options.ranks} ranks, got {options.batch}"
+        )
+    if options.width % (2 * options.heads):
+        raise ValueError(
+            f"Expected --width to be a multiple of twice the {options.heads} --heads, "
+            f"got {options.width}"
+        )
+    if not options.prompt and options.sample_bytes:
+        raise ValueError("Expected a --prompt of at least one byte, got none")
+    text = load_text(options.text, options.context)
+    folder = RunFolder(options.checkpoint_dir)
+    if options.resume:
+        folder.refuse_other_run(options.decisive(text.digest))
+    elif not options.overwrite:
+        folder.refuse_overwriting()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]",
+        description="Train a small byte-level GPT with its parameters sharded over ranks.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    training = parser.add_argument_group("training").add_argument
+    training("--steps", type=_positive, default=200, help="steps of the whole run")
+    training("--batch", type=_positive, default=16, help="rows of a step, over all ranks")
+    training("--lr", type=float, default=3e-3, help="highest learning rate")
+    training("--warmup", type=_positive, default=20, help="steps until it is reached")
+    training("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    training("--seed", type=int, default=0, help="of the weights, the batches and the sample")
+    training("--text", type=Path, help="file to train on; the documentation of Python if absent")
+
+    model = parser.add_argument_group("model").add_argument
+    model("--layers", type=_positive, default=4, help="blocks")
+    model("--width", type=_positive, default=128, help="features of a position")
+    model("--heads", type=_positive, default=4, help="attention heads of a block")
+    model("--context", type=_positive, default=128, help="bytes of a row")
+
+    ranks = parser.add_argument_group("ranks").add_argument
+    ranks(
+        "--ranks",
+        type=_positive,
+        help="to start; 2, or one per GPU, if absent; torchrun decides its own",
+    )
+    ranks("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    ranks("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="and in what")
+
+    folder = parser.add_argument_group("checkpoints")
+    folder.add_argument("--checkpoint-dir", type=Path, default=Path("runs/train_lm"), help="folder")
+    folder.add_argument("--checkpoint-every", type=_positive, default=100, help="steps")
+    folder.add_argument("--stop-at", type=_positive, help="end after this step, as if interrupted")
+    start = folder.add_mutually_exclusive_group()
+    start.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    start.add_argument("--overwrite", action="store_true", help="drop an earlier run's checkpoints")
+
+    output = parser.add_argument_group("output").add_argument
+    output("--log-every", type=_positive, default=50, help="steps between two lines")
+    output("--sample-bytes", type=int, default=300, help="bytes to write when training has ended")
+    output("--prompt", default="The ", help="what these continue")
+    output("--temperature", type=float, default=0.7, help="how bold they are")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number

@@ -1,0 +1,109 @@
+"""The processes that train together: those of ``torchrun``, or ranks of our own on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# A rank that died fails the others after this long, rather than leaving them to wait.
+PATIENCE = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job runs: which of how many ranks, and on what device."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that talks to the terminal and owns the files."""
+        return self.rank == 0
+
+
+Job = Callable[[Place], None]
+
+
+def under_torchrun() -> bool:
+    """Return whether this process is one of the ranks that ``torchrun`` started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def num_ranks_here(asked: int | None, device_type: str) -> int:
+    """Return how many ranks will train: torchrun's, those asked for, or what suits the machine."""
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    if device_type == "cuda":
+        num_devices = torch.cuda.device_count()
+        if asked is not None and asked > num_devices:
+            raise ValueError(
+                f"Expected at most {num_devices} ranks, one for each CUDA device, got {asked}: "
+                "lower --ranks or pass --device cpu"
+            )
+        return asked or num_devices
+    return asked or 2
+
+
+def run_on_ranks(job: Job, num_ranks: int, device_type: str) -> None:
+    """Run a job on every rank, and return when it has ended.
+
+    Args:
+        job: what each rank does; picklable.
+        num_ranks: number of ranks.
+        device_type: "cuda" (one device for each rank) or "cpu" (one thread for each rank).
+    """
+    # Read when a rank's libraries load: one thread each, so that ranks do not fight for cores and
+    # sums are always taken in the same order; and the workspace that cuBLAS needs for the latter.
+    if device_type == "cpu":
+        os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if under_torchrun():
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        _work(job, int(os.environ["RANK"]), num_ranks, device_type, local_rank, None)
+        return
+    with tempfile.TemporaryDirectory(prefix="train_lm_") as folder:
+        meeting_point = Path(folder) / "ranks"
+        try:
+            mp.spawn(_start, args=(job, num_ranks, device_type, meeting_point), nprocs=num_ranks)
+        except KeyboardInterrupt:
+            sys.exit("stopped")
+
+
+def _start(rank: int, job: Job, num_ranks: int, device_type: str, meeting_point: Path) -> None:
+    # Sent to a rank when its parent dies, which may have been told to ignore it: ranks left behind
+    # would go on to write the files of a run that somebody resumes.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _work(job, rank, num_ranks, device_type, rank, meeting_point)
+
+
+def _work(
+    job: Job,
+    rank: int,
+    num_ranks: int,
+    device_type: str,
+    local_rank: int,
+    meeting_point: Path | None,
+) -> None:
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    else:
+        torch.set_num_threads(1)
+        device, backend = torch.device("cpu"), "gloo"
+    store = dist.FileStore(str(meeting_point), num_ranks) if meeting_point else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=PATIENCE)
+    job(Place(rank, num_ranks, device))
+    dist.destroy_process_group()

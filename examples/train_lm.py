@@ -1,0 +1,186 @@
+"""Train a small byte-level GPT with its parameters sharded over ranks.
+
+    python examples/train_lm.py                          two ranks on the CPU, or one on each GPU
+    python examples/train_lm.py --resume                 go on from the newest checkpoint
+    torchrun --nproc-per-node 4 examples/train_lm.py     on the ranks that torchrun starts
+
+What this shows of the library is all in ``build``: ``fully_shard`` on each block, then on the
+root. The rest is a training loop as for one device: AdamW, a schedule, gradient clipping,
+checkpoints by ``torch.distributed.checkpoint``. The model, its text and its ranks are in ``lm/``.
+
+The weights at the start and the batches do not depend on the number of ranks, so neither do the
+losses, but for rounding. On the CPU the same command gives bitwise the same losses again, and so
+does a run that was stopped (``--stop-at``) and resumed: see ``losses.jsonl`` in its folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+from composable_shard import MixedPrecisionPolicy, fully_shard
+from lm.checkpoint import Progress, RunFolder
+from lm.model import GPT
+from lm.options import Options, read_options
+from lm.ranks import Place, run_on_ranks
+from lm.report import Summary, Ticker, local_nbytes, on_every_rank, peak_memory
+from lm.text import NO_TARGET, Text, held_out_batches, load_text, training_batch
+
+
+def build(options: Options, place: Place) -> GPT:
+    """Build the model and shard it over all ranks."""
+    torch.manual_seed(options.seed)  # every rank draws the same weights, then keeps its shard
+    model = GPT(options.layers, options.width, options.heads, options.context).to(place.device)
+    mesh = init_device_mesh(place.device.type, (place.num_ranks,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def learning_rate(step: int, options: Options) -> float:
+    """Return the learning rate of a step: a line up, then half a cosine down to a tenth."""
+    rising = (step + 1) / options.warmup
+    falling = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)
+    return options.lr * min(rising, falling)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a rank trains, on what, and where."""
+
+    options: Options
+    place: Place
+    text: Text
+    model: GPT
+    optimizer: AdamW
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a batch that are this rank's."""
+        return self.options.batch // self.place.num_ranks
+
+    def update(self, step: int) -> float:
+        """Take a step; return the loss of its whole batch, in nats per byte."""
+        first_row = self.place.rank * self.num_rows
+        inputs, targets = training_batch(
+            self.text.train,
+            self.options.context,
+            rows=range(first_row, first_row + self.num_rows),
+            num_rows=self.options.batch,
+            seed=self.options.seed,
+            step=step,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.options)
+        loss = self.loss(inputs, targets) / targets.numel()
+        loss.backward()
+        clip_grad_norm_(self.model.parameters(), self.options.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return sum_over_ranks(loss.detach()) / self.place.num_ranks
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, in nats, summed over the targets that count."""
+        logits = self.model(inputs.to(self.place.device)).float().flatten(0, 1)
+        targets = targets.to(self.place.device).flatten()
+        return F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Return the mean loss on the held-out text, in nats per byte; each rank does its share."""
+        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
+        for inputs, targets in held_out_batches(
+            self.text.held_out,
+            self.options.context,
+            self.num_rows,
+            self.place.rank,
+            self.place.num_ranks,
+        ):
+            total += self.loss(inputs, targets)
+        return sum_over_ranks(total) / (len(self.text.held_out) - 1)
+
+    @torch.no_grad()
+    def sample(self, prompt: bytes) -> bytes:
+        """Let the model write on from a prompt.
+
+        Every rank takes part, since each forward gathers parameters, and draws the same bytes.
+        """
+        generator = torch.Generator().manual_seed(self.options.seed)
+        written = list(prompt)
+        for _ in range(self.options.sample_bytes):
+            window = torch.tensor([written[-self.options.context :]], device=self.place.device)
+            logits = self.model(window)[0, -1].float().cpu()
+            chances = torch.softmax(logits / self.options.temperature, dim=-1)
+            written.append(int(torch.multinomial(chances, 1, generator=generator)))
+        return bytes(written[len(prompt) :])
+
+
+def sum_over_ranks(value: Tensor) -> float:
+    """Return the sum over ranks of a number. Collective: one all-reduce."""
+    dist.all_reduce(value)
+    return value.item()
+
+
+def train(options: Options, place: Place) -> None:
+    """Train on one rank, from the start or from the newest checkpoint, and report."""
+    model = build(options, place)
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters, options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    text = load_text(options.text, options.context)
+    training = Training(options, place, text, model, optimizer)
+
+    folder = RunFolder(options.checkpoint_dir)
+    if options.resume:
+        progress = folder.load(model, optimizer)
+    else:
+        progress = Progress(step=0, loss_before=training.held_out_loss())
+        if place.leads:
+            folder.begin(options.decisive(text.digest), options.overwrite)
+
+    ticker = Ticker(place, options.steps, progress.step, options.batch * options.context)
+    for step in range(progress.step, options.stop_at):
+        loss = training.update(step)
+        ticker.tick(loss)
+        if place.leads:
+            folder.record(step + 1, loss)
+        if ticker.step % options.log_every == 0 or ticker.step == options.stop_at:
+            ticker.write_line(loss, learning_rate(step, options))
+        if ticker.step % options.checkpoint_every == 0 or ticker.step == options.stop_at:
+            folder.save(model, optimizer, Progress(ticker.step, progress.loss_before))
+    ticker.close()
+
+    summary = Summary(
+        loss_before=progress.loss_before,
+        loss_after=training.held_out_loss(),
+        unsharded_nbytes=sum(parameter.numel() * parameter.itemsize for parameter in parameters),
+        sharded_nbytes=on_every_rank(local_nbytes(parameters)),
+        prompt=options.prompt.encode(),
+        sample=training.sample(options.prompt.encode()),
+        peaks=on_every_rank(peak_memory(place.device)),
+    )
+    if place.leads:
+        summary.show()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line and train on every rank."""
+    options = read_options(arguments)
+    run_on_ranks(partial(train, options), options.ranks, options.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The same facts on a CUDA device: one NCCL rank against the unsharded model, streams in order.
+
+What more ranks do differently is the collective itself, which the tests on CPU ranks cover; what a
+device does differently is asynchrony, which these cover.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.insight.trace import trace
+from composable_shard.testing import fake_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def stack(width: int = 256, depth: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(depth))).cuda()
+
+
+def shard(model: nn.Sequential, policy: MixedPrecisionPolicy | None = None) -> nn.Sequential:
+    for block in model:
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+@pytest.fixture
+def nccl_rank(tmp_path: object) -> Iterator[None]:
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_rank_trains_bitwise_as_unsharded(nccl_rank: None) -> None:
+    model = stack()
+    reference = copy.deepcopy(model)
+    shard(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), foreach=True) for m in (model, reference)]
+    for step in range(5):
+        torch.manual_seed(step)
+        batch = torch.randn(64, 256, device="cuda")
+        losses = [m(batch).square().mean() for m in (model, reference)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[0].item() == losses[1].item()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs)
+
+
+def test_one_rank_in_low_precision_computes_with_rounded_weights(nccl_rank: None) -> None:
+    model = stack()
+    reference = copy.deepcopy(model).bfloat16()
+    shard(model, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    batch = torch.randn(64, 256, device="cuda")
+    ours, theirs = model(batch), reference(batch.bfloat16())
+    ours.float().sum().backward()
+    theirs.float().sum().backward()
+    assert torch.equal(ours, theirs)
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float32
+        assert torch.equal(mine.grad.to_local(), other.grad.float())
+
+
+def test_gathers_and_reductions_are_launched_ahead_on_the_device() -> None:
+    with fake_ranks(4):
+        model = shard(stack(depth=2))
+        batch = torch.randn(8, 256, device="cuda")
+        model(batch).sum().backward()
+        with trace(model, "all_gather", "wait_for_all_gather", "reduce_scatter") as events:
+            model(batch).sum().backward()
+    assert events == [
+        ("all_gather", "0"),
+        ("wait_for_all_gather", "0"),
+        ("all_gather", "1"),
+        ("wait_for_all_gather", "1"),
+        ("all_gather", "0"),
+        ("reduce_scatter", "1"),
+        ("wait_for_all_gather", "0"),
+        ("reduce_scatter", "0"),
+    ]
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    with fake_ranks(4):
+        model = shard(stack(depth=2))
+        batch = torch.randn(8, 256, device="cuda")
+        model(batch).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(batch).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_returns_to_the_shards_and_gradients() -> None:
+    with fake_ranks(8):
+        before = torch.cuda.memory_allocated()
+        model = shard(stack(width=512, depth=8))
+        shards = torch.cuda.memory_allocated() - before
+        batch = torch.randn(8, 512, device="cuda")
+        model(batch).sum().backward()
+        model.zero_grad()
+        model.reshard()
+        del batch
+        left = torch.cuda.memory_allocated() - before
+        full = sum(param.numel() * param.itemsize for param in model.parameters())
+    assert shards < full / 8 * 1.05
+    assert left < shards * 1.05

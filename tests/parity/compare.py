@@ -1,0 +1,122 @@
+"""Compares a sharded model with its oracle; what differs is told in words, on every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from parity.oracle import Unsharded, means_over_ranks
+
+RELATIVE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-9,
+}
+"""How much two tensors may differ, relative to the largest element, where not bitwise equal."""
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor, exact: bool) -> str | None:
+    """Tell how ``got`` differs from ``wanted``; ``None`` if it does not."""
+    got, wanted = got.detach(), wanted.detach()
+    if got.dtype != wanted.dtype or got.shape != wanted.shape:
+        return f"expected {wanted.dtype} {list(wanted.shape)}, got {got.dtype} {list(got.shape)}"
+    if torch.equal(got, wanted):
+        return None
+    off = (got.double() - wanted.double()).abs().max().item()
+    most = wanted.double().abs().max().item()
+    if not exact and off <= RELATIVE[got.dtype] * most:
+        return None
+    return f"off by {off:.3g} of {most:.3g}" + (", expected the same bits" if exact else "")
+
+
+def placement(grad: torch.Tensor | None) -> str | None:
+    """Tell how far a gradient has come: ``None``, ``"partial"`` or ``"shard"``."""
+    if grad is None:
+        return None
+    assert isinstance(grad, DTensor)
+    (own,) = grad.placements
+    if own.is_partial():
+        return "partial"
+    assert isinstance(own, Shard)
+    return "shard"
+
+
+def my_rows(param: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    """Return the rows of ``full`` that this rank should have of a sharded parameter."""
+    assert isinstance(param, DTensor)
+    (own,) = param.placements
+    assert isinstance(own, Shard)
+    chunks = full.chunk(dist.get_world_size(), own.dim)
+    rank = dist.get_rank()
+    return chunks[rank] if rank < len(chunks) else full.narrow(own.dim, 0, 0)
+
+
+class Comparison:
+    """Collects what differs between a sharded model and its oracle.
+
+    Args:
+        sharded: The sharded model.
+        oracle: The unsharded one.
+        exact: Whether the same bits are expected.
+    """
+
+    def __init__(self, sharded: nn.Module, oracle: Unsharded, exact: bool) -> None:
+        self.sharded = sharded
+        self.oracle = oracle
+        self.exact = exact
+        self.differences: list[str] = []
+
+    def tensor(self, what: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Compare two tensors."""
+        self._note(what, difference(got, wanted, self.exact))
+
+    def params(self, when: str) -> None:
+        """Compare this rank's shards of all parameters."""
+        wanted = dict(self.oracle.model.named_parameters())
+        for name, param in self.sharded.named_parameters():
+            assert isinstance(param, DTensor)
+            self.tensor(f"{when}: {name}", param.to_local(), my_rows(param, wanted[name]))
+
+    def grads(self, when: str, placements: bool = True) -> None:
+        """Compare all gradients, however far each rank has come with them.
+
+        The gradient is the mean over ranks of what is partial, plus this rank's shard.
+
+        Args:
+            when: What happened before; for the message.
+            placements: Whether to compare how far they have come, too.
+        """
+        params = dict(self.sharded.named_parameters())
+        means = self._partial_means(params) if self.oracle.waits_somewhere else {}
+        totals = self.oracle.totals()
+        for name, param in params.items():
+            what = f"{when}: grad of {name}"
+            state, expected = placement(param.grad), self.oracle.placement(name)
+            if placements and state != expected:
+                self._note(what, f"expected {expected}, got {state}")
+            got = my_rows(param, means[name]) if name in means else None
+            if state == "shard":
+                assert isinstance(param.grad, DTensor)
+                local = param.grad.to_local()
+                got = local if got is None else got.to(local.dtype) + local
+            wanted = totals.get(name)
+            if got is None or wanted is None:
+                self._note(what, None if got is wanted else f"expected {wanted}, got {got}")
+            else:
+                exact = self.exact and not self.oracle.has_folded
+                self._note(what, difference(got, my_rows(param, wanted), exact))
+
+    def _partial_means(self, params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        partial = {
+            name: param.grad.to_local()
+            for name, param in params.items()
+            if isinstance(param.grad, DTensor) and placement(param.grad) == "partial"
+        }
+        return means_over_ranks(partial)
+
+    def _note(self, what: str, differs: str | None) -> None:
+        if differs is not None:
+            self.differences.append(f"{what}: {differs}")

@@ -1,0 +1,144 @@
+"""The oracle: the same model, whole on every rank, its gradients averaged by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+from composable_shard import MixedPrecisionPolicy
+
+
+class Unsharded:
+    """A plain copy of a model that trains as the sharded one should.
+
+    Parameters are cast to the compute dtype one by one, and the gradients of all ranks are added
+    in the order of ranks and divided, in the dtype of reduction.
+
+    Attributes:
+        model: The copy; its parameters are what the optimizer sees.
+        waiting: By name, this rank's accumulated gradients that are not reduced.
+        reduced: By name, the mean gradients over the ranks.
+        has_folded: Whether unreduced gradients were added to reduced ones: the sum of several
+            ranks' numbers then depends, in its last bit, on the order of summation.
+    """
+
+    def __init__(self, model: nn.Module, policy: MixedPrecisionPolicy | None = None) -> None:
+        self.model = copy.deepcopy(model)
+        self.policy = policy or MixedPrecisionPolicy()
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.reduced: dict[str, torch.Tensor] = {}
+        self.has_folded = False
+        self._means: dict[str, torch.Tensor] = {}
+        self._leaves: dict[str, torch.Tensor] = {}
+
+    # Compute --------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
+            args = tuple(_cast(arg, self.policy.param_dtype) for arg in args)
+            kwargs = {key: _cast(arg, self.policy.param_dtype) for key, arg in kwargs.items()}
+        output = functional_call(self.model, self.leaves(), args, kwargs)
+        return output if self.policy.output_dtype is None else output.to(self.policy.output_dtype)
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Return the parameters in their compute dtype; the same until gradients are taken."""
+        if not self._leaves:
+            for name, param in self.model.named_parameters():
+                leaf = param.detach().to(self.policy.compute_dtype(param.dtype))
+                self._leaves[name] = leaf.requires_grad_(param.requires_grad)
+        return self._leaves
+
+    # Gradients ------------------------------------------------------------------------------
+
+    def after_backward(self, sync: bool = True) -> None:
+        """Take the gradients that a backward has left, and reduce them over the ranks."""
+        params = dict(self.model.named_parameters())
+        for name, leaf in self._leaves.items():
+            if leaf.grad is None:
+                continue
+            if name not in self.waiting:
+                dtype = self.policy.reduction_dtype(params[name].dtype)
+                self.waiting[name] = leaf.grad.to(dtype, copy=True)
+                self.has_folded |= not sync and name in self.reduced
+            else:
+                self.waiting[name] += leaf.grad
+        self._leaves = {}
+        self._means = means_over_ranks(self.waiting)
+        if sync or dist.get_world_size() == 1:
+            self.reduced = self.totals()
+            self.waiting, self._means = {}, {}
+
+    @property
+    def waits_somewhere(self) -> bool:
+        """Whether any rank has gradients that are not reduced."""
+        return bool(self._means)
+
+    def totals(self) -> dict[str, torch.Tensor]:
+        """Return what the gradients would be if everything was reduced now."""
+        totals = {}
+        for name, param in self.model.named_parameters():
+            mean, reduced = self._means.get(name), self.reduced.get(name)
+            if mean is not None:
+                mean = mean.to(self.policy.grad_dtype or param.dtype)
+                reduced = mean if reduced is None else reduced + mean
+            if reduced is not None:
+                totals[name] = reduced
+        return totals
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.reduced = {}
+        self.clear_waiting()
+
+    def drop_unreduced(self) -> None:
+        """Drop the gradients that are not reduced, with what they were added to."""
+        for name in self.waiting:
+            self.reduced.pop(name, None)
+        self.clear_waiting()
+
+    def clear_waiting(self) -> None:
+        """Forget what was accumulated without reduction."""
+        self.waiting, self._means, self.has_folded = {}, {}, False
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take an optimizer step with the totals."""
+        totals = self.totals()
+        for name, param in self.model.named_parameters():
+            if self.policy.grad_dtype is not None:
+                param.grad_dtype = None
+            param.grad = totals.get(name)
+        optimizer.step()
+        optimizer.zero_grad()
+        self._leaves = {}
+
+    def placement(self, name: str) -> str | None:
+        """Tell how far the gradient of a parameter has come on this rank."""
+        if name in self.waiting:
+            return "partial"
+        return "shard" if name in self.reduced else None
+
+
+def means_over_ranks(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Average over all ranks, in their order; a rank without a gradient counts as zeros."""
+    heard: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(heard, grads)
+    totals: dict[str, torch.Tensor] = {}
+    for said in heard:
+        for name, grad in said.items():
+            totals[name] = totals[name] + grad if name in totals else grad
+    return {name: total / len(heard) for name, total in totals.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

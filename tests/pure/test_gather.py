@@ -1,0 +1,169 @@
+"""Shards gathered by a layout are the parameters again, and gradients reduce to their shards.
+
+The collectives are simulated on plain tensors, all ranks in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composable_shard.core.bucket import matching_pieces
+from composable_shard.core.grad_bucket import GradBucket, GradTransfer
+from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.testing.strategies import param_layouts
+
+NUM_SHARDS = st.integers(1, 5)
+PADDING = -1
+
+
+def numbered(params: Sequence[ParamLayout]) -> list[torch.Tensor]:
+    """Parameters whose elements are all different."""
+    tensors, start = [], 0
+    for param in params:
+        tensors.append(torch.arange(start, start + param.numel).view(param.shape))
+        start += param.numel
+    return tensors
+
+
+def shard_of(param: ParamLayout, full: torch.Tensor, rank: int) -> torch.Tensor:
+    return full.narrow(param.dim, param.start(rank), param.local_rows(rank))
+
+
+def sharded_bucket(bucket: BucketLayout, full: list[torch.Tensor], rank: int) -> torch.Tensor:
+    flat = torch.full((bucket.shard_numel,), PADDING)
+    for param, start, tensor in zip(bucket.params, bucket.shard_offsets, full, strict=True):
+        shard = shard_of(param, tensor, rank)
+        flat[start : start + shard.numel()] = shard.reshape(-1)
+    return flat
+
+
+def gathered_bucket(bucket: BucketLayout, shards: list[torch.Tensor]) -> torch.Tensor:
+    """What the messages of all ranks become in the unsharded buffer."""
+    flat = torch.full((bucket.unsharded_numel,), PADDING)
+    arrived = [
+        torch.cat([shard[offset : offset + numel] for shard in shards])
+        for offset, numel in bucket.messages
+    ]
+    for index in bucket.direct:
+        start = bucket.unsharded_offsets[index]
+        flat[start : start + bucket.params[index].gathered_numel] = arrived.pop(0)
+    for index in bucket.permuted:
+        param, start = bucket.params[index], bucket.unsharded_offsets[index]
+        region = flat[start : start + param.numel]
+        for whole, piece in matching_pieces(param, region, arrived.pop(0)):
+            whole.copy_(piece)
+    if bucket.packed_numel:
+        rows = arrived.pop(0).view(bucket.num_shards, -1).split(bucket.packed_shard_numels, dim=1)
+        for index, part in zip(bucket.packed, rows, strict=True):
+            start = bucket.unsharded_offsets[index]
+            flat[start : start + part.numel()] = part.reshape(-1)
+    assert arrived == []
+    return flat
+
+
+def views(bucket: BucketLayout, flat: torch.Tensor) -> list[torch.Tensor]:
+    return [
+        flat[start : start + param.numel].view(param.shape)
+        for param, start in zip(bucket.params, bucket.unsharded_offsets, strict=True)
+    ]
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> BucketLayout:
+    num_shards = draw(NUM_SHARDS)
+    params = draw(st.lists(param_layouts(num_shards), min_size=1, max_size=5))
+    return plan_bucket(tuple(params), num_shards, 4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(buckets())
+def test_gather_then_view_is_the_identity(bucket: BucketLayout) -> None:
+    full = numbered(bucket.params)
+    shards = [sharded_bucket(bucket, full, rank) for rank in range(bucket.num_shards)]
+    for got, wanted in zip(views(bucket, gathered_bucket(bucket, shards)), full, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@given(NUM_SHARDS.flatmap(param_layouts))
+def test_matching_pieces_pair_every_element_once_and_no_padding(layout: ParamLayout) -> None:
+    full = torch.arange(layout.numel)
+    shards = torch.full((layout.gathered_numel,), PADDING)
+    for whole, piece in matching_pieces(layout, full, shards):
+        assert whole.shape == piece.shape
+        piece.copy_(whole)
+    expected = torch.full((layout.num_shards, layout.shard_numel), PADDING)
+    for rank in range(layout.num_shards):
+        shard = shard_of(layout, full.view(layout.shape), rank).reshape(-1)
+        expected[rank, : shard.numel()] = shard
+    assert torch.equal(shards.view(expected.shape), expected)
+    back = torch.full_like(full, PADDING)
+    for whole, piece in matching_pieces(layout, back, shards):
+        whole.copy_(piece)
+    assert torch.equal(back, full)
+
+
+# Gradients ----------------------------------------------------------------------------------
+
+
+def reduced(transfers: list[GradTransfer], rank: int) -> GradTransfer:
+    """What the reduce-scatter of all ranks' inputs leaves on ``rank``."""
+    mine = transfers[rank]
+    for place, output in enumerate(mine.outputs):
+        parts = [t.inputs[place].view(len(transfers), -1)[rank] for t in transfers]
+        output.copy_(torch.stack(parts).sum(0))
+    return mine
+
+
+@st.composite
+def ranks_grads(draw: st.DrawFn) -> tuple[list[ParamLayout], list[list[torch.Tensor | None]]]:
+    """Integer-valued gradients, so that every order of summation gives the same floats."""
+    num_shards = draw(NUM_SHARDS)
+    params = draw(st.lists(param_layouts(num_shards), min_size=1, max_size=4))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    grads: list[list[torch.Tensor | None]] = []
+    for rank in range(num_shards):
+        grads.append([])
+        for param in params:
+            grad = (torch.arange(param.numel, dtype=dtype) * (rank + 1)).view(param.shape)
+            how = draw(st.sampled_from(["dense", "dense", "transposed", "missing"]))
+            if how == "transposed":
+                grad = grad.t().contiguous().t() if grad.ndim == 2 else grad
+            grads[-1].append(None if how == "missing" else grad)
+    return params, grads
+
+
+@settings(max_examples=150, deadline=None)
+@given(ranks_grads())
+def test_every_rank_is_left_with_its_shard_of_the_sum(
+    case: tuple[list[ParamLayout], list[list[torch.Tensor | None]]],
+) -> None:
+    params, grads = case
+    wanted: list[torch.Tensor | None] = []
+    for of_one_param in zip(*grads, strict=True):
+        present = [grad for grad in of_one_param if grad is not None]
+        wanted.append(torch.stack(present).sum(0).float() if present else None)
+    bucket = GradBucket(params, len(grads), torch.float32, torch.device("cpu"))
+    transfers = [
+        bucket.start_reduce([g if g is None else g.clone() for g in of_rank]) for of_rank in grads
+    ]
+    for rank in range(len(grads)):
+        transfer = reduced(transfers, rank)
+        assert bucket.anybody_has(transfer) == [total is not None for total in wanted]
+        shards = bucket.shards(transfer.result, rank)
+        for param, shard, total in zip(params, shards, wanted, strict=True):
+            if total is not None:
+                assert torch.equal(shard, shard_of(param, total, rank))
+            else:
+                assert not shard.any()
+
+
+def test_a_dense_even_gradient_in_the_reduce_dtype_is_the_message_itself() -> None:
+    layout = ParamLayout((64, 512), 0, 2)
+    grad = torch.ones(layout.shape)
+    transfer = GradBucket([layout], 2, torch.float32, torch.device("cpu")).start_reduce([grad])
+    assert transfer.inputs[0].data_ptr() == grad.data_ptr()
+    assert transfer.inputs[0].shape == (layout.numel,)

@@ -1,0 +1,195 @@
+"""Shards tile their parameter; parameters do not overlap in a bucket; messages cover it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composable_shard.core.layout import (
+    ALIGNMENT_NBYTES,
+    PACKED_NBYTES_PER_PEER,
+    BucketLayout,
+    ParamLayout,
+    plan_bucket,
+    travels_packed,
+)
+from composable_shard.testing.strategies import param_layouts
+
+NUM_SHARDS = st.integers(1, 6)
+ITEMSIZES = st.sampled_from([1, 2, 4, 8])
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> tuple[BucketLayout, int]:
+    num_shards, itemsize = draw(NUM_SHARDS), draw(ITEMSIZES)
+    params = draw(st.lists(param_layouts(num_shards, itemsize), max_size=8))
+    return plan_bucket(tuple(params), num_shards, itemsize), itemsize
+
+
+def ranges_do_not_overlap(ranges: list[tuple[int, int]]) -> bool:
+    filled = sorted(r for r in ranges if r[0] < r[1])
+    return all(end <= start for (_, end), (start, _) in pairwise(filled))
+
+
+# One parameter ------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_shards_have_the_rows_of_torch_chunk_and_then_none(rows: int, num_shards: int) -> None:
+    layout = ParamLayout((rows, 3), 0, num_shards)
+    chunks = [len(chunk) for chunk in torch.arange(rows).chunk(num_shards)]
+    expected = chunks + [0] * (num_shards - len(chunks))
+    assert [layout.local_rows(rank) for rank in range(num_shards)] == expected
+
+
+@given(NUM_SHARDS.flatmap(param_layouts))
+def test_shards_tile_the_parameter(layout: ParamLayout) -> None:
+    full = torch.arange(layout.numel).view(layout.shape)
+    shards = [
+        full.narrow(layout.dim, layout.start(rank), layout.local_rows(rank))
+        for rank in range(layout.num_shards)
+    ]
+    assert torch.equal(torch.cat(shards, layout.dim), full)
+    for rank, shard in enumerate(shards):
+        assert layout.local_shape(rank) == tuple(shard.shape)
+        assert layout.local_numel(rank) == shard.numel()
+        assert shard.numel() <= layout.shard_numel
+
+
+@given(NUM_SHARDS.flatmap(param_layouts))
+def test_counts_agree_with_the_shape(layout: ParamLayout) -> None:
+    assert layout.numel == prod(layout.shape)
+    assert layout.outer * layout.rows * layout.inner == layout.numel
+    assert layout.gathered_numel == layout.num_shards * layout.shard_numel
+    assert layout.gathered_numel >= layout.numel
+    counts = [layout.local_rows(rank) for rank in range(layout.num_shards)]
+    full = [rows for rows in counts if rows == layout.rows_per_shard and rows]
+    rest = [rows for rows in counts if 0 < rows < layout.rows_per_shard]
+    assert layout.num_full_shards == len(full)
+    assert [layout.num_remaining_rows] == (rest or [0])
+    assert layout.is_even == (len(set(counts)) == 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "num_shards", "message"),
+    [
+        ((2, 3), 2, 2, "Expected a dim within 2 dims, got 2"),
+        ((2, 3), -1, 2, "Expected a dim within 2 dims, got -1"),
+        ((), 0, 2, "Expected a dim within 0 dims, got 0"),
+        ((2, 3), 0, 0, "Expected at least 1 shard, got 0"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(
+    shape: tuple[int, ...], dim: int, num_shards: int, message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        ParamLayout(shape, dim, num_shards)
+    assert str(caught.value) == message
+
+
+# Packed or not ------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 64), ITEMSIZES)
+def test_a_parameter_travels_packed_up_to_the_bytes_that_messages_are_worth(
+    num_shards: int, itemsize: int
+) -> None:
+    most = PACKED_NBYTES_PER_PEER * (num_shards - 1) // itemsize
+    assert travels_packed(ParamLayout((most,), 0, num_shards), itemsize)
+    assert not travels_packed(ParamLayout((most + 1,), 0, num_shards), itemsize)
+
+
+@given(NUM_SHARDS.flatmap(param_layouts))
+def test_what_needs_no_message_or_a_permutation_is_never_packed(layout: ParamLayout) -> None:
+    if layout.num_shards == 1 or (layout.outer > 1 and layout.numel):
+        assert not travels_packed(layout, 4)
+
+
+@given(NUM_SHARDS.flatmap(param_layouts))
+def test_what_has_no_elements_needs_no_message_of_its_own(layout: ParamLayout) -> None:
+    if layout.num_shards > 1 and not layout.numel:
+        assert travels_packed(layout, 4)
+
+
+# One bucket ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(buckets())
+def test_shards_do_not_overlap_in_the_sharded_bucket(
+    planned: tuple[BucketLayout, int],
+) -> None:
+    bucket, _ = planned
+    ranges = [
+        (start, start + param.shard_numel)
+        for start, param in zip(bucket.shard_offsets, bucket.params, strict=True)
+    ]
+    assert ranges_do_not_overlap(ranges)
+    assert all(start >= 0 and end <= bucket.shard_numel for start, end in ranges)
+
+
+@settings(max_examples=200)
+@given(buckets())
+def test_parameters_do_not_overlap_in_the_unsharded_bucket(
+    planned: tuple[BucketLayout, int],
+) -> None:
+    bucket, itemsize = planned
+    ranges = [
+        (start, start + (param.numel if index in bucket.permuted else param.gathered_numel))
+        for index, (start, param) in enumerate(
+            zip(bucket.unsharded_offsets, bucket.params, strict=True)
+        )
+    ]
+    assert ranges_do_not_overlap(ranges)
+    assert all(start >= 0 and end <= bucket.unsharded_numel for start, end in ranges)
+    assert all(start * itemsize % ALIGNMENT_NBYTES == 0 for start, _ in ranges)
+
+
+@settings(max_examples=200)
+@given(buckets())
+def test_messages_cover_the_sharded_bucket_once(planned: tuple[BucketLayout, int]) -> None:
+    bucket, itemsize = planned
+    times_sent = torch.zeros(bucket.shard_numel, dtype=torch.int64)
+    for offset, numel in bucket.messages:
+        assert offset >= 0 and offset + numel <= bucket.shard_numel
+        times_sent[offset : offset + numel] += 1
+    for start, param in zip(bucket.shard_offsets, bucket.params, strict=True):
+        assert (times_sent[start : start + param.shard_numel] == 1).all()
+    num_idle = int((times_sent == 0).sum())
+    assert int(times_sent.sum()) + num_idle == bucket.shard_numel
+    assert num_idle * itemsize < ALIGNMENT_NBYTES * max(1, len(bucket.messages))
+
+
+@settings(max_examples=200)
+@given(buckets())
+def test_there_is_one_message_for_each_big_parameter_and_one_for_all_small_ones(
+    planned: tuple[BucketLayout, int],
+) -> None:
+    bucket, itemsize = planned
+    small = [travels_packed(param, itemsize) for param in bucket.params]
+    assert len(bucket.messages) == small.count(False) + (bucket.packed_numel > 0)
+    assert set(bucket.packed) == {index for index, is_small in enumerate(small) if is_small}
+    assert bucket.packed_numel == sum(bucket.params[i].shard_numel for i in bucket.packed)
+    if bucket.packed_numel:
+        assert bucket.messages[-1] == (bucket.packed_offset, bucket.packed_numel)
+        assert bucket.packed_offset + bucket.packed_numel == bucket.shard_numel
+
+
+@settings(max_examples=200)
+@given(buckets())
+def test_only_what_lies_in_order_gathers_into_place(planned: tuple[BucketLayout, int]) -> None:
+    bucket, _ = planned
+    indices = sorted(bucket.direct + bucket.permuted + bucket.packed)
+    assert indices == list(range(len(bucket.params)))
+    for index in bucket.direct + bucket.packed:
+        param = bucket.params[index]
+        assert bucket.num_shards == 1 or param.outer == 1 or param.numel == 0
+    for index in bucket.permuted:
+        assert bucket.num_shards > 1 and bucket.params[index].outer != 1
+    staged = sum(bucket.params[i].gathered_numel for i in bucket.permuted + bucket.packed)
+    assert bucket.staging_numel == staged

@@ -1,0 +1,86 @@
+"""A gradient sum is divided exactly once, before, by or after its reduction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_shard.core.scale import ReductionScale, plan_scale
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+ranks = st.integers(1, 4096)
+divisors = st.none() | st.floats(0.125, 4096.0, allow_nan=False) | st.integers(1, 4096)
+
+
+@given(ranks, st.sampled_from(DTYPES), divisors, st.booleans())
+def test_the_three_factors_are_the_divisor(
+    num_ranks: int, dtype: torch.dtype, divisor: float | None, can_average: bool
+) -> None:
+    scale = plan_scale(num_ranks, dtype, divisor=divisor, can_average=can_average)
+    wanted = num_ranks if divisor is None else divisor
+    assert scale.before * (num_ranks if scale.averages else 1) * scale.after == wanted
+
+
+@given(ranks, divisors, st.booleans())
+def test_only_half_precision_divides_before(
+    num_ranks: int, divisor: float | None, can_average: bool
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        scale = plan_scale(num_ranks, dtype, divisor=divisor, can_average=can_average)
+        assert scale.before == 1
+
+
+@given(ranks, divisors, st.booleans())
+def test_half_precision_divides_before_by_a_power_of_two(
+    num_ranks: int, divisor: float | None, can_average: bool
+) -> None:
+    scale = plan_scale(num_ranks, torch.float16, divisor=divisor, can_average=can_average)
+    exponent = scale.before.hex().partition("p")[2]
+    assert scale.before == 2.0 ** int(exponent)
+    assert scale.before >= 1
+    assert not scale.averages
+
+
+@given(st.integers(0, 12))
+def test_half_precision_divides_before_by_about_the_square_root(exponent: int) -> None:
+    scale = plan_scale(2**exponent, torch.float16)
+    assert scale.before == 2.0 ** ((exponent + 1) // 2)
+    assert scale.after == 2.0 ** (exponent // 2)
+
+
+@given(ranks, st.sampled_from(DTYPES), divisors)
+def test_a_backend_that_cannot_average_is_not_asked_to(
+    num_ranks: int, dtype: torch.dtype, divisor: float | None
+) -> None:
+    assert not plan_scale(num_ranks, dtype, divisor=divisor, can_average=False).averages
+
+
+@given(ranks, st.floats(0.5, 100.0))
+def test_an_average_is_not_taken_under_another_divisor(num_ranks: int, divisor: float) -> None:
+    assert not plan_scale(num_ranks, torch.float32, divisor=divisor).averages
+
+
+def test_an_average_by_the_backend_is_all_there_is_to_do() -> None:
+    assert plan_scale(6, torch.float32) == ReductionScale(before=1, averages=True, after=1)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "each", "mean"),
+    [
+        (4, torch.float16, 30000.0, 30000.0),  # the plain sum, 120000, is beyond float16
+        (8, torch.float16, 30.0, 30.0),
+        (3, torch.float32, 7.0, 7.0),
+        (3, torch.bfloat16, 8.0, 8.0),
+    ],
+)
+def test_a_sum_scaled_as_planned_is_the_mean(
+    num_ranks: int, dtype: torch.dtype, each: float, mean: float
+) -> None:
+    scale = plan_scale(num_ranks, dtype, can_average=False)
+    total = torch.zeros(1, dtype=dtype)
+    for _ in range(num_ranks):
+        total += torch.tensor([each], dtype=dtype) / scale.before
+    assert (total / scale.after).item() == mean

@@ -1,0 +1,329 @@
+"""Running a function on several ranks: results, failures and time-outs reach the caller."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from composable_shard.testing import (
+    RankError,
+    RankTimeout,
+    fake_ranks,
+    ranks,
+    run_ranks,
+    run_threads,
+    stop_ranks,
+    threads,
+)
+
+
+class OddRankError(ValueError):
+    """An error that only this module knows."""
+
+
+def summed_ranks(offset: float = 0.0) -> torch.Tensor:
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    return total
+
+
+def fail_on(failing: tuple[int, ...], text: str) -> int:
+    if dist.get_rank() in failing:
+        raise OddRankError(text)
+    return dist.get_rank()
+
+
+def fail_each_differently() -> None:
+    raise [ValueError, TypeError][dist.get_rank()]("no")
+
+
+def fail_while_others_wait() -> None:
+    if dist.get_rank() == 0:
+        raise OddRankError("first")
+    dist.barrier()
+
+
+def hang_on(hanging: int) -> None:
+    if dist.get_rank() == hanging:
+        sleep_for_ever()
+
+
+def sleep_for_ever() -> None:
+    time.sleep(1000)
+
+
+def wait_alone() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def leave_collective_open() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def die_on(dying: int) -> None:
+    if dist.get_rank() == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def random_number() -> float:
+    return torch.rand(()).item()
+
+
+def surroundings() -> tuple[int, str, str]:
+    return torch.get_num_threads(), os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+
+def fail_with_a_class_of_its_own() -> None:
+    class HiddenError(OddRankError):
+        pass
+
+    raise HiddenError("hidden")
+
+
+def lambda_result() -> object:
+    return lambda: None
+
+
+def make_groups(num_groups: int) -> int:
+    for _ in range(num_groups):
+        dist.new_group()
+    return os.getpid()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_results_come_in_rank_order(num_ranks: int) -> None:
+    assert run_ranks(dist.get_rank, num_ranks) == list(range(num_ranks))
+
+
+def test_arguments_reach_every_rank() -> None:
+    results = run_ranks(summed_ranks, 2, 0.5)
+    assert results == run_ranks(summed_ranks, 2, offset=0.5)
+    assert results == run_ranks(partial(summed_ranks, 0.5), 2)
+    assert [result.item() for result in results] == [2.0, 2.0]
+
+
+def test_processes_are_kept_between_calls() -> None:
+    first = run_ranks(os.getpid, 2)
+    assert run_ranks(os.getpid, 2) == first
+    assert os.getpid() not in first
+
+
+def test_every_call_starts_from_the_same_random_state() -> None:
+    numbers = run_ranks(random_number, 2) + run_ranks(random_number, 2)
+    torch.manual_seed(0)
+    assert numbers == [torch.rand(()).item()] * 4
+
+
+def test_a_rank_has_one_thread_and_knows_its_place() -> None:
+    assert run_ranks(surroundings, 2) == [(1, "0", "2"), (1, "1", "2")]
+
+
+def test_stopped_ranks_are_gone_and_start_again() -> None:
+    before = run_ranks(os.getpid, 2)
+    stop_ranks()
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert set(run_ranks(os.getpid, 2)).isdisjoint(before)
+
+
+def test_one_failing_rank_is_named_with_its_traceback() -> None:
+    before = run_ranks(os.getpid, 2)
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail_on, 2, (1,), "odd one")
+    error = caught.value
+    assert not isinstance(error, RankTimeout)
+    (failure,) = error.failures
+    assert (failure.rank, failure.exception_type, failure.message) == (1, OddRankError, "odd one")
+    assert "in fail_on" in failure.traceback
+    assert str(error).startswith("1 of 2 ranks failed:\n[rank 1] OddRankError: odd one\n")
+    with pytest.raises(AssertionError, match="Expected one error on all ranks"):
+        error.agreed()
+    assert set(run_ranks(os.getpid, 2)).isdisjoint(before)
+
+
+def test_the_same_failure_on_all_ranks_keeps_the_processes() -> None:
+    before = run_ranks(os.getpid, 2)
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail_on, 2, (0, 1), "both")
+    assert [failure.rank for failure in caught.value.failures] == [0, 1]
+    assert caught.value.agreed().exception_type is OddRankError
+    assert caught.value.agreed().message == "both"
+    assert run_ranks(os.getpid, 2) == before
+
+
+def test_an_error_of_an_unknown_class_shows_its_nearest_known_base() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail_with_a_class_of_its_own, 2)
+    assert caught.value.agreed().exception_type is OddRankError
+    assert caught.value.agreed().type_name.endswith("HiddenError")
+
+
+def test_different_failures_do_not_agree() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail_each_differently, 2)
+    assert [failure.exception_type for failure in caught.value.failures] == [ValueError, TypeError]
+    with pytest.raises(AssertionError, match="Expected one error on all ranks"):
+        caught.value.agreed()
+
+
+def test_a_failure_does_not_wait_for_ranks_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("composable_shard.testing.pool.GRACE", 0.5)
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail_while_others_wait, 2)
+    assert time.monotonic() - start < 30
+    assert caught.value.failures[0].message == "first"
+    assert caught.value.unfinished == (1,)
+    assert "in fail_while_others_wait" in caught.value.stacks[1]
+    assert run_ranks(dist.get_rank, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("fn", [partial(hang_on, 0), wait_alone])
+def test_a_hanging_rank_is_killed_and_shown(fn: partial[None]) -> None:
+    before = run_ranks(os.getpid, 2)
+    with pytest.raises(RankTimeout, match=r"took more than 0.5 s") as caught:
+        run_ranks(fn, 2, timeout=0.5)
+    assert caught.value.unfinished == (0,)
+    assert caught.value.failures == ()
+    assert "test_ranks.py" in caught.value.stacks[0]
+    assert "had not finished: [0]" in str(caught.value)
+    after = run_ranks(os.getpid, 2)
+    assert set(after).isdisjoint(before)
+
+
+def test_a_collective_left_open_is_blamed_on_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composable_shard.testing.pool.SETTLE_TIMEOUT", 0.5)
+    with pytest.raises(RankTimeout, match="a collective of it is still open"):
+        run_ranks(leave_collective_open, 2)
+    assert run_ranks(dist.get_rank, 2) == [0, 1]
+
+
+def test_a_rank_that_dies_is_an_error() -> None:
+    with pytest.raises(RankError, match=r"\[rank 1\] .* ended during the call, exit code -9"):
+        run_ranks(die_on, 2, 1)
+    assert run_ranks(dist.get_rank, 2) == [0, 1]
+
+
+def test_a_longer_timeout_than_the_groups_gets_new_ranks() -> None:
+    before = run_ranks(os.getpid, 2)
+    assert set(run_ranks(os.getpid, 2, timeout=100.0)).isdisjoint(before)
+
+
+def test_groups_left_behind_do_not_pile_up() -> None:
+    before = run_ranks(make_groups, 2, 80)
+    assert set(run_ranks(os.getpid, 2)).isdisjoint(before)
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(TypeError, match="Expected a module-level function"):
+        run_ranks(lambda: None, 2)
+    with pytest.raises(RankError) as caught:
+        run_ranks(lambda_result, 2)
+    assert "pickle" in caught.value.agreed().message
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_ranks of at least 1, got 0"):
+        run_ranks(dist.get_rank, 0)
+    with pytest.raises(ValueError, match="num_ranks of at least 1, got 0"):
+        run_threads(dist.get_rank, 0)
+    with pytest.raises(ValueError, match="more than 0 s, got -1"):
+        run_ranks(dist.get_rank, 1, timeout=-1)
+    with pytest.raises(ValueError, match="rank from 0 to 1, got 2"), fake_ranks(2, rank=2):
+        pass
+
+
+def test_ranks_do_not_outlive_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, time\n"
+        "from composable_shard.testing import run_ranks\n"
+        "def tell_and_hang(): os.write(1, b'%d\\n' % os.getpid()); time.sleep(1000)\n"
+        "if __name__ == '__main__': run_ranks(tell_and_hang, 2)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while any(_is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"ranks outlive their parent: {pids}"
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_threads_reduce_and_answer_in_rank_order() -> None:
+    results = run_threads(lambda: (dist.get_rank(), summed_ranks().item()), 3)
+    assert results == [(0, 3.0), (1, 3.0), (2, 3.0)]
+    assert not dist.is_initialized()
+
+
+def test_threads_make_meshes_of_their_own() -> None:
+    def gathered() -> list[float]:
+        mesh = init_device_mesh("cpu", (2,))
+        shard = torch.tensor([float(dist.get_rank())])
+        full = DTensor.from_local(shard, mesh, [Shard(0)]).full_tensor()
+        return [float(value) for value in full]
+
+    assert run_threads(gathered, 2) == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def test_a_failing_thread_wakes_the_others() -> None:
+    with pytest.raises(RankError) as caught:
+        run_threads(fail_while_others_wait, 3)
+    assert [failure.rank for failure in caught.value.failures] == [0]
+    assert caught.value.unfinished == (1, 2)
+    with pytest.raises(RankError) as caught:
+        run_threads(fail_on, 2, (0, 1), "both")
+    assert caught.value.agreed().exception_type is OddRankError
+    assert run_threads(dist.get_rank, 2) == [0, 1]
+
+
+def test_a_hanging_thread_is_a_timeout() -> None:
+    with pytest.raises(RankTimeout) as caught:
+        run_threads(wait_alone, 2, timeout=0.2)
+    assert caught.value.unfinished == (0,)
+    assert run_threads(dist.get_rank, 2) == [0, 1]
+
+
+def test_fake_ranks_shard_as_real_ones_would() -> None:
+    with fake_ranks(512, rank=3):
+        mesh = init_device_mesh("cpu", (512,))
+        sharded = distribute_tensor(torch.zeros(1024, 2), mesh, [Shard(0)])
+        assert sharded.to_local().shape == (2, 2)
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 512)
+        with pytest.raises(RuntimeError, match="Expected no process group"), fake_ranks(2):
+            pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("module", [ranks, threads])
+def test_examples(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
