@@ -22,7 +22,26 @@ def install_state_dict_hooks(group: ParamGroup) -> None:
             places.setdefault(slot.module, {})[slot.attribute] = param
     for owner, params in places.items():
         owner.register_state_dict_pre_hook(lambda *_: group.reshard())
+        owner.register_state_dict_post_hook(partial(_after_save, params))
         owner.register_load_state_dict_pre_hook(partial(_before_load, group, params))
+
+
+def _after_save(
+    params: dict[str, ShardedParam],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_: object,
+) -> None:
+    """Make detached parameters look as if their local tensor began its storage.
+
+    A DTensor reports its local tensor's storage offset as its own, and what saves tensors takes
+    one with an offset for a tensor with data of its own.
+    """
+    for attribute, param in params.items():
+        value = state_dict.get(prefix + attribute)
+        if isinstance(value, DTensor) and value is not param.sharded:
+            state_dict[prefix + attribute] = _torch.from_local_at_start(param.local, param.spec)
 
 
 def _before_load(

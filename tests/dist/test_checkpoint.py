@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_models import Net, full, shard_net
+from dist.models import Net, full, shard_net
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -57,9 +58,9 @@ def uninterrupted() -> tuple[Tensors, Tensors, Tensors]:
     return first, saved, weights(model)
 
 
-def other_model(num_shards: int) -> Net:
+def other_model(num_shards: int, num_blocks: int = 2) -> Net:
     torch.manual_seed(num_shards + 100)
-    return shard_net(Net(2))
+    return shard_net(Net(num_blocks))
 
 
 def save(folder: Path) -> None:
@@ -155,3 +156,18 @@ def async_save(folder: Path) -> dict[str, torch.Tensor]:
 def test_asynchronous_saving(tmp_path: Path) -> None:
     first, second = run_ranks(async_save, 2, tmp_path)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def pickled(folder: Path) -> bool:
+    """Save each rank's own shards with ``torch.save``; load them into another model."""
+    source, target = shard_net(Net(1)), other_model(1, num_blocks=1)
+    source(same_on_all_ranks(0))  # the root is unsharded now
+    file = folder / f"{dist.get_rank()}.pt"
+    torch.save(source.state_dict(), file)
+    target.load_state_dict(torch.load(file, weights_only=False))
+    expected, got = weights(source), weights(target)
+    return all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_pickled_state_dict(tmp_path: Path) -> None:
+    assert run_ranks(pickled, 2, tmp_path) == [True, True]

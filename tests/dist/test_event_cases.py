@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from dist_models import Net, average_gradients, own_input, shard_net, two_nets
-from test_events import events, on_ranks, recorded_iterations, short
+from dist.models import Net, average_gradients, own_input, shard_net, two_nets
+from dist.test_events import events, on_ranks, recorded_iterations, short
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint

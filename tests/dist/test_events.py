@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from dist_models import Block, Net, own_input, shard_net
+from dist.models import Block, Net, own_input, shard_net
 from torch import nn
 
 from composable_shard import fully_shard

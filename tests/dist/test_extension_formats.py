@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_models import assert_same, average_gradients
+from dist.models import assert_same, average_gradients
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from two_tensor_hooks import two_tensor_hooks
+from dist.two_tensors import two_tensor_hooks
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks

@@ -11,13 +11,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from dist_models import average_gradients
+from dist.models import average_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_fsdp import check_sharded_parity
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.two_tensor import TwoTensor
-from two_tensor_hooks import inner_models, two_tensor_hooks, two_tensor_mlp
+from dist.two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks, run_threads

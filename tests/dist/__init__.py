@@ -1,0 +1,1 @@
+"""Sharded modules on one to four ranks: events, state, extensions."""
