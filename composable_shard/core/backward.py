@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch.autograd.graph import Node
@@ -26,6 +26,10 @@ MAX_REDUCTIONS_IN_FLIGHT = 1
 """Reductions launched and not waited for when another is launched; each holds its gradients."""
 
 
+_TO_THE_END = 1 << 62
+"""More nodes than there are: what is waited for ends with the backward."""
+
+
 class _End:
     """Called at the end of a backward; dies without being called if the backward fails."""
 
@@ -36,28 +40,63 @@ class _End:
         self._backward.close()
 
 
+class Boundary:
+    """An identity in front of a module, whose node runs when all of the module's nodes have.
+
+    Hazard: a graph that never runs backward stays alive as long as somebody refers to its nodes.
+    Guard: only the hooks on the module's outputs refer to a boundary, so they die together; the
+    node itself refers to the token alone, or it would keep itself alive.
+    """
+
+    __slots__ = ("node", "token")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.token = Token()
+
+
+class Token:
+    """Says in which backward a boundary is waited for."""
+
+    __slots__ = ("backward",)
+
+    def __init__(self) -> None:
+        self.backward = -1
+
+
 class _Countdown:
-    """The autograd nodes of one group, and how many of them each running backward has left.
+    """How many autograd nodes of one group each running backward has left to run.
 
     A checkpoint may run a backward inside a backward: the group is complete when none is left in
     any of them. A backward that reaches the group but none of its nodes keeps it open to its end.
     """
 
     def __init__(self, group: ParamGroup) -> None:
-        self.boundaries: list[Node] = []
         self.left: dict[int, int] = {}
         self._params = group.params
 
-    def nodes_to_run(self) -> Iterator[Node]:
-        """Yield the group's nodes that are part of the innermost running backward."""
+    def accumulators_to_run(self) -> Iterator[Node]:
+        """Yield the accumulations that are part of the innermost running backward."""
         for param in self._params:
             if param.accumulator is not None and _torch.will_run(param.accumulator):
                 yield param.accumulator
-        yield from filter(_torch.will_run, self.boundaries)
 
     def enter(self, backward: int) -> None:
         if backward not in self.left:
-            self.left[backward] = sum(1 for _ in self.nodes_to_run())
+            self.left[backward] = sum(1 for _ in self.accumulators_to_run())
+
+    def expect(self, backward: int, boundaries: Sequence[Boundary]) -> None:
+        """Wait for the boundaries of one call of the module.
+
+        Without any, and with a parameter that gets no gradient, nothing tells when autograd is done
+        with that parameter: the group is kept open to the end.
+        """
+        for boundary in boundaries:
+            if boundary.token.backward != backward and _torch.will_run(boundary.node):
+                boundary.token.backward = backward
+                self.left[backward] += 1
+        if not boundaries and self.left[backward] < len(self._params):
+            self.left[backward] = _TO_THE_END
 
     def arrive(self, backward: int) -> bool:
         """Count one node down; return whether the group is complete."""
@@ -96,13 +135,15 @@ class BackwardPass:
         if group.is_trainable:
             self._to_reduce.setdefault(group)
 
-    def add_boundary(self, group: ParamGroup, node: Node) -> None:
-        """Note that the gradient of an input of ``group`` flows out through ``node``."""
-        self._countdown(group).boundaries.append(node)
+    def need(self, group: ParamGroup, boundaries: Sequence[Boundary] = ()) -> None:
+        """Gather ``group``, whose outputs have a gradient; prefetch who comes next.
 
-    def need(self, group: ParamGroup) -> None:
-        """Gather ``group``, whose outputs have a gradient; prefetch who comes next."""
+        Args:
+            group: The group.
+            boundaries: What lies in front of the call that gave these outputs.
+        """
         self._enter(group)
+        self._countdown(group).expect(_torch.current_backward(), boundaries)
         if group in self._needed and (group.is_unsharded or not group.params):
             return
         self._needed.add(group)
@@ -117,8 +158,14 @@ class BackwardPass:
             if isinstance(target.state, Sharded):
                 target.unshard()
 
+    def arrive_at_boundary(self, group: ParamGroup, token: Token) -> None:
+        """Note that autograd has run a boundary; it counts if somebody waits for it."""
+        if token.backward == _torch.current_backward():
+            token.backward = -1
+            self.arrive(group)
+
     def arrive(self, group: ParamGroup) -> None:
-        """Note that autograd has run one of the group's nodes."""
+        """Note that autograd has run one of the nodes that are waited for."""
         backward = _torch.current_backward()
         countdown = self._countdown(group)
         if backward not in countdown.left:
@@ -173,7 +220,7 @@ class BackwardPass:
         if _torch.current_backward() != self._id or not group.settings.requires_gradient_sync:
             return False
         countdown = self._countdown(group)
-        return not countdown.left and next(countdown.nodes_to_run(), None) is None
+        return not countdown.left and next(countdown.accumulators_to_run(), None) is None
 
     def _launch(self, group: ParamGroup) -> None:
         self._to_reduce.pop(group, None)

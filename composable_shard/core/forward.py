@@ -64,17 +64,23 @@ class ForwardPass:
                 target.unshard()
                 self._prefetched.add(target)
 
-    def leave(self, group: ParamGroup, module: nn.Module) -> None:
+    def leave(self, group: ParamGroup, module: nn.Module, *, failed: bool = False) -> None:
         """Free ``group`` if all of it has run; close the pass if it opened it."""
         context = self._context
         context.emit("post_forward", group)
-        self._depths[group] = self._depths.get(group, 1) - 1
-        if self._depths[group] == 0:
-            del self._depths[group]
+        depth = self._depths.pop(group, 1) - 1
+        if depth > 0:
+            self._depths[group] = depth
+        else:
             if self._has_run(group, module):
                 self._free(group)
         if group is self._outermost and group not in self._depths:
-            self._close()
+            if failed:
+                self.abandon()
+                for left in context.groups:
+                    left.reshard()
+            else:
+                self._close()
 
     def _has_run(self, group: ParamGroup, module: nn.Module) -> bool:
         left = self._to_run.get(group)
