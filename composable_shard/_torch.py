@@ -29,6 +29,7 @@ __all__ = [
     "backend_name",
     "chunk_cat_into",
     "current_backward",
+    "divide_all_",
     "fresh_storage_view",
     "from_local",
     "from_local_at_start",
@@ -68,6 +69,7 @@ def make_spec(
 
 
 def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Describe the same DTensor in another dtype."""
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype == dtype:
@@ -161,6 +163,11 @@ def chunk_cat_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     One fused kernel that pads with zeros and casts to the dtype of ``out``.
     """
     torch._chunk_cat(list(tensors), dim=0, num_chunks=out.shape[0], out=out)
+
+
+def divide_all_(tensors: list[torch.Tensor], divisor: float) -> None:
+    """Divide tensors in place, in one kernel where the device has one."""
+    torch._foreach_div_(tensors, divisor)
 
 
 # c10d ---------------------------------------------------------------------------------------

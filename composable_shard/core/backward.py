@@ -122,7 +122,8 @@ class BackwardPass:
         self._end: weakref.ref[_End] | None = None
         self._id = -1
         self._countdowns: dict[ParamGroup, _Countdown] = {}
-        self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, in order of first need
+        self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, by when they were entered
+        self._to_need: dict[ParamGroup, None] = {}  # the same, by when they were left
         self._owing: dict[ParamGroup, None] = {}  # accumulated without sync
         self._needed: set[ParamGroup] = set()
         self._complete: set[ParamGroup] = set()
@@ -131,9 +132,20 @@ class BackwardPass:
     # Told by the hooks ----------------------------------------------------------------------
 
     def join(self, group: ParamGroup) -> None:
-        """Note that ``group`` ran forward with gradients."""
+        """Note that ``group`` is entered by a forward that may have a backward."""
         if group.is_trainable:
             self._to_reduce.setdefault(group)
+
+    def expect(self, group: ParamGroup) -> None:
+        """Note that ``group`` is left by a forward that may have a backward."""
+        if group in self._to_reduce:
+            self._to_need.pop(group, None)
+            self._to_need[group] = None
+
+    def forget_forwards(self) -> None:
+        """Expect no backward of the forwards so far; one that comes all the same works."""
+        self._to_reduce.clear()
+        self._to_need.clear()
 
     def need(self, group: ParamGroup, boundaries: Sequence[Boundary] = ()) -> None:
         """Gather ``group``, whose outputs have a gradient; prefetch who comes next.
@@ -144,8 +156,12 @@ class BackwardPass:
         """
         self._enter(group)
         self._countdown(group).expect(_torch.current_backward(), boundaries)
-        if group in self._needed and (group.is_unsharded or not group.params):
-            return
+        if group not in self._needed:
+            self._pass_by_until(group)
+        if group not in self._needed or (group.params and not group.is_unsharded):
+            self._gather(group)
+
+    def _gather(self, group: ParamGroup) -> None:
         self._needed.add(group)
         self._context.emit("pre_backward", group)
         if not group.params:
@@ -157,6 +173,29 @@ class BackwardPass:
         for target in explicit or ([expected] if expected is not None else []):
             if isinstance(target.state, Sharded):
                 target.unshard()
+
+    def _pass_by_until(self, group: ParamGroup | None) -> None:
+        """Let the groups that this loss does not reach before ``group`` take their turns.
+
+        Autograd goes back in the order of forward, so a group that was left later and has not been
+        needed yet will not be. Another rank's loss may reach it; gathering it, and reducing zeros,
+        keeps all ranks calling the same collectives in the same order.
+        """
+        if _torch.current_backward() != self._id:
+            return  # a backward within the backward sees only a part of the graph
+        if group is not None and group not in self._to_need:
+            return
+        for missed in reversed(list(self._to_need)):
+            if missed is group:
+                return
+            if missed in self._countdowns:
+                continue
+            if group is not None and self._context.encloses(missed, group):
+                continue  # they may share an output, whose hooks run from the inside out
+            self._enter(missed)
+            self._gather(missed)
+            self._countdown(missed).left.clear()
+            self._finish_group(missed)
 
     def arrive_at_boundary(self, group: ParamGroup, token: Token) -> None:
         """Note that autograd has run a boundary; it counts if somebody waits for it."""
@@ -211,16 +250,9 @@ class BackwardPass:
     def _launch_in_order(self) -> None:
         while self._to_reduce:
             group = next(reversed(self._to_reduce))
-            if group not in self._complete and not self._is_out_of_reach(group):
+            if group not in self._complete:
                 return
             self._launch(group)
-
-    def _is_out_of_reach(self, group: ParamGroup) -> bool:
-        """Tell whether this backward will never touch ``group``; only the outermost one knows."""
-        if _torch.current_backward() != self._id or not group.settings.requires_gradient_sync:
-            return False
-        countdown = self._countdown(group)
-        return not countdown.left and next(countdown.accumulators_to_run(), None) is None
 
     def _launch(self, group: ParamGroup) -> None:
         self._to_reduce.pop(group, None)
@@ -248,6 +280,7 @@ class BackwardPass:
 
     def close(self) -> None:
         """End the backward: complete the rest, reduce what is owed, wait, free."""
+        self._pass_by_until(None)
         for group, countdown in self._countdowns.items():
             if countdown.left:
                 countdown.left.clear()
@@ -269,12 +302,13 @@ class BackwardPass:
     def abandon(self) -> None:
         """Forget a backward that failed, and what forwards left for it to do."""
         self.order.abandon()
-        self._to_reduce.clear()
+        self.forget_forwards()
         self._in_flight.clear()
         self._reset()
 
     def _reset(self) -> None:
         self._end, self._id = None, -1
+        self.forget_forwards()
         self._countdowns.clear()
         self._needed.clear()
         self._complete.clear()

@@ -30,6 +30,7 @@ class Context:
         self.forward = ForwardPass(self)
         self.backward = BackwardPass(self)
         self.listener: Listener | None = None
+        self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:
             group.context = self
 
@@ -37,6 +38,13 @@ class Context:
         """Tell the listener, if there is one, that ``event`` happened to ``group``."""
         if self.listener is not None:
             self.listener(event, group.name)
+
+    def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
+        """Tell whether the modules of ``inner`` lie within those of ``outer``."""
+        below = self._below.get(outer)
+        if below is None:
+            below = self._below[outer] = {m for top in outer.modules for m in top.modules()}
+        return any(module in below for module in inner.modules)
 
     def clean_up(self) -> None:
         """Return to the state between two iterations, whatever was under way.

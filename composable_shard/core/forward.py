@@ -77,6 +77,7 @@ class ForwardPass:
         if group is self._outermost and group not in self._depths:
             if failed:
                 self.abandon()
+                context.backward.forget_forwards()
                 for left in context.groups:
                     left.reshard()
             else:

@@ -230,7 +230,7 @@ class GroupGradients:
         scale = plan_scale(self._mesh.num_shards, dtype, can_average=averages)
         transfer = bucket.start_reduce([member.grad for member in members])
         if scale.before != 1:
-            torch._foreach_div_(transfer.inputs, scale.before)
+            _torch.divide_all_(transfer.inputs, scale.before)
         places = [(member.param, member.inner) for member in members]
         return _Reduction(bucket, transfer, places, scale)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from composable_shard import _torch
 from composable_shard.core.backward import Boundary, Token
@@ -22,7 +24,6 @@ from composable_shard.core.nested import map_tensors, tensors_in
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-GradHook = Callable[[torch.Tensor], None]
 
 
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -42,6 +43,23 @@ def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
     group.on_gradient = partial(_arrive, group)
 
 
+@dataclass
+class Call:
+    """One call of a module, between its two hooks.
+
+    Attributes:
+        boundaries: What was put before the inputs that need a gradient.
+        outer_bases: The tensors that those inputs are views of, and the nodes they had.
+    """
+
+    boundaries: list[Boundary] = field(default_factory=list)
+    outer_bases: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
+
+    def came_in(self, base: torch.Tensor) -> bool:
+        """Tell whether ``base`` was made outside, and not changed in place by the call."""
+        return any(base is outer and base.grad_fn is node for outer, node in self.outer_bases)
+
+
 class ModuleHooks:
     """What happens before and after each forward of a group's modules."""
 
@@ -49,7 +67,7 @@ class ModuleHooks:
         self._group = group
         self._managed = list(managed)
         self._buffers = CastBuffers(managed, group.policy.buffer_dtype)
-        self._calls: list[list[Boundary]] = []
+        self._calls: list[Call] = []
         self._stored: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @torch.compiler.disable
@@ -57,8 +75,8 @@ class ModuleHooks:
         """Gather the group; cast inputs; mark where gradients leave it."""
         group = self._group
         context = group.context
-        boundaries: list[Boundary] = []
-        self._calls.append(boundaries)
+        call = Call()
+        self._calls.append(call)
         if _torch.current_backward() != -1:  # recomputation by an activation checkpoint
             group.unshard()
             group.wait_for_unshard()
@@ -70,8 +88,7 @@ class ModuleHooks:
             args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
         if torch.is_grad_enabled() and group.params:
             context.backward.join(group)
-            put_boundary = partial(self._put_boundary, boundaries)
-            args, kwargs = map_tensors(put_boundary, (args, kwargs))
+            args, kwargs = map_tensors(partial(self._put_boundary, call), (args, kwargs))
         return args, kwargs
 
     @torch.compiler.disable
@@ -80,18 +97,17 @@ class ModuleHooks:
 
         Also called, without output, when forward raised.
         """
-        boundaries = self._calls.pop() if self._calls else []
+        call = self._calls.pop() if self._calls else Call()
         self._buffers.restore()
         dtype = self._group.policy.output_dtype
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype), output)
         if torch.is_grad_enabled():
-            pre_backward = partial(self._pre_backward, boundaries)
-            for tensor in tensors_in(output):
-                _watch(tensor, pre_backward)
-            self._watch_stored(pre_backward)
+            self._watch(call, output)
         if _torch.current_backward() == -1:
             failed = output is None and sys.exc_info()[0] is not None
+            if torch.is_grad_enabled():
+                self._group.context.backward.expect(self._group)
             self._group.context.forward.leave(self._group, module, failed=failed)
         return output
 
@@ -101,20 +117,33 @@ class ModuleHooks:
             return inputs
         return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs)
 
-    def _put_boundary(self, boundaries: list[Boundary], tensor: torch.Tensor) -> torch.Tensor:
+    def _put_boundary(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         """Put an identity before the module, whose backward runs after all of the module's."""
         if not tensor.requires_grad:
             return tensor
         inner = tensor.view_as(tensor)
-        node = inner.grad_fn
-        assert node is not None
+        node, base = inner.grad_fn, inner._base
+        assert node is not None and base is not None
         boundary = Boundary(node)
         node.register_hook(partial(_arrive_at_boundary, self._group, boundary.token))
-        boundaries.append(boundary)
+        call.boundaries.append(boundary)
+        call.outer_bases.append((base, base.grad_fn))
         return inner
 
-    def _watch_stored(self, pre_backward: GradHook) -> None:
-        """Watch what forward stored away on its modules, such as a loss to be added later."""
+    def _watch(self, call: Call, output: object) -> None:
+        """Ask to be told when an output, or what forward stored away, gets a gradient."""
+        pre_backward = partial(self._pre_backward, call.boundaries)
+        for tensor in (*tensors_in(output), *self._newly_stored()):
+            if not tensor.requires_grad:
+                continue
+            tensor.register_hook(pre_backward)
+            base = tensor._base
+            if base is not None and base.requires_grad and not call.came_in(base):
+                # an in-place op on a view replaces its node, and a hook on the old one never runs
+                base.register_hook(pre_backward)
+
+    def _newly_stored(self) -> Iterator[torch.Tensor]:
+        """Yield what forward stored away on its modules, such as a loss to be added later."""
         seen, self._stored = self._stored, {}
         for module in self._managed:
             for name, value in module.__dict__.items():
@@ -124,23 +153,12 @@ class ModuleHooks:
                     if tensor.grad_fn is None:
                         continue
                     known = seen.get(id(tensor))
-                    if known is None or known() is not tensor:
-                        _watch(tensor, pre_backward)
                     self._stored[id(tensor)] = weakref.ref(tensor)
+                    if known is None or known() is not tensor:
+                        yield tensor
 
     def _pre_backward(self, boundaries: Sequence[Boundary], grad: torch.Tensor) -> None:
         self._group.context.backward.need(self._group, boundaries)
-
-
-def _watch(tensor: torch.Tensor, pre_backward: GradHook) -> None:
-    """Call ``pre_backward`` before autograd goes on from the gradient of ``tensor``."""
-    if not tensor.requires_grad:
-        return
-    tensor.register_hook(pre_backward)
-    base = tensor._base
-    if base is not None and base.requires_grad:
-        # an in-place op on a view replaces its node, and a hook on the old one never runs
-        base.register_hook(pre_backward)
 
 
 def _arrive(group: ParamGroup, *_: object) -> None:
