@@ -91,7 +91,7 @@ class ParamBucket:
         assert self.unsharded is not None
         if self.mesh.num_shards == 1:
             if not self.shares_storage:
-                self.unsharded.copy_(self.sharded)
+                self.unsharded.copy_(self.sharded[: self.layout.unsharded_numel])
             return Transfer()
         layout = self.layout
         inputs = self._inputs

@@ -51,9 +51,9 @@ def shard_net(model: Net, **kwargs: object) -> Net:
     return fully_shard(model, **kwargs)
 
 
-def two_nets(num_blocks: int = 2, **kwargs: object) -> tuple[Net, Net]:
+def two_nets(num_blocks: int = 2, *, make: type[Net] = Net, **kwargs: object) -> tuple[Net, Net]:
     """Return an unsharded model and its sharded copy."""
-    reference = Net(num_blocks)
+    reference = make(num_blocks)
     return reference, shard_net(copy.deepcopy(reference), **kwargs)
 
 

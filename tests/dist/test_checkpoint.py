@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist.models import Net, full, shard_net
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
+from dist.models import Net, full, shard_net
 
 SAVE_AFTER, STOP_AFTER = 2, 4
 Tensors = dict[str, torch.Tensor]
@@ -78,9 +78,7 @@ def load_and_train(folder: Path, num_ranks: int) -> tuple[Tensors, Tensors]:
     optimizer = adam(model)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-    )
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     loaded = weights(model)
     for param in model.parameters():
         state = optimizer.state[param]

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from dist.models import Net, average_gradients, own_input, shard_net, two_nets
-from dist.test_events import events, on_ranks, recorded_iterations, short
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import fully_shard
 from composable_shard.insight.trace import trace
+from dist.models import Net, average_gradients, own_input, shard_net, two_nets
+from dist.test_events import events, on_ranks, recorded_iterations, short
 
 # Without sync ---------------------------------------------------------------------------------
 

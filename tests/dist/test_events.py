@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from dist.models import Block, Net, own_input, shard_net
 from torch import nn
 
 from composable_shard import fully_shard
 from composable_shard.insight.trace import Event, trace
 from composable_shard.testing import run_ranks
+from dist.models import Block, Net, own_input, shard_net
 
 SHORT = {
     "all_gather": "gather",
@@ -199,8 +199,7 @@ def test_a_root_without_parameters_does_not_free_the_last_block() -> None:
         pre_forward 2, wait 2, post_forward 2,
         post_forward root"""
     second_backward = """
-        pre_backward root,
-        pre_backward 2, gather 1, post_backward 2, free 2, reduce 2,
+        pre_backward 2, gather 1, pre_backward root, post_backward 2, free 2, reduce 2,
         pre_backward 1, wait 1, gather 0, post_backward 1, free 1, finish 2, reduce 1,
         pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
         post_backward root, finish 0"""

@@ -54,8 +54,8 @@ def tensor_without_tuple(tensor: torch.Tensor) -> Any:
     return tensor, None
 
 
-def sharded_layer(patch_rows: int = 4) -> tuple[nn.Sequential, torch.Tensor]:
-    model = nn.Sequential(nn.Linear(3, patch_rows, bias=False))
+def sharded_layer() -> tuple[nn.Sequential, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False))
     fully_shard(model)
     return model, model[0].weight._local_tensor
 
@@ -68,7 +68,7 @@ def set_hooks(local: torch.Tensor, pre: Callable[[torch.Tensor], Any]) -> None:
     local.fsdp_post_all_gather = two_outputs
 
 
-def fail_once_then_work(bad_pre: Callable[..., Any], bad_rank: int, first_good: bool) -> str:
+def fail_once_then_work(bad_pre: Callable[..., Any], bad_rank: int) -> str:
     """Return the text of the error, and check that good hooks work afterwards."""
     model, local = sharded_layer()
     weight = model[0].weight.full_tensor()
@@ -86,14 +86,38 @@ def fail_once_then_work(bad_pre: Callable[..., Any], bad_rank: int, first_good: 
     return text
 
 
-ALIKE = (
-    f"Expected {PRE} of 0.weight to return tensors of the same number, dtypes and trailing dims "
-    "on all ranks, got [{}] on rank 0 and [{}] on rank {}"
-)
 GOOD = "torch.float32 [2, 3], torch.float32 [2, 3]"
 INT64 = "torch.float32 [2, 3], torch.int64 [2, 3]"
 WIDER = "torch.float32 [2, 3], torch.float32 [2, 4]"
 FEWER = "torch.float32 [2, 3]"
+ALIKE = (
+    f"Expected {PRE} of 0.weight to return tensors of the same number, dtypes and trailing dims "
+    "on all ranks, got [{}] on rank 0 and [{}] on rank {}"
+)
+NO_METADATA = f"Expected {PRE} of 0.weight to return (tensors, metadata), got Tensor"
+NO_TUPLE = (
+    f"Expected {PRE} of 0.weight to return a tuple of tensors and metadata, got Tensor as its "
+    "first element"
+)
+LATER = (
+    f"Expected {PRE} of 0.weight to return what it returned at the first unshard, "
+    f"[{GOOD}], got [{WIDER}]"
+)
+SIGNATURE = (
+    f"Expected {PRE} of 0.weight to take (mesh) or (mesh, outer_size, outer_stride, module, "
+    "mp_policy), got 2 parameters: (mesh: 'Any', size: 'Any') -> 'Any'"
+)
+NO_INNER = (
+    f"Expected {POST} of 0.weight to return (tensor, inner tensors) when out is None, got Tensor"
+)
+SHAPE = "Expected the unsharded tensor of 0.weight to have shape [4, 3], got [2, 3] from Tensor"
+HALF = f"Expected both {PRE} and {POST} on {{}}, got only {{}}; define {{}} too"
+INNER = (
+    "Expected the inner tensors of Halves to have its shape [2, 3], got [[2, 1]]; "
+    f"define {PRE} and {POST} on it"
+)
+FAILED = f"{PRE} failed on rank {{}}: {{}}"
+TEXTS = [ALIKE, NO_METADATA, NO_TUPLE, LATER, SIGNATURE, NO_INNER, SHAPE, HALF, INNER, FAILED]
 
 
 @pytest.mark.parametrize("run", [run_ranks, run_threads])
@@ -105,32 +129,22 @@ FEWER = "torch.float32 [2, 3]"
         (other_trailing_dim, 1, ALIKE.format(GOOD, WIDER, 1)),
         (other_count, 1, ALIKE.format(GOOD, FEWER, 1)),
         (other_count, 0, ALIKE.format(FEWER, GOOD, 1)),
-        (raising, 1, f"{PRE} failed on rank 1: KeyError: 'scale'"),
-        (raising, 0, f"{PRE} failed on rank 0: KeyError: 'scale'"),
-        (
-            tensor_alone,
-            1,
-            f"{PRE} failed on rank 1: ExtensionError: Expected {PRE} of 0.weight to return "
-            "(tensors, metadata), got Tensor",
-        ),
-        (
-            tensor_without_tuple,
-            1,
-            f"{PRE} failed on rank 1: ExtensionError: Expected {PRE} of 0.weight to return a "
-            "tuple of tensors and metadata, got Tensor as its first element",
-        ),
+        (raising, 1, FAILED.format(1, "KeyError: 'scale'")),
+        (raising, 0, FAILED.format(0, "KeyError: 'scale'")),
+        (tensor_alone, 1, FAILED.format(1, f"ExtensionError: {NO_METADATA}")),
+        (tensor_without_tuple, 1, FAILED.format(1, f"ExtensionError: {NO_TUPLE}")),
     ],
 )
 def test_a_mistake_on_one_rank(
     run: Callable[..., list[str]], bad_pre: Callable[..., Any], bad_rank: int, text: str
 ) -> None:
-    assert run(fail_once_then_work, 2, bad_pre, bad_rank, True, timeout=30) == [text, text]
+    assert run(fail_once_then_work, 2, bad_pre, bad_rank, timeout=30) == [text, text]
 
 
 def fail_on_every_rank() -> None:
-    _, local = model_and_local = sharded_layer()
+    model, local = sharded_layer()
     set_hooks(local, raising)
-    model_and_local[0](torch.ones(1, 3))
+    model(torch.ones(1, 3))
 
 
 def test_every_failing_rank_is_named() -> None:
@@ -138,9 +152,7 @@ def test_every_failing_rank_is_named() -> None:
         run_ranks(fail_on_every_rank, 2)
     failure = caught.value.agreed()
     assert failure.exception_type is ExtensionError
-    assert failure.message == (
-        f"{PRE} failed on rank 0: KeyError: 'scale'; rank 1: KeyError: 'scale'"
-    )
+    assert failure.message == FAILED.format(0, "KeyError: 'scale'; rank 1: KeyError: 'scale'")
 
 
 def changing_formats() -> str:
@@ -157,10 +169,7 @@ def changing_formats() -> str:
 
 
 def test_a_format_that_changes_later() -> None:
-    assert run_ranks(changing_formats, 2) == [
-        f"Expected {PRE} of 0.weight to return what it returned at the first unshard, "
-        f"[{GOOD}], got [{WIDER}]"
-    ] * 2
+    assert run_ranks(changing_formats, 2) == [LATER, LATER]
 
 
 def unusual_signature(mesh: Any, size: Any) -> Any:
@@ -176,11 +185,7 @@ def wrong_signature() -> str:
 
 
 def test_a_signature_that_is_neither_of_the_two() -> None:
-    one = (
-        f"ExtensionError: Expected {PRE} of 0.weight to take (mesh) or (mesh, outer_size, "
-        "outer_stride, module, mp_policy), got 2 parameters: (mesh: 'Any', size: 'Any') -> 'Any'"
-    )
-    expected = f"{PRE} failed on rank 0: {one}; rank 1: {one}"
+    expected = FAILED.format(0, f"ExtensionError: {SIGNATURE}; rank 1: ExtensionError: {SIGNATURE}")
     assert run_ranks(wrong_signature, 2) == [expected] * 2
 
 
@@ -205,21 +210,7 @@ def wrong_result_of_post(post: Callable[..., Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("post", "text"),
-    [
-        (
-            bad_post,
-            f"Expected {POST} of 0.weight to return (tensor, inner tensors) when out is None, "
-            "got Tensor",
-        ),
-        (
-            shard_instead_of_full,
-            "Expected the unsharded tensor of 0.weight to have shape [4, 3], got [2, 3] "
-            "from Tensor",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("post", "text"), [(bad_post, NO_INNER), (shard_instead_of_full, SHAPE)])
 def test_a_wrong_result_of_the_second_hook(post: Callable[..., Any], text: str) -> None:
     assert run_ranks(wrong_result_of_post, 2, post) == [text, text]
 
@@ -234,9 +225,8 @@ def half_a_protocol(found: str) -> str:
 
 @pytest.mark.parametrize(("found", "missing"), [(PRE, POST), (POST, PRE)])
 def test_only_one_of_the_two_methods(found: str, missing: str) -> None:
-    assert run_ranks(half_a_protocol, 2, found) == [
-        f"Expected both {PRE} and {POST} on Tensor, got only {found}; define {missing} too"
-    ] * 2
+    text = HALF.format("Tensor", found, missing)
+    assert run_ranks(half_a_protocol, 2, found) == [text, text]
 
 
 def half_a_class(found: str) -> str:
@@ -255,9 +245,8 @@ def half_a_class(found: str) -> str:
 
 @pytest.mark.parametrize(("found", "missing"), [(PRE, POST), (POST, PRE)])
 def test_a_class_with_only_one_of_the_two_methods(found: str, missing: str) -> None:
-    assert run_ranks(half_a_class, 2, found) == [
-        f"Expected both {PRE} and {POST} on TwoTensor, got only {found}; define {missing} too"
-    ] * 2
+    text = HALF.format("TwoTensor", found, missing)
+    assert run_ranks(half_a_class, 2, found) == [text, text]
 
 
 class Halves(TwoTensor):
@@ -279,9 +268,5 @@ def inner_tensors_of_another_shape() -> str:
 
 
 def test_inner_tensors_of_another_shape_want_hooks() -> None:
-    one = (
-        "ExtensionError: Expected the inner tensors of Halves to have its shape [2, 3], "
-        f"got [[2, 1]]; define {PRE} and {POST} on it"
-    )
-    expected = f"{PRE} failed on rank 0: {one}; rank 1: {one}"
+    expected = FAILED.format(0, f"ExtensionError: {INNER}; rank 1: ExtensionError: {INNER}")
     assert run_ranks(inner_tensors_of_another_shape, 2) == [expected] * 2

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import assert_same, average_gradients
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from dist.two_tensors import two_tensor_hooks
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks
+from dist.models import assert_same, average_gradients
+from dist.two_tensors import two_tensor_hooks
 
 COLUMNS = 4
 

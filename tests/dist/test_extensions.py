@@ -11,16 +11,16 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import average_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_fsdp import check_sharded_parity
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.two_tensor import TwoTensor
-from dist.two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks, run_threads
+from dist.models import average_gradients
+from dist.two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
 
 NUM_ITERATIONS = 10
 
@@ -227,9 +227,7 @@ def train_from_meta_on_ranks(reshard_after_forward: bool) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_training_in_bf16_from_the_meta_device(
-    reshard_after_forward: bool, num_ranks: int
-) -> None:
+def test_training_in_bf16_from_the_meta_device(reshard_after_forward: bool, num_ranks: int) -> None:
     for branches in run_ranks(train_from_meta_on_ranks, num_ranks, reshard_after_forward):
         assert branches[:6] == ["create"] * 6
         assert set(branches[6:]) == {"cast"}

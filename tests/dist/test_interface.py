@@ -8,6 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
+
+from composable_shard import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
+from composable_shard.insight.trace import trace
+from composable_shard.testing import fake_ranks, run_ranks
 from dist.models import (
     Net,
     assert_parity,
@@ -18,13 +25,6 @@ from dist.models import (
     train_step,
     two_nets,
 )
-from torch import nn
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.tensor import DTensor
-
-from composable_shard import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
-from composable_shard.insight.trace import trace
-from composable_shard.testing import fake_ranks, run_ranks
 
 # The class -----------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ def test_sync_may_be_set_before_and_after_forward(after_forward: bool, recurse: 
 
 def no_sync_restores() -> list[bool]:
     """A nested ``no_sync`` restores what was set, not the default."""
-    reference, model = two_nets(1)
+    _, model = two_nets(1)
     block = model.blocks[0]
     block.set_requires_gradient_sync(False)
     with model.no_sync():

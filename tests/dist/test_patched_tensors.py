@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import assert_parity, average_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_fsdp import MLP
 from torch.testing._internal.two_tensor import TwoTensor
-from dist.two_tensors import two_tensor_mlp
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks, run_threads
+from dist.models import assert_parity, average_gradients
+from dist.two_tensors import two_tensor_mlp
 
 
 def pre_all_gather(self: torch.Tensor, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:

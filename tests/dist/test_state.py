@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import Net, assert_parity, average_gradients, own_input, shard_net, train_step, two_nets
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.insight.trace import trace
 from composable_shard.testing import run_ranks
+from dist.models import (
+    Net,
+    assert_parity,
+    average_gradients,
+    own_input,
+    shard_net,
+    train_step,
+    two_nets,
+)
 
 
 class _Collectives(TorchDispatchMode):
@@ -27,9 +35,7 @@ class _Collectives(TorchDispatchMode):
         super().__init__()
         self.launched: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self.launched.append(str(func))
         return func(*args, **(kwargs or {}))
@@ -77,6 +83,26 @@ def parameters_outside_of_compute() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_parameters_are_sharded_views_of_one_storage_for_each_group(num_ranks: int) -> None:
     run_ranks(parameters_outside_of_compute, num_ranks)
+
+
+def alone() -> None:
+    """One rank sends nothing, and computes with the very storage that the optimizer sees."""
+    _, model = two_nets(1)
+    stored = {name: param.to_local().data_ptr() for name, param in model.named_parameters()}
+    used: dict[str, int] = {}
+
+    def note(*_: object) -> None:
+        used.update({name: param.data_ptr() for name, param in model.named_parameters()})
+
+    model.blocks[0].up.register_forward_pre_hook(note)
+    with counted() as launched:
+        model(own_input()).sum().backward()
+    assert launched == []
+    assert used == stored
+
+
+def test_one_rank_communicates_and_copies_nothing() -> None:
+    run_ranks(alone, 1)
 
 
 def seen_during_compute() -> None:
@@ -142,7 +168,10 @@ def loaded(kind: str, assign: bool, after_forward: bool) -> None:
     assert_parity(model, reference)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
     for step in range(2):
-        losses = [train_step(one, step, opt) for one, opt in zip((model, reference), optimizers)]
+        losses = [
+            train_step(one, step, optimizer)
+            for one, optimizer in zip((model, reference), optimizers, strict=True)
+        ]
         assert losses[0] == losses[1]
     model.reshard()
     assert_parity(model, reference)
@@ -196,7 +225,10 @@ def trained_from_meta() -> None:
     assert_parity(model, reference)
     optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, reference)]
     for step in range(2):
-        losses = [train_step(one, step, opt) for one, opt in zip((model, reference), optimizers)]
+        losses = [
+            train_step(one, step, optimizer)
+            for one, optimizer in zip((model, reference), optimizers, strict=True)
+        ]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert_parity(model, reference)
 

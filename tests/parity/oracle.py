@@ -43,7 +43,10 @@ class Unsharded:
         if self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
             args = tuple(_cast(arg, self.policy.param_dtype) for arg in args)
             kwargs = {key: _cast(arg, self.policy.param_dtype) for key, arg in kwargs.items()}
-        output = functional_call(self.model, self.leaves(), args, kwargs)
+        buffers = self._cast_buffers()
+        output = functional_call(self.model, {**self.leaves(), **buffers}, args, kwargs)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers.get(name, buffer))
         return output if self.policy.output_dtype is None else output.to(self.policy.output_dtype)
 
     def leaves(self) -> dict[str, torch.Tensor]:
@@ -53,6 +56,12 @@ class Unsharded:
                 leaf = param.detach().to(self.policy.compute_dtype(param.dtype))
                 self._leaves[name] = leaf.requires_grad_(param.requires_grad)
         return self._leaves
+
+    def _cast_buffers(self) -> dict[str, torch.Tensor]:
+        dtype = self.policy.buffer_dtype
+        if dtype is None:
+            return {}
+        return {name: _cast(buffer, dtype) for name, buffer in self.model.named_buffers()}
 
     # Gradients ------------------------------------------------------------------------------
 
