@@ -5,6 +5,7 @@ from composable_shard.core.collectives import AllGather, ReduceScatter
 from composable_shard.errors import (
     ExtensionError,
     MaterializationError,
+    RankMismatchError,
     ShardError,
     StaleParameterError,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "MaterializationError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "RankMismatchError",
     "ReduceScatter",
     "ShardError",
     "StaleParameterError",

@@ -22,3 +22,7 @@ class ExtensionError(ShardError):
 
 class StaleParameterError(ShardError):
     """A parameter was changed between its forward and its backward."""
+
+
+class RankMismatchError(ShardError):
+    """The ranks do not hold the same model; raised on every rank."""

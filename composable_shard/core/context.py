@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.backward import BackwardPass
 from composable_shard.core.forward import ForwardPass
 from composable_shard.core.group import ParamGroup
@@ -30,6 +31,7 @@ class Context:
         self.forward = ForwardPass(self)
         self.backward = BackwardPass(self)
         self.listener: Listener | None = None
+        self._agreed = False
         self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:
             group.context = self
@@ -38,6 +40,12 @@ class Context:
         """Tell the listener, if there is one, that ``event`` happened to ``group``."""
         if self.listener is not None:
             self.listener(event, group.name)
+
+    def agree(self) -> None:
+        """Check once that all ranks hold the same model. Collective: see agree_on_model."""
+        if not self._agreed:
+            agree_on_model(self.groups)
+            self._agreed = True
 
     def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
         """Tell whether the modules of ``inner`` lie within those of ``outer``."""

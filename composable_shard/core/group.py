@@ -149,6 +149,7 @@ class ParamGroup:
             if in_backward or state.version == self.version():
                 return
             self.reshard()
+        self.context.agree()
         self._settle()
         extensions = [unit for unit in self._units if isinstance(unit, ExtensionGather)]
         if extensions:

@@ -1,0 +1,79 @@
+"""Whether all ranks hold the same model, asked once before its first gather.
+
+A collective that two ranks call with different sizes, or that only one of them calls, aborts or
+hangs without saying why. So the facts that decide which collectives there will be are compared
+first: one number each, and the whole description only if the numbers differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from composable_shard.core.extension import has_extension
+from composable_shard.core.param import ShardedParam
+from composable_shard.errors import RankMismatchError
+
+if TYPE_CHECKING:
+    from composable_shard.core.group import ParamGroup
+
+
+def agree_on_model(groups: Sequence[ParamGroup]) -> None:
+    """Raise the same error on all ranks if ``groups`` are not the same on all of them.
+
+    Raises:
+        RankMismatchError: On all ranks, with the first difference to rank 0.
+
+    Collective: one all-reduce of 16 bytes for each process group; more only if it raises.
+    """
+    meshes = {group.mesh.group: group.mesh for group in groups}
+    for process_group, mesh in meshes.items():
+        facts = [
+            line for group in groups if group.mesh.group is process_group for line in _facts(group)
+        ]
+        digest = hashlib.sha256("\n".join(facts).encode()).digest()
+        number = int.from_bytes(digest[:7], "big")
+        extremes = torch.tensor([number, -number], device=mesh.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
+        largest, negated_smallest = extremes.tolist()
+        if largest != -negated_smallest:
+            _raise_first_difference(facts, process_group)
+
+
+def _facts(group: ParamGroup) -> list[str]:
+    name = f"group '{group.name}'"
+    policy = group.policy
+    return [
+        f"{name} of {len(group.params)} parameters over {group.mesh.num_shards} ranks, "
+        f"param_dtype {policy.param_dtype}, reduce_dtype {policy.reduce_dtype}",
+        *(f"parameter '{param.name}' of {name}: {_fact(param)}" for param in group.params),
+    ]
+
+
+def _fact(param: ShardedParam) -> str:
+    kind = "trainable" if param.sharded.requires_grad else "frozen"
+    extension = ", with its own all-gather" if has_extension(param.local) else ""
+    return (
+        f"shape {list(param.layout.shape)}, {param.local.dtype}, Shard({param.layout.dim}), "
+        f"{kind}, on {param.local.device.type}{extension}"
+    )
+
+
+def _raise_first_difference(own: list[str], process_group: dist.ProcessGroup) -> None:
+    heard: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(heard, own, group=process_group)
+    first = heard[0]
+    rank = next(rank for rank, theirs in enumerate(heard) if theirs != first)
+    theirs = heard[rank]
+    index = next(
+        (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b),
+        min(len(first), len(theirs)),
+    )
+    said = [facts[index] if index < len(facts) else "nothing more" for facts in (first, theirs)]
+    raise RankMismatchError(
+        f"Expected the same model on all ranks, got on rank 0: {said[0]}; on rank {rank}: {said[1]}"
+    )
