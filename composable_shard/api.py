@@ -7,8 +7,6 @@ keeps.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -37,7 +35,6 @@ from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
 _GROUP = "_composable_shard_group"
 _sharded_classes: dict[type, type] = {}
-_tags: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
 
@@ -95,8 +92,7 @@ def fully_shard(
     shard_mesh = resolve_mesh(mesh)
     managed = find_managed(modules, ignored_params or (), lambda m: group_of(m) is not None)
     planned = plan_params(managed, shard_mesh, shard_placement_fn)
-    tag = next(_tags[shard_mesh.group.group_name])
-    group = build_group(modules, managed, planned, shard_mesh, policy, tag)
+    group = build_group(modules, managed, planned, shard_mesh, policy)
     group.settings.reshard_after_forward = reshard_after_forward
     _adopt(group, managed)
     return module

@@ -22,34 +22,41 @@ if TYPE_CHECKING:
     from composable_shard.core.group import ParamGroup
 
 
+_last_tags: dict[str, int] = {}
+"""For each process group, the last tag that this rank has heard of."""
+
+
 def agree_on_model(groups: Sequence[ParamGroup]) -> None:
-    """Raise the same error on all ranks if ``groups`` are not the same on all of them.
+    """Raise the same error on all ranks if ``groups`` differ between them; else give them tags.
 
     Raises:
         RankMismatchError: On all ranks, with the first difference to rank 0.
 
-    Collective: one all-reduce of 16 bytes for each process group; more only if it raises.
+    Collective: one all-reduce of 24 bytes for each process group; more only if it raises.
     """
     meshes = {group.mesh.group: group.mesh for group in groups}
     for process_group, mesh in meshes.items():
-        facts = [
-            line for group in groups if group.mesh.group is process_group for line in _facts(group)
-        ]
+        members = [group for group in groups if group.mesh.group is process_group]
+        facts = [line for group in members for line in _facts(group)]
         digest = hashlib.sha256("\n".join(facts).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
-        extremes = torch.tensor([number, -number], device=mesh.device)
+        tag = _last_tags.get(process_group.group_name, 0)
+        extremes = torch.tensor([number, -number, tag], device=mesh.device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
-        largest, negated_smallest = extremes.tolist()
+        largest, negated_smallest, tag = extremes.tolist()
         if largest != -negated_smallest:
             _raise_first_difference(facts, process_group)
+        for place, group in enumerate(members):
+            group.set_tag(tag + 1 + place)
+        _last_tags[process_group.group_name] = tag + len(members)
 
 
 def _facts(group: ParamGroup) -> list[str]:
     name = f"group '{group.name}'"
     policy = group.policy
     return [
-        f"{name} of {len(group.params)} parameters over {group.mesh.num_shards} ranks, "
-        f"param_dtype {policy.param_dtype}, reduce_dtype {policy.reduce_dtype}",
+        f"{name} over {group.mesh.num_shards} ranks, param_dtype {policy.param_dtype}, "
+        f"reduce_dtype {policy.reduce_dtype}",
         *(f"parameter '{param.name}' of {name}: {_fact(param)}" for param in group.params),
     ]
 

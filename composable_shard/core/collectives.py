@@ -19,7 +19,14 @@ from composable_shard.core.streams import Waitable
 
 
 class Communication:
-    """What a custom all-gather or reduce-scatter has in common: where its buffers come from."""
+    """What a custom all-gather or reduce-scatter has in common.
+
+    Attributes:
+        tag: A number that the ranks have agreed on, different for each group of parameters, to
+            tell the messages of one from those of another.
+    """
+
+    tag: int = 0
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -143,9 +150,6 @@ class CoalescedReduceScatter(ReduceScatter):
 class DirectAllGather(AllGather):
     """Every rank sends its shard to every other, straight into place; for gloo."""
 
-    def __init__(self, tag: int = 0) -> None:
-        self._tag = tag
-
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -166,9 +170,9 @@ class DirectAllGather(AllGather):
         shards = _sendable(inputs)
         works: list[Waitable] = []
         for peer in _other_ranks(rank, num_ranks):
-            works += [group.recv([place[peer]], peer, self._tag) for place in places]
+            works += [group.recv([place[peer]], peer, self.tag) for place in places]
         for peer in _other_ranks(rank, num_ranks):
-            works += [group.send([own], peer, self._tag) for own in shards]
+            works += [group.send([own], peer, self.tag) for own in shards]
         for place, own in zip(places, shards, strict=True):
             place[rank].copy_(own)
         return works
@@ -179,9 +183,6 @@ class DirectReduceScatter(ReduceScatter):
 
     The sum is taken in rank order, so that every shard of a gradient is rounded alike.
     """
-
-    def __init__(self, tag: int = 0) -> None:
-        self._tag = tag
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
@@ -209,9 +210,9 @@ class DirectReduceScatter(ReduceScatter):
         arrived = [torch.empty_like(part[: num_ranks - 1]) for part in parts]
         works: list[Waitable] = []
         for slot, peer in enumerate(_other_ranks(rank, num_ranks)):
-            works += [group.recv([place[slot]], peer, self._tag) for place in arrived]
+            works += [group.recv([place[slot]], peer, self.tag) for place in arrived]
         for peer in _other_ranks(rank, num_ranks):
-            works += [group.send([part[peer]], peer, self._tag) for part in parts]
+            works += [group.send([part[peer]], peer, self.tag) for part in parts]
         own = [part[rank] for part in parts]
         return [_RankOrderSum(works, outputs, own, arrived, rank)]
 
@@ -246,17 +247,16 @@ class _RankOrderSum:
 
 
 def choose_collectives(
-    group: dist.ProcessGroup, device: torch.device, tag: int
+    group: dist.ProcessGroup, device: torch.device
 ) -> tuple[AllGather, ReduceScatter]:
     """Return the fastest implementations for the backend of ``group``.
 
     Args:
         group: The process group that the collectives will run in.
         device: Where the tensors are.
-        tag: Number that tells messages of one caller from those of another; equal on all ranks.
     """
     if _torch.backend_name(group, device) == "gloo":
-        return DirectAllGather(tag), DirectReduceScatter(tag)
+        return DirectAllGather(), DirectReduceScatter()
     return CoalescedAllGather(), CoalescedReduceScatter()
 
 

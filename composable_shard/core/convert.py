@@ -169,7 +169,6 @@ def build_group(
     planned: list[ShardedParam],
     mesh: ShardMesh,
     policy: MixedPrecisionPolicy,
-    tag: int,
 ) -> ParamGroup:
     """Copy this rank's shards into buckets and make the sharded parameters; touches no module."""
     originals = list(managed.params)
@@ -183,7 +182,7 @@ def build_group(
         units, locals_ = build_units(planned, shards, mesh, policy)
         for param, local, original in zip(planned, locals_, originals, strict=True):
             param.create_sharded(local, original)
-    return ParamGroup(modules, planned, units, mesh, policy, tag)
+    return ParamGroup(modules, planned, units, mesh, policy)
 
 
 def commit(group: ParamGroup, managed: Managed) -> None:

@@ -101,7 +101,6 @@ class ParamGroup:
         units: list[GatherUnit],
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
-        tag: int,
     ) -> None:
         self.modules = modules
         self.params = list(params)
@@ -112,13 +111,17 @@ class ParamGroup:
         self.name = ""
         self.state: State = Sharded()
         self.all_gather: AllGather
-        self.all_gather, reduce_scatter = choose_collectives(mesh.group, mesh.device, tag)
+        self.all_gather, reduce_scatter = choose_collectives(mesh.group, mesh.device)
         self.gradients = GroupGradients(self.params, mesh, policy, reduce_scatter)
         self.on_gradient: Callable[[torch.Tensor], None]
         self._units = units
         self._settled = False
         self._num_optimizer_steps = 0
         self._forward_version: int | None = None
+
+    def set_tag(self, tag: int) -> None:
+        """Let the group's messages carry ``tag``, on which the ranks have agreed."""
+        self.all_gather.tag = self.gradients.reduce_scatter.tag = tag
 
     # The state machine ----------------------------------------------------------------------
 
