@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from composable_shard import _torch
 from composable_shard.core.extension import has_extension
 from composable_shard.core.param import ShardedParam
 from composable_shard.errors import RankMismatchError
@@ -32,10 +34,13 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
     Raises:
         RankMismatchError: On all ranks, with the first difference to rank 0.
 
-    Collective: one all-reduce of 24 bytes for each process group; more only if it raises.
+    Collective: one all-reduce of 24 bytes for each process group of more than one rank; more only
+        if it raises.
     """
     meshes = {group.mesh.group: group.mesh for group in groups}
     for process_group, mesh in meshes.items():
+        if mesh.num_shards == 1:
+            continue
         members = [group for group in groups if group.mesh.group is process_group]
         facts = [line for group in members for line in _facts(group)]
         digest = hashlib.sha256("\n".join(facts).encode()).digest()
@@ -62,11 +67,13 @@ def _facts(group: ParamGroup) -> list[str]:
 
 
 def _fact(param: ShardedParam) -> str:
+    current = param.slots[0].get()
+    local = _torch.local_tensor(current) if isinstance(current, DTensor) else param.local
     kind = "trainable" if param.sharded.requires_grad else "frozen"
-    extension = ", with its own all-gather" if has_extension(param.local) else ""
+    extension = ", with its own all-gather" if has_extension(local) else ""
     return (
-        f"shape {list(param.layout.shape)}, {param.local.dtype}, Shard({param.layout.dim}), "
-        f"{kind}, on {param.local.device.type}{extension}"
+        f"shape {list(param.layout.shape)}, {local.dtype}, Shard({param.layout.dim}), "
+        f"{kind}, on {local.device.type}{extension}"
     )
 
 

@@ -139,7 +139,11 @@ def async_save(folder: Path) -> dict[str, torch.Tensor]:
     model = fully_shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = weights(model)
-    future = dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder)
+    # The saving thread talks beside the training one: it needs a process group of its own.
+    group = dist.new_group()
+    future = dcp.async_save(
+        {"model": model.state_dict()}, checkpoint_id=folder, process_group=group
+    )
     train(model, optimizer, 0, 2)
     future.result()
     state = {"model": model.state_dict()}

@@ -281,27 +281,6 @@ def test_unshard_handles(num_ranks: int) -> None:
     run_ranks(handle, num_ranks)
 
 
-def edited_while_sharded(by: str) -> None:
-    """A parameter changed while the root is still unsharded is gathered again."""
-    reference, model = two_nets(1)
-    model.reshard()
-    params = dict(model.named_parameters())
-    with torch.no_grad():
-        model(own_input())
-        for name, param in params.items():
-            if by == "in-place":
-                param.mul_(0.5)
-            else:
-                param.to_local().mul_(0.5)
-            reference.get_parameter(name).mul_(0.5)
-        assert torch.equal(model(own_input()), reference(own_input()))
-
-
-@pytest.mark.parametrize("by", ["in-place", "local"])
-def test_edited_parameters_are_gathered_again(by: str) -> None:
-    run_ranks(edited_while_sharded, 2, by)
-
-
 def copied_before_sharding() -> None:
     """``deepcopy`` before sharding and ``state_dict`` after it give independent models."""
     reference, model = two_nets(1)

@@ -243,6 +243,8 @@ def converted(before_forward: bool, dtype: torch.dtype) -> None:
     if not before_forward:
         model(own_input()).sum().backward()
         model.zero_grad()
+        model.reshard()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.125) for one in (model, reference)]
     model.to(dtype)
     reference.to(dtype)
     assert {param.dtype for param in model.parameters()} == {dtype}
@@ -252,8 +254,8 @@ def converted(before_forward: bool, dtype: torch.dtype) -> None:
     average_gradients(reference.parameters())
     assert_parity(model, reference)
     assert {param.grad.dtype for param in model.parameters()} == {dtype}
-    for one in (model, reference):
-        torch.optim.SGD(one.parameters(), lr=0.125).step()
+    for optimizer in optimizers:
+        optimizer.step()
     torch.testing.assert_close(model(own_input().to(dtype)), reference(own_input().to(dtype)))
 
 

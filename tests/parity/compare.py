@@ -19,7 +19,7 @@ RELATIVE = {
 
 
 def difference(
-    got: torch.Tensor, wanted: torch.Tensor, tolerance: float | None = None
+    got: torch.Tensor, wanted: torch.Tensor, tolerance: float | None = None, scale: float = 0.0
 ) -> str | None:
     """Tell how ``got`` differs from ``wanted``; ``None`` if it does not.
 
@@ -27,6 +27,7 @@ def difference(
         got: What the sharded model has.
         wanted: What the oracle has.
         tolerance: How much may differ, relative to the largest element; ``None`` for nothing.
+        scale: Largest element of what ``wanted`` is a sum of, if larger than its own.
     """
     got, wanted = got.detach(), wanted.detach()
     if got.dtype != wanted.dtype or got.shape != wanted.shape:
@@ -34,7 +35,7 @@ def difference(
     if torch.equal(got, wanted):
         return None
     off = (got.double() - wanted.double()).abs().max().item()
-    most = wanted.double().abs().max().item()
+    most = max(scale, wanted.double().abs().max().item())
     if tolerance is not None and off <= tolerance * most:
         return None
     return f"off by {off:.3g} of {most:.3g}, expected at most {tolerance or 0:.3g} of it"
@@ -105,19 +106,20 @@ class Comparison:
             state, expected = placement(param.grad), self.oracle.placement(name)
             if placements and state != expected:
                 self._note(what, f"expected {expected}, got {state}")
+            wanted = totals.get(name)
             got = my_rows(param, means[name]) if name in means else None
+            if got is not None and wanted is not None:
+                got = got.to(wanted.dtype)
             if state == "shard":
                 assert isinstance(param.grad, DTensor)
                 local = param.grad.to_local()
-                got = local if got is None else got.to(local.dtype) + local
-            wanted = totals.get(name)
+                got = local if got is None else got + local
             if got is None or wanted is None:
                 self._note(what, None if got is wanted else f"expected {wanted}, got {got}")
             else:
-                tolerance = self._tolerance(wanted.dtype, self.oracle.has_folded)
-                if state == "partial":
-                    got = got.to(wanted.dtype)
-                self._note(what, difference(got, my_rows(param, wanted), tolerance))
+                tolerance = self._tolerance(param.dtype, self.oracle.has_folded)
+                scale = self.oracle.largest.get(name, 0.0)
+                self._note(what, difference(got, my_rows(param, wanted), tolerance, scale))
 
     def _partial_means(self) -> dict[str, torch.Tensor]:
         partial = {
@@ -125,15 +127,20 @@ class Comparison:
             for name, param in self.sharded_params.items()
             if isinstance(param.grad, DTensor) and placement(param.grad) == "partial"
         }
-        return means_over_ranks(partial)
+        return means_over_ranks(partial)[0]
 
     def _tolerance(self, dtype: torch.dtype, folded: bool = False) -> float | None:
         """Gradients folded into others are sums of larger numbers, in another order."""
         if self.exact and not folded:
             return None
         policy = self.oracle.policy
-        dtypes = {dtype, policy.reduction_dtype(dtype), policy.output_dtype or dtype}
-        return max(RELATIVE.get(dtype, 0.0) for dtype in dtypes) * (10 if folded else 1)
+        dtypes = {
+            dtype,
+            policy.reduction_dtype(dtype),
+            policy.output_dtype or dtype,
+            policy.grad_dtype or dtype,
+        }
+        return max(RELATIVE.get(dtype, 0.0) for dtype in dtypes) * (4 if folded else 1)
 
     def _note(self, what: str, differs: str | None) -> None:
         if differs is not None:

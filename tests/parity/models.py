@@ -134,6 +134,15 @@ def shard(model: Tree, spec: TreeSpec, **kwargs: Any) -> Tree:
     return model
 
 
+def group_names(spec: TreeSpec, name: str = "") -> list[str]:
+    """Return the names of the modules that ``shard`` makes a group of, the root first."""
+    names = [name]
+    for index, child in enumerate(spec.children):
+        inner = group_names(child, f"{name}.inner.{index}".lstrip("."))
+        names += inner if child.grouped else inner[1:]
+    return names
+
+
 def _params_with_specs(model: Tree, spec: TreeSpec) -> list[tuple[nn.Parameter, ParamSpec]]:
     pairs = [(getattr(model, f"p{index}"), own) for index, own in enumerate(spec.params)]
     for child, child_spec in zip(model.inner, spec.children, strict=True):

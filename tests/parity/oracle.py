@@ -18,36 +18,63 @@ class Unsharded:
     """A plain copy of a model that trains as the sharded one should.
 
     Parameters are cast to the compute dtype one by one, and the gradients of all ranks are added
-    in the order of ranks and divided, in the dtype of reduction.
+    in the order of ranks and divided, in the dtype of reduction. With one rank nothing is reduced,
+    hence nothing rounded to that dtype.
+
+    Args:
+        model: The model before it is sharded.
+        policy: The policy that the sharded one has, all of it.
+        groups: Names of the modules that ``fully_shard`` is applied to: there, inputs and outputs
+            are cast.
 
     Attributes:
         model: The copy; its parameters are what the optimizer sees.
         waiting: By name, this rank's accumulated gradients that are not reduced.
         reduced: By name, the mean gradients over the ranks.
+        largest: By name, the largest element of any gradient that went into these, on any rank.
         has_folded: Whether unreduced gradients were added to reduced ones: the sum of several
             ranks' numbers then depends, in its last bit, on the order of summation.
     """
 
-    def __init__(self, model: nn.Module, policy: MixedPrecisionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: MixedPrecisionPolicy | None = None,
+        groups: Iterable[str] = ("",),
+    ) -> None:
         self.model = copy.deepcopy(model)
         self.policy = policy or MixedPrecisionPolicy()
         self.waiting: dict[str, torch.Tensor] = {}
         self.reduced: dict[str, torch.Tensor] = {}
+        self.largest: dict[str, float] = {}
         self.has_folded = False
         self._means: dict[str, torch.Tensor] = {}
         self._leaves: dict[str, torch.Tensor] = {}
+        for name in groups:
+            module = self.model.get_submodule(name)
+            module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+            module.register_forward_hook(self._cast_output)
 
     # Compute --------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
-            args = tuple(_cast(arg, self.policy.param_dtype) for arg in args)
-            kwargs = {key: _cast(arg, self.policy.param_dtype) for key, arg in kwargs.items()}
         buffers = self._cast_buffers()
         output = functional_call(self.model, {**self.leaves(), **buffers}, args, kwargs)
         for name, buffer in self.model.named_buffers():
-            buffer.copy_(buffers.get(name, buffer))
-        return output if self.policy.output_dtype is None else output.to(self.policy.output_dtype)
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        return output
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return args, kwargs
+        args = tuple(_cast(arg, dtype) for arg in args)
+        return args, {key: _cast(arg, dtype) for key, arg in kwargs.items()}
+
+    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = self.policy.output_dtype
+        return output if dtype is None else _cast(output, dtype)
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """Return the parameters in their compute dtype; the same until gradients are taken."""
@@ -68,18 +95,21 @@ class Unsharded:
     def after_backward(self, sync: bool = True) -> None:
         """Take the gradients that a backward has left, and reduce them over the ranks."""
         params = dict(self.model.named_parameters())
+        alone = dist.get_world_size() == 1
         for name, leaf in self._leaves.items():
             if leaf.grad is None:
                 continue
             if name not in self.waiting:
-                dtype = self.policy.reduction_dtype(params[name].dtype)
+                dtype = leaf.dtype if alone else self.policy.reduction_dtype(params[name].dtype)
                 self.waiting[name] = leaf.grad.to(dtype, copy=True)
                 self.has_folded |= not sync and name in self.reduced
             else:
                 self.waiting[name] += leaf.grad
         self._leaves = {}
-        self._means = means_over_ranks(self.waiting)
-        if sync or dist.get_world_size() == 1:
+        self._means, largest = means_over_ranks(self.waiting)
+        for name, element in largest.items():
+            self.largest[name] = max(element, self.largest.get(name, 0.0))
+        if sync or alone:
             self.reduced = self.totals()
             self.waiting, self._means = {}, {}
 
@@ -102,7 +132,7 @@ class Unsharded:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self.reduced = {}
+        self.reduced, self.largest = {}, {}
         self.clear_waiting()
 
     def drop_unreduced(self) -> None:
@@ -133,15 +163,24 @@ class Unsharded:
         return "shard" if name in self.reduced else None
 
 
-def means_over_ranks(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Average over all ranks, in their order; a rank without a gradient counts as zeros."""
+def means_over_ranks(
+    grads: dict[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Average over all ranks, in their order; a rank without a gradient counts as zeros.
+
+    Returns:
+        By name, the means, and the largest element of any rank.
+    """
     heard: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
     dist.all_gather_object(heard, grads)
     totals: dict[str, torch.Tensor] = {}
+    largest: dict[str, float] = {}
     for said in heard:
         for name, grad in said.items():
             totals[name] = totals[name] + grad if name in totals else grad
-    return {name: total / len(heard) for name, total in totals.items()}
+            if grad.numel():
+                largest[name] = max(grad.abs().max().item(), largest.get(name, 0.0))
+    return {name: total / len(heard) for name, total in totals.items()}, largest
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
