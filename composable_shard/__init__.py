@@ -1,6 +1,6 @@
 """Fully sharded data parallelism for PyTorch: per module, composable, in place."""
 
-from composable_shard.api import FSDPModule, UnshardHandle, fully_shard
+from composable_shard.api import fully_shard
 from composable_shard.core.collectives import AllGather, ReduceScatter
 from composable_shard.errors import (
     ExtensionError,
@@ -9,6 +9,7 @@ from composable_shard.errors import (
     ShardError,
     StaleParameterError,
 )
+from composable_shard.module import FSDPModule, UnshardHandle
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [

@@ -295,7 +295,7 @@ class BackwardPass:
         for group in self._context.groups:
             if group.settings.reshard_after_backward:
                 group.reshard()
-            group.forget_forward()
+            group.freshness.forget_forward()
         self.order.finish()
         self._reset()
 

@@ -65,7 +65,7 @@ class Context:
         for group in self.groups:
             group.reshard()
             group.gradients.discard()
-            group.forget_forward()
+            group.freshness.forget_forward()
 
 
 def join_tree(root: ParamGroup, group_of: Callable[[nn.Module], ParamGroup | None]) -> Context:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard.core.extension import needs_extension
-from composable_shard.core.group import ParamGroup, build_units
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam, Slot
+from composable_shard.core.units import build_units
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 

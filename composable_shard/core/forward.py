@@ -95,7 +95,7 @@ class ForwardPass:
 
     def _free(self, group: ParamGroup) -> None:
         if torch.is_grad_enabled():
-            group.note_forward()
+            group.freshness.note_forward()
         reshard = group.settings.reshard_after_forward
         if reshard is None:
             reshard = group is not self._context.root

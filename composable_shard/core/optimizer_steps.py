@@ -37,4 +37,4 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if isinstance(param, DTensor) and (owner := _owners.get(id(param))) is not None
     }
     for group in stepped:
-        group.note_optimizer_step()
+        group.freshness.note_optimizer_step()

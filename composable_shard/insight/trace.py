@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from composable_shard.api import group_of
+from composable_shard.module import group_of
 
 Event = tuple[str, str]
 

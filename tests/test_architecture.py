@@ -1,0 +1,288 @@
+"""How the package is built: who imports whom, what is private, how big things may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+import composable_shard
+
+ROOT = Path(composable_shard.__file__).parent
+PACKAGE = ROOT.name
+MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+
+# From the top down; a module may import what stands below its own layer, and its own layer.
+LAYERS = ["api", "train", "compat", "insight", "testing", "core", "bottom"]
+API = {"api", "module"}
+BOTTOM = {"mesh", "policy", "errors", "_torch"}
+MAY_IMPORT_API = {"train", "compat", "insight", "testing"}
+
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+MAX_PRIVATE_PARAMETERS = 8
+
+
+@cache
+def tree(module: Path) -> ast.Module:
+    return ast.parse((ROOT / module).read_text())
+
+
+def imports(module: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each imported module with the names taken from it, wherever the import stands."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, ()
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno} is relative"
+            assert node.module is not None
+            yield node.module, tuple(alias.name for alias in node.names)
+
+
+def layer_of(dotted: str) -> str:
+    """Return the layer of ``composable_shard.x.y``; the package itself is the public surface."""
+    parts = dotted.split(".")
+    if len(parts) == 1:
+        return "api"
+    if parts[1] == "module":
+        return "api"
+    return "bottom" if parts[1] in BOTTOM else parts[1]
+
+
+def own_imports(module: Path) -> set[str]:
+    """Return the modules of the package that a module imports, also when it names them."""
+    found = set()
+    for name, members in imports(module):
+        if name.split(".")[0] != PACKAGE:
+            continue
+        inner = {f"{name}.{member}" for member in members if is_module(f"{name}.{member}")}
+        found |= inner or {name}
+    return found
+
+
+def is_module(dotted: str) -> bool:
+    path = ROOT.parent.joinpath(*dotted.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def name_of(module: Path) -> str:
+    parts = [PACKAGE, *module.with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def functions(
+    module: Path,
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, ast.ClassDef | None]]:
+    """Yield ``(where, function, class it is a method of)``; nested functions too."""
+    owners = {
+        child: owner
+        for owner in ast.walk(tree(module))
+        if isinstance(owner, ast.ClassDef)
+        for child in owner.body
+    }
+    for node in ast.walk(tree(module)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield f"{module}:{node.lineno} {node.name}", node, owners.get(node)
+
+
+# Imports -------------------------------------------------------------------------------------
+
+
+def test_every_module_has_a_layer() -> None:
+    for module in MODULES:
+        assert layer_of(name_of(module)) in LAYERS, module
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_imports_run_downward(module: Path) -> None:
+    own = layer_of(name_of(module))
+    if module == Path("__init__.py"):
+        return  # the public names of all layers
+    for imported in own_imports(module):
+        target = layer_of(imported)
+        if target == "api":
+            assert own in {"api"} | MAY_IMPORT_API, f"{module} imports {imported}"
+        else:
+            assert LAYERS.index(target) >= LAYERS.index(own), f"{module} imports {imported}"
+
+
+def test_the_core_imports_in_no_circle() -> None:
+    """Modules import each other at run time in an order; annotations alone may look up."""
+    graph = {name_of(module): runtime_imports(module) for module in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for imported in graph.get(name, set()):
+                visit(imported, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def runtime_imports(module: Path) -> set[str]:
+    """Return what a module imports of the package when it is itself imported."""
+    found: set[str] = set()
+    for node in tree(module).body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == PACKAGE:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if is_module(name)} or {str(node.module)}
+    return found
+
+
+def test_pure_modules_import_neither_torch_nor_the_rest_of_the_core() -> None:
+    for module in ("layout", "schedule"):
+        names = {name.split(".")[0] for name, _ in imports(Path(f"core/{module}.py"))}
+        assert names <= set(sys.stdlib_module_names), module
+    scale = {name for name, _ in imports(Path("core/scale.py"))}
+    assert {name for name in scale if name.split(".")[0] not in sys.stdlib_module_names} == {
+        "torch"
+    }
+
+
+def test_only_the_class_to_inherit_from_comes_from_the_fsdp_of_torch() -> None:
+    taken = {
+        (layer_of(name_of(module)), name, members)
+        for module in MODULES
+        for name, members in imports(module)
+        if name.startswith("torch.distributed.fsdp")
+        or name == "torch.distributed._composable"
+        or (name == "torch.distributed" and "fsdp" in members)
+    }
+    assert taken == {("module.py", "torch.distributed.fsdp", ("FSDPModule",))}
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
+            text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            assert "distributed.fsdp" not in text, f"{module}: {text}"
+
+
+def test_the_runtime_needs_torch_and_einops_alone() -> None:
+    third_party = {
+        name.split(".")[0]
+        for module in MODULES
+        if module.parts[0] != "testing"
+        for name, _ in imports(module)
+    } - set(sys.stdlib_module_names)
+    assert third_party == {PACKAGE, "torch", "einops"}
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in project["dependencies"]]
+    assert sorted(names) == ["einops", "torch"]
+    assert "torch" in packages_distributions()
+
+
+# Private names -------------------------------------------------------------------------------
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
+
+
+# Private by spelling, public by documentation or for want of another way.
+SHARED_NAMES = {"_parameters", "_buffers", "_version", "_base", "_fields", "_apply", "_getframe"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [module for module in MODULES if module != Path("_torch.py") and module.parts[0] != "testing"],
+    ids=str,
+)
+def test_private_names_stay_where_they_are(module: Path) -> None:
+    """Those of torch in ``_torch.py``, those of a class in its methods."""
+    for name, members in imports(module):
+        if name.split(".")[0] == "torch":
+            parts = [*name.split("."), *members]
+            assert not any(map(is_private, parts)), f"{module} imports {name} {members}"
+    strangers = []
+    for node in ast.walk(tree(module)):
+        if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+            continue
+        owner = ast.unparse(node.value)
+        if owner not in ("self", "cls", "super()") and node.attr not in SHARED_NAMES:
+            strangers.append(f"{module}:{node.lineno} {ast.unparse(node)}")
+    assert strangers == []
+
+
+# Budgets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_files_and_functions_stay_small(module: Path) -> None:
+    text = (ROOT / module).read_text()
+    assert text.count("\n") <= MAX_FILE_LINES
+    for where, function, _ in functions(module):
+        body = function.body
+        start = function.lineno
+        assert function.end_lineno is not None
+        num_lines = function.end_lineno - start + 1
+        if ast.get_docstring(function) is not None:
+            docstring = body[0]
+            assert docstring.end_lineno is not None
+            num_lines -= docstring.end_lineno - docstring.lineno + 1
+        assert num_lines <= MAX_FUNCTION_LINES, f"{where}: {num_lines} lines"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_functions_take_few_parameters(module: Path) -> None:
+    for where, function, owner in functions(module):
+        arguments = function.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        names = [argument.arg for argument in named if argument.arg not in ("self", "cls")]
+        is_public = module.stem in API and owner is None and not is_private(function.name)
+        if not is_public:
+            assert len(names) <= MAX_PRIVATE_PARAMETERS, f"{where}: {names}"
+
+
+# Words ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_nothing_is_left_to_do(module: Path) -> None:
+    text = (ROOT / module).read_text()
+    found = re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b", text)
+    assert found == []
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_everything_public_has_a_docstring(module: Path) -> None:
+    assert ast.get_docstring(tree(module)), module
+    missing = [
+        f"{module}:{node.lineno} {node.name}"
+        for node in tree(module).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and not is_private(node.name)
+        and ast.get_docstring(node) is None
+        and not is_overload(node)
+    ]
+    assert missing == []
+
+
+def is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    return any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
+
+
+def test_every_public_method_has_a_docstring() -> None:
+    missing = [
+        f"{owner.__name__}.{name}"
+        for owner in vars(composable_shard).values()
+        if isinstance(owner, type)
+        for name, method in vars(owner).items()
+        if callable(method) and not name.startswith("_") and not method.__doc__
+    ]
+    # An implementation says what its interface says.
+    assert missing == []
+
+
+def test_the_public_names_exist_and_are_sorted() -> None:
+    assert composable_shard.__all__ == sorted(composable_shard.__all__)
+    for name in composable_shard.__all__:
+        assert getattr(composable_shard, name).__module__.startswith(PACKAGE)
