@@ -1,0 +1,67 @@
+"""The programs beside the package: the example that resumes, the benchmark that checks itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--layers", "1", "--width", "32", "--context", "32", "--batch", "4", "--sample-bytes", "4"]
+
+
+def run(script: str, *arguments: str) -> str:
+    """Run a program of the repository to its end and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(folder: Path) -> list[object]:
+    lines = (folder / "losses.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k in ("step", "loss")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(4000)))
+    return path
+
+
+def train(folder: Path, text: Path, *more: str) -> None:
+    run(
+        "examples/train_lm.py",
+        *SMALL,
+        *("--steps", "8", "--checkpoint-every", "3", "--text", str(text)),
+        *("--checkpoint-dir", str(folder), *more),
+    )
+
+
+def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
+    tmp_path: Path, text: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole, text)
+    train(parts, text, "--stop-at", "5")
+    assert len(losses(parts)) == 5
+    train(parts, text, "--resume")
+    assert len(losses(whole)) == 8
+    assert losses(parts) == losses(whole)
+
+
+def test_the_contestants_of_the_benchmark_train_alike() -> None:
+    printed = run("benchmarks/step.py", "--check", "2", "--layers", "1", "--width", "64")
+    assert "failed" not in printed
