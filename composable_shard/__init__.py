@@ -1,7 +1,6 @@
 """Fully sharded data parallelism for PyTorch: per module, composable, in place."""
 
 from composable_shard.api import fully_shard
-from composable_shard.core.collectives import AllGather, ReduceScatter
 from composable_shard.errors import (
     ExtensionError,
     MaterializationError,
@@ -13,14 +12,12 @@ from composable_shard.module import FSDPModule, UnshardHandle
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
-    "AllGather",
     "ExtensionError",
     "FSDPModule",
     "MaterializationError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RankMismatchError",
-    "ReduceScatter",
     "ShardError",
     "StaleParameterError",
     "UnshardHandle",

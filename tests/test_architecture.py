@@ -50,9 +50,7 @@ def imports(module: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
 def layer_of(dotted: str) -> str:
     """Return the layer of ``composable_shard.x.y``; the package itself is the public surface."""
     parts = dotted.split(".")
-    if len(parts) == 1:
-        return "api"
-    if parts[1] == "module":
+    if len(parts) == 1 or parts[1] in API:
         return "api"
     return "bottom" if parts[1] in BOTTOM else parts[1]
 
@@ -159,7 +157,7 @@ def test_only_the_class_to_inherit_from_comes_from_the_fsdp_of_torch() -> None:
         or name == "torch.distributed._composable"
         or (name == "torch.distributed" and "fsdp" in members)
     }
-    assert taken == {("module.py", "torch.distributed.fsdp", ("FSDPModule",))}
+    assert taken == {("api", "torch.distributed.fsdp", ("FSDPModule",))}
     for module in MODULES:
         for node in ast.walk(tree(module)):
             text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""

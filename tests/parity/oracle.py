@@ -77,7 +77,7 @@ class Unsharded:
         return output if dtype is None else _cast(output, dtype)
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """Return the parameters in their compute dtype; the same until gradients are taken."""
+        """Return the parameters in their compute dtype; the same until :meth:`refresh`."""
         if not self._leaves:
             for name, param in self.model.named_parameters():
                 leaf = param.detach().to(self.policy.compute_dtype(param.dtype))
@@ -97,15 +97,15 @@ class Unsharded:
         params = dict(self.model.named_parameters())
         alone = dist.get_world_size() == 1
         for name, leaf in self._leaves.items():
-            if leaf.grad is None:
+            grad, leaf.grad = leaf.grad, None
+            if grad is None:
                 continue
             if name not in self.waiting:
                 dtype = leaf.dtype if alone else self.policy.reduction_dtype(params[name].dtype)
-                self.waiting[name] = leaf.grad.to(dtype, copy=True)
+                self.waiting[name] = grad.to(dtype, copy=True)
                 self.has_folded |= not sync and name in self.reduced
             else:
-                self.waiting[name] += leaf.grad
-        self._leaves = {}
+                self.waiting[name] += grad
         self._means, largest = means_over_ranks(self.waiting)
         for name, element in largest.items():
             self.largest[name] = max(element, self.largest.get(name, 0.0))
@@ -129,6 +129,10 @@ class Unsharded:
             if reduced is not None:
                 totals[name] = reduced
         return totals
+
+    def refresh(self) -> None:
+        """Compute from now on with the parameters as they are now."""
+        self._leaves = {}
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -154,7 +158,7 @@ class Unsharded:
             param.grad = totals.get(name)
         optimizer.step()
         optimizer.zero_grad()
-        self._leaves = {}
+        self.refresh()
 
     def placement(self, name: str) -> str | None:
         """Tell how far the gradient of a parameter has come on this rank."""
