@@ -84,13 +84,14 @@ def from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def from_local_at_start(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor as :func:`from_local`, but report storage offset 0."""
+def from_local_at_start(tensor: DTensor) -> DTensor:
+    """Return a DTensor of the same local tensor that reports storage offset 0."""
+    local = tensor._local_tensor
     if local.storage_offset() == 0:
-        return from_local(local.detach(), spec)
+        return tensor
     shape_only = local.as_strided(local.shape, local.stride(), 0)
-    wrapped = from_local(shape_only, spec)
-    wrapped._local_tensor = local.detach()
+    wrapped = from_local(shape_only, tensor._spec)
+    wrapped._local_tensor = local
     return wrapped
 
 

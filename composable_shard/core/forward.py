@@ -125,6 +125,8 @@ class ForwardPass:
 
     def abandon(self) -> None:
         """Forget a pass that did not end."""
+        for group in self._context.groups:
+            group.calls.clear()
         for order in self._orders.values():
             order.abandon()
         self._outermost = self._frame = None

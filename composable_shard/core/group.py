@@ -28,6 +28,7 @@ from composable_shard.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from composable_shard.core.context import Context
+    from composable_shard.core.hooks import Call
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class ParamGroup:
         name: Name of the modules within the root; for messages and traces.
         gradients: The way back.
         state: Sharded, being gathered or unsharded.
+        calls: The calls of its modules that are under way, the innermost last.
         on_gradient: Called when a backward has accumulated into one of the parameters.
     """
 
@@ -112,6 +114,7 @@ class ParamGroup:
         self.all_gather: AllGather
         self.all_gather, reduce_scatter = choose_collectives(mesh.group, mesh.device)
         self.gradients = GroupGradients(self.params, mesh, policy, reduce_scatter)
+        self.calls: list[Call] = []
         self.on_gradient: Callable[[torch.Tensor], None]
 
     def set_tag(self, tag: int) -> None:

@@ -67,7 +67,6 @@ class ModuleHooks:
         self._group = group
         self._managed = list(managed)
         self._buffers = CastBuffers(managed, group.policy.buffer_dtype)
-        self._calls: list[Call] = []
         self._stored: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @torch.compiler.disable
@@ -75,13 +74,13 @@ class ModuleHooks:
         """Gather the group; cast inputs; mark where gradients leave it."""
         group = self._group
         context = group.context
-        call = Call()
-        self._calls.append(call)
         if _torch.current_backward() != -1:  # recomputation by an activation checkpoint
             group.unshard()
             group.wait_for_unshard()
         elif context.forward.enter(group):
             args, kwargs = self._to_device((args, kwargs))
+        call = Call()
+        group.calls.append(call)
         self._buffers.cast()
         dtype = group.policy.param_dtype
         if dtype is not None and group.policy.cast_forward_inputs:
@@ -97,7 +96,8 @@ class ModuleHooks:
 
         Also called, without output, when forward raised.
         """
-        call = self._calls.pop() if self._calls else Call()
+        calls = self._group.calls
+        call = calls.pop() if calls else Call()  # none if forward could not begin
         self._buffers.restore()
         dtype = self._group.policy.output_dtype
         if dtype is not None:

@@ -41,7 +41,7 @@ def _after_save(
     for attribute, param in params.items():
         value = state_dict.get(prefix + attribute)
         if isinstance(value, DTensor) and value is not param.sharded:
-            state_dict[prefix + attribute] = _torch.from_local_at_start(param.local, param.spec)
+            state_dict[prefix + attribute] = _torch.from_local_at_start(value)
 
 
 def _before_load(
@@ -60,7 +60,9 @@ def _before_load(
             continue
         if tuple(value.shape) != param.layout.shape:
             continue  # torch says what is wrong with it
-        local = param.shard_of(value).to(param.local.device).clone()
+        current = module._parameters[attribute]
+        assert current is not None
+        local = param.shard_of(value).to(_torch.local_tensor(current).device).clone()
         state_dict[prefix + attribute] = _torch.from_local(
             local, _torch.spec_with_dtype(param.spec, value.dtype)
         )
