@@ -188,12 +188,12 @@ class BackwardPass:
         for missed in reversed(list(self._to_need)):
             if missed is group:
                 return
-            if missed in self._countdowns:
+            if missed in self._needed:
                 continue
-            if group is not None and self._context.encloses(missed, group):
-                continue  # they may share an output, whose hooks run from the inside out
             self._enter(missed)
             self._gather(missed)
+            if group is not None and self._context.encloses(missed, group):
+                continue  # it is not missed: they may share an output, whose inner hook runs first
             self._countdown(missed).left.clear()
             self._finish_group(missed)
 

@@ -163,6 +163,8 @@ class ParamGroup:
             self._check_unchanged_since_forward()
         if not isinstance(state, Sharded):
             if in_backward or state.version == self.freshness.version():
+                if not in_backward and self.is_unsharded:
+                    self._follow_requires_grad()
                 return
             self.reshard()
         self.context.agree()
@@ -183,8 +185,8 @@ class ParamGroup:
             return
         state.pending.wait()
         self.units.finish_gather(state.transfers)
+        self._follow_requires_grad()
         for param in self.params:
-            param.follow_requires_grad(self.on_gradient)
             param.register_unsharded()
         self._move_to(Unsharded(state.version))
         self.context.emit("wait_for_all_gather", self)
@@ -202,6 +204,10 @@ class ParamGroup:
         self.units.free()
         self._move_to(Sharded())
         self.context.emit("reshard", self)
+
+    def _follow_requires_grad(self) -> None:
+        for param in self.params:
+            param.follow_requires_grad(self.on_gradient)
 
     def _check_unchanged_since_forward(self) -> None:
         uses_shards = isinstance(self.state, Sharded) or self.units.share_storage
