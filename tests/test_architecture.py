@@ -8,7 +8,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -175,7 +174,6 @@ def test_the_runtime_needs_torch_and_einops_alone() -> None:
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in project["dependencies"]]
     assert sorted(names) == ["einops", "torch"]
-    assert "torch" in packages_distributions()
 
 
 # Private names -------------------------------------------------------------------------------

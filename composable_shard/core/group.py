@@ -118,8 +118,8 @@ class ParamGroup:
         self.on_gradient: Callable[[torch.Tensor], None]
 
     def set_tag(self, tag: int) -> None:
-        """Let the group's messages carry ``tag``, on which the ranks have agreed."""
-        self.all_gather.tag = self.gradients.reduce_scatter.tag = tag
+        """Let the group's messages carry two tags made of one on which the ranks have agreed."""
+        self.all_gather.tag, self.gradients.reduce_scatter.tag = 2 * tag, 2 * tag + 1
 
     @property
     def params(self) -> list[ShardedParam]:

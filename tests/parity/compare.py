@@ -135,7 +135,7 @@ class Comparison:
             return None
         policy = self.oracle.policy
         dtypes = {
-            dtype,
+            policy.compute_dtype(dtype),
             policy.reduction_dtype(dtype),
             policy.output_dtype or dtype,
             policy.grad_dtype or dtype,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call
 
 from composable_shard import MixedPrecisionPolicy
 
@@ -58,12 +57,27 @@ class Unsharded:
     # Compute --------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        buffers = self._cast_buffers()
-        output = functional_call(self.model, {**self.leaves(), **buffers}, args, kwargs)
-        for name, buffer in self.model.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
-        return output
+        by_id = {
+            id(param): leaf
+            for param, leaf in zip(self.model.parameters(), self.leaves().values(), strict=True)
+        }
+        lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for module in self.model.modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    lent.append((module._parameters, name, param))
+                    module._parameters[name] = by_id[id(param)]  # type: ignore[assignment]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and self.policy.buffer_dtype is not None:
+                    lent.append((module._buffers, name, buffer))
+                    module._buffers[name] = _cast(buffer, self.policy.buffer_dtype)
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            for place, name, own in lent:
+                if place[name] is not own and not isinstance(own, nn.Parameter):
+                    own.copy_(place[name])
+                place[name] = own
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         dtype = self.policy.param_dtype
@@ -83,12 +97,6 @@ class Unsharded:
                 leaf = param.detach().to(self.policy.compute_dtype(param.dtype))
                 self._leaves[name] = leaf.requires_grad_(param.requires_grad)
         return self._leaves
-
-    def _cast_buffers(self) -> dict[str, torch.Tensor]:
-        dtype = self.policy.buffer_dtype
-        if dtype is None:
-            return {}
-        return {name: _cast(buffer, dtype) for name, buffer in self.model.named_buffers()}
 
     # Gradients ------------------------------------------------------------------------------
 

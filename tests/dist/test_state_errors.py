@@ -1,0 +1,112 @@
+"""The errors of a model that is not in a condition to serve a call: the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from composable_shard import MaterializationError, StaleParameterError, fully_shard
+from composable_shard.testing import run_ranks
+
+CHANGED = (
+    "Expected the parameters of group '{}' in backward as they were in forward, got parameters "
+    "that were changed in between (an optimizer step?); run backward before changing them"
+)
+REPLACED = (
+    "Expected the parameters of group '{}' in backward as they were in forward, got replaced "
+    "ones; run backward before replacing them"
+)
+ON_META = (
+    "Expected the parameters of group '{}' on cpu, got {}; call "
+    "module.to_empty(device='cpu') and initialize them, for example with reset_parameters()"
+)
+TEXTS = {
+    "changed": CHANGED.format("0"),
+    "changed_root": CHANGED.format(""),
+    "replaced": REPLACED.format("0"),
+    "on_meta": ON_META.format("", "weight on meta, bias on meta"),
+    "on_meta_nested": ON_META.format("1", "weight on meta, bias on meta"),
+}
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def two_layers() -> nn.Sequential:
+    model = nn.Sequential(linear(), linear())
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def changed() -> None:
+    """Take an optimizer step between forward and backward."""
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    model(torch.ones(2, 4)).sum().backward()
+    loss = model(torch.ones(2, 4)).sum()
+    model[1].unshard()  # the first to be needed, and gathered from the old values
+    optimizer.step()
+    loss.backward()
+
+
+def changed_root() -> None:
+    """The same on one rank, where compute uses the shards themselves."""
+    model = fully_shard(linear(), reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    loss = model(torch.ones(2, 4)).sum()
+    optimizer.step()
+    loss.backward()
+
+
+def replaced() -> None:
+    model = two_layers()
+    loss = model(torch.ones(2, 4)).sum()
+    model[0].to(torch.float64)
+    loss.backward()
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        model = fully_shard(linear())
+    model(torch.ones(2, 4))
+
+
+def on_meta_nested() -> None:
+    with torch.device("meta"):
+        second = linear()
+    model = nn.Sequential(linear(), second)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)(torch.ones(2, 4))
+
+
+def message_of(fn: Callable[[], None]) -> tuple[str, str]:
+    try:
+        fn()
+    except Exception as error:  # noqa: BLE001 - its type is part of the result
+        return type(error).__name__, str(error)
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "num_ranks"),
+    [
+        (changed, StaleParameterError, 2),
+        (changed_root, StaleParameterError, 1),
+        (replaced, StaleParameterError, 2),
+        (on_meta, MaterializationError, 2),
+        (on_meta, MaterializationError, 1),
+        (on_meta_nested, MaterializationError, 2),
+    ],
+)
+def test_message_of_a_state_on_all_ranks(
+    fn: Callable[[], None], error: type[Exception], num_ranks: int
+) -> None:
+    expected = (error.__name__, TEXTS[fn.__name__])
+    assert run_ranks(message_of, num_ranks, fn) == [expected] * num_ranks

@@ -1,0 +1,1 @@
+"""After a failure: the next iteration runs, and nothing is left half done."""

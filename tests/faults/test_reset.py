@@ -1,0 +1,170 @@
+"""``reset_iter_state``: harmless at any time, and back to the state between iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from dist.models import Net, assert_parity, own_input, shard_net, train_step, two_nets
+from torch.distributed.tensor import DTensor
+
+from composable_shard.insight.trace import trace
+from composable_shard.testing import run_ranks
+
+
+def reset_before_first_forward(of_block: bool) -> None:
+    reference, model = two_nets(2)
+    target = model.blocks[1] if of_block else model
+    with trace(model) as recorded:
+        target.reset_iter_state()
+        target.reset_iter_state()
+    assert recorded == []
+    for step in range(2):
+        train_step(model, step, None)
+        train_step(reference, step, None)
+        model.zero_grad()
+        reference.zero_grad()
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("of_block", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_reset_before_the_first_forward(num_ranks: int, of_block: bool) -> None:
+    run_ranks(reset_before_first_forward, num_ranks, of_block)
+
+
+def reset_between_iterations() -> None:
+    """Reduced gradients stay; a reset after each iteration changes nothing."""
+    reference, model = two_nets(2)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    for step in range(3):
+        for one, optimizer in zip((model, reference), optimizers, strict=True):
+            train_step(one, step, None)
+            if one is model:
+                model.reset_iter_state()
+            optimizer.step()
+            optimizer.zero_grad()
+            if one is model:
+                model.reset_iter_state()
+    assert_parity(model, reference)
+
+
+def test_reset_keeps_reduced_gradients() -> None:
+    run_ranks(reset_between_iterations, 2)
+
+
+def reset_drops_accumulated() -> None:
+    """Of two microbatches the first is dropped, in all groups whatever it was called on."""
+    reference, model = two_nets(2)
+    with model.no_sync():
+        model(own_input(7)).square().sum().backward()
+    assert all(param.grad.placements[0].is_partial() for param in model.parameters())
+    model.blocks[0].reset_iter_state()
+    assert all(param.grad is None for param in model.parameters())
+    train_step(model, 1, None)
+    train_step(reference, 1, None)
+    assert_parity(model, reference)
+
+
+def test_reset_drops_accumulated_gradients() -> None:
+    run_ranks(reset_drops_accumulated, 2)
+
+
+class Failure(Exception):
+    pass
+
+
+def fail(*_: object) -> None:
+    raise Failure
+
+
+def fail_in_forward(model: Net) -> None:
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(Failure):
+        model(own_input(7))
+    handle.remove()
+
+
+def fail_in_backward(model: Net) -> None:
+    middle: list[torch.Tensor] = []
+    handle = model.blocks[0].register_forward_hook(lambda m, a, output: middle.append(output))
+    out = model(own_input(7))
+    middle[0].register_hook(fail)
+    with pytest.raises(Failure):
+        out.square().sum().backward()
+    handle.remove()
+
+
+def reset_after_failure(break_it: Callable[[Net], None]) -> None:
+    """A failure amid accumulation, then a reset: all that is not reduced is gone."""
+    reference, model = two_nets(2)
+    with model.no_sync():
+        model(own_input(5)).square().sum().backward()
+    break_it(model)
+    model.reset_iter_state()
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        assert param.grad is None or not param.grad.placements[0].is_partial()
+    model.zero_grad()
+    train_step(model, 1, None)
+    train_step(reference, 1, None)
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("break_it", [fail_in_forward, fail_in_backward])
+def test_reset_after_a_failure_drops_what_is_not_reduced(
+    break_it: Callable[[Net], None],
+) -> None:
+    run_ranks(reset_after_failure, 2, break_it)
+
+
+def accumulated_survives_failure() -> None:
+    """Without a reset, what earlier microbatches accumulated stays when a later one fails."""
+    reference, model = two_nets(2)
+    with model.no_sync():
+        model(own_input(0)).square().sum().backward()
+    fail_in_forward(model)
+    reference(own_input(0)).square().sum().backward()
+    train_step(model, 1, None)
+    train_step(reference, 1, None)
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_failed_microbatch_leaves_what_others_accumulated() -> None:
+    run_ranks(accumulated_survives_failure, 2)
+
+
+def reset_while_unsharding() -> None:
+    """A gather and a reduction that are under way are waited for and dropped."""
+    reference, model = two_nets(2)
+    model.set_is_last_backward(False)
+    train_step(model, 5, None)
+    model.set_is_last_backward(True)
+    model.blocks[0].unshard(async_op=True)
+    with trace(model) as recorded:
+        model.reset_iter_state()
+    assert recorded == [("reshard", "blocks.0")]
+    model.zero_grad()
+    train_step(model, 1, None)
+    train_step(reference, 1, None)
+    assert_parity(model, reference)
+
+
+def test_reset_waits_for_what_is_under_way() -> None:
+    run_ranks(reset_while_unsharding, 2)
+
+
+def reset_of_unsharded_root() -> list[str]:
+    model = shard_net(Net(1))
+    with torch.no_grad():
+        model(own_input())
+    with trace(model) as recorded:
+        model.reset_iter_state()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    return [f"{event} {name}" for event, name in recorded]
+
+
+def test_reset_frees_the_root() -> None:
+    assert run_ranks(reset_of_unsharded_root, 2) == [["reshard "]] * 2
