@@ -57,7 +57,7 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
 
 
 def _facts(group: ParamGroup) -> list[str]:
-    name = f"group '{group.name}'"
+    name = group.label
     policy = group.policy
     return [
         f"{name} over {group.mesh.num_shards} ranks, param_dtype {policy.param_dtype}, "

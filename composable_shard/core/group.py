@@ -122,6 +122,11 @@ class ParamGroup:
         self.all_gather.tag, self.gradients.reduce_scatter.tag = 2 * tag, 2 * tag + 1
 
     @property
+    def label(self) -> str:
+        """What messages call the group; that of the root has no name."""
+        return f"group '{self.name}'" if self.name else "the root group"
+
+    @property
     def params(self) -> list[ShardedParam]:
         """The parameters of the modules, but those of nested groups and ignored ones."""
         return self.units.params
@@ -168,7 +173,7 @@ class ParamGroup:
                 return
             self.reshard()
         self.context.agree()
-        if self.units.settle(self.name):
+        if self.units.settle(self.label):
             watch_optimizer_steps(self)
         transfers = self.units.start_gather()
         inputs = [tensor for transfer in transfers for tensor in transfer.inputs]
@@ -213,7 +218,7 @@ class ParamGroup:
         uses_shards = isinstance(self.state, Sharded) or self.units.share_storage
         if uses_shards and self.freshness.changed_since_forward():
             raise StaleParameterError(
-                f"Expected the parameters of group '{self.name}' in backward as they were in "
+                f"Expected the parameters of {self.label} in backward as they were in "
                 "forward, got parameters that were changed in between (an optimizer step?); run "
                 "backward before changing them"
             )

@@ -69,11 +69,11 @@ class GroupUnits:
         for unit in self._units:
             unit.free()
 
-    def settle(self, name: str) -> bool:
+    def settle(self, label: str) -> bool:
         """Take over what was loaded, moved or extended since the last gather.
 
         Args:
-            name: Name of the group; for messages.
+            label: What messages call the group.
 
         Returns:
             Whether anything may have changed.
@@ -87,13 +87,13 @@ class GroupUnits:
             return False
         if self._settled and _torch.current_backward() != -1:
             raise StaleParameterError(
-                f"Expected the parameters of group '{name}' in backward as they were in "
+                f"Expected the parameters of {label} in backward as they were in "
                 "forward, got replaced ones; run backward before replacing them"
             )
         if not intact:
             for param in self.params:
                 param.recover()
-        self._check_materialized(name)
+        self._check_materialized(label)
         if not intact or self._extended_since_built():
             self._rebuild()
         self._settled = True
@@ -111,13 +111,13 @@ class GroupUnits:
             param.adopt_local(local)
             param.forget_unsharded()
 
-    def _check_materialized(self, name: str) -> None:
+    def _check_materialized(self, label: str) -> None:
         wrong = [p for p in self.params if p.local.device != self.mesh.device]
         if not wrong:
             return
         places = ", ".join(f"{param.name} on {param.local.device}" for param in wrong)
         raise MaterializationError(
-            f"Expected the parameters of group '{name}' on {self.mesh.device}, got {places}; "
+            f"Expected the parameters of {label} on {self.mesh.device}, got {places}; "
             f"call module.to_empty(device='{self.mesh.device}') and initialize them, "
             "for example with reset_parameters()"
         )

@@ -63,9 +63,9 @@ def other_extension() -> None:
 
 
 ALIKE = "Expected the same model on all ranks, got on rank 0: {}; on rank 1: {}"
-PARAMETER = "parameter '{}' of group '': shape {}, torch.float32, Shard(0), trainable, on cpu"
+PARAMETER = "parameter '{}' of the root group: shape {}, torch.float32, Shard(0), trainable, on cpu"
 WEIGHT = PARAMETER.format("0.weight", [6, 4])
-GROUP = "group '' over 2 ranks, param_dtype {}, reduce_dtype None"
+GROUP = "the root group over 2 ranks, param_dtype {}, reduce_dtype None"
 TEXTS = [ALIKE]
 
 

@@ -12,23 +12,23 @@ from composable_shard import MaterializationError, StaleParameterError, fully_sh
 from composable_shard.testing import run_ranks
 
 CHANGED = (
-    "Expected the parameters of group '{}' in backward as they were in forward, got parameters "
+    "Expected the parameters of {} in backward as they were in forward, got parameters "
     "that were changed in between (an optimizer step?); run backward before changing them"
 )
 REPLACED = (
-    "Expected the parameters of group '{}' in backward as they were in forward, got replaced "
+    "Expected the parameters of {} in backward as they were in forward, got replaced "
     "ones; run backward before replacing them"
 )
 ON_META = (
-    "Expected the parameters of group '{}' on cpu, got {}; call "
+    "Expected the parameters of {} on cpu, got {}; call "
     "module.to_empty(device='cpu') and initialize them, for example with reset_parameters()"
 )
 TEXTS = {
-    "changed": CHANGED.format("0"),
-    "changed_root": CHANGED.format(""),
-    "replaced": REPLACED.format("0"),
-    "on_meta": ON_META.format("", "weight on meta, bias on meta"),
-    "on_meta_nested": ON_META.format("1", "weight on meta, bias on meta"),
+    "changed": CHANGED.format("group '0'"),
+    "changed_root": CHANGED.format("the root group"),
+    "replaced": REPLACED.format("group '0'"),
+    "on_meta": ON_META.format("the root group", "weight on meta, bias on meta"),
+    "on_meta_nested": ON_META.format("group '1'", "weight on meta, bias on meta"),
 }
 
 
