@@ -74,6 +74,7 @@ class _Countdown:
     def __init__(self, group: ParamGroup) -> None:
         self.left: dict[int, int] = {}
         self._params = group.params
+        self._is_partial = False  # some parameter gets no gradient from the innermost backward
 
     def accumulators_to_run(self) -> Iterator[Node]:
         """Yield the accumulations that are part of the innermost running backward."""
@@ -84,6 +85,7 @@ class _Countdown:
     def enter(self, backward: int) -> None:
         if backward not in self.left:
             self.left[backward] = sum(1 for _ in self.accumulators_to_run())
+            self._is_partial = self.left[backward] < len(self._params)
 
     def expect(self, backward: int, boundaries: Sequence[Boundary]) -> None:
         """Wait for the boundaries of one call of the module.
@@ -95,7 +97,7 @@ class _Countdown:
             if boundary.token.backward != backward and _torch.will_run(boundary.node):
                 boundary.token.backward = backward
                 self.left[backward] += 1
-        if not boundaries and self.left[backward] < len(self._params):
+        if not boundaries and self._is_partial:
             self.left[backward] = _TO_THE_END
 
     def arrive(self, backward: int) -> bool:
@@ -185,7 +187,8 @@ class BackwardPass:
             return  # a backward within the backward sees only a part of the graph
         if group is not None and group not in self._to_need:
             return
-        for missed in reversed(list(self._to_need)):
+        while self._to_need:
+            missed, _ = self._to_need.popitem()
             if missed is group:
                 return
             if missed in self._needed:

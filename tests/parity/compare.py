@@ -78,6 +78,8 @@ class Comparison:
         # Held, as the module has its unsharded parameters while they are not resharded.
         self.sharded_params = dict(sharded.named_parameters())
         self.differences: list[str] = []
+        self._largest = {name: 0.0 for name in self.sharded_params}
+        self._note_sizes()
 
     def tensor(self, what: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
         """Compare two tensors."""
@@ -88,7 +90,11 @@ class Comparison:
         wanted = dict(self.oracle.model.named_parameters())
         for name, param in self.sharded_params.items():
             assert isinstance(param, DTensor)
-            self.tensor(f"{when}: {name}", param.to_local(), my_rows(param, wanted[name]))
+            rows = my_rows(param, wanted[name])
+            tolerance = self._tolerance(param.dtype)
+            differs = difference(param.to_local(), rows, tolerance, self._largest[name])
+            self._note(f"{when}: {name}", differs)
+        self._note_sizes()
 
     def grads(self, when: str, placements: bool = True) -> None:
         """Compare all gradients, however far each rank has come with them.
@@ -128,6 +134,13 @@ class Comparison:
             if isinstance(param.grad, DTensor) and placement(param.grad) == "partial"
         }
         return means_over_ranks(partial)[0]
+
+    def _note_sizes(self) -> None:
+        """Rounding leaves its mark by the largest value that a parameter has had."""
+        for name, param in self.oracle.model.named_parameters():
+            if param.numel():
+                largest = param.detach().double().abs().max().item()
+                self._largest[name] = max(largest, self._largest[name])
 
     def _tolerance(self, dtype: torch.dtype, folded: bool = False) -> float | None:
         """Gradients folded into others are sums of larger numbers, in another order."""

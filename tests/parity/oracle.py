@@ -144,18 +144,14 @@ class Unsharded:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self.reduced, self.largest = {}, {}
-        self.clear_waiting()
+        self.waiting, self._means, self.reduced, self.largest = {}, {}, {}, {}
+        self.has_folded = False
 
     def drop_unreduced(self) -> None:
         """Drop the gradients that are not reduced, with what they were added to."""
         for name in self.waiting:
             self.reduced.pop(name, None)
-        self.clear_waiting()
-
-    def clear_waiting(self) -> None:
-        """Forget what was accumulated without reduction."""
-        self.waiting, self._means, self.has_folded = {}, {}, False
+        self.waiting, self._means = {}, {}
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer step with the totals."""
