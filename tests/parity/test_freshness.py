@@ -180,9 +180,9 @@ def test_a_change_between_forward_and_backward_is_refused(change: Change, ranks:
     failure = caught.value.agreed()
     assert failure.exception_type is StaleParameterError
     # Loading frees the root too; with one rank its parameters are the sharded ones.
-    first = "" if ranks == 1 or change in LOADING else "blocks.2"
+    first = "the root group" if ranks == 1 or change in LOADING else "group 'blocks.2'"
     assert failure.message.startswith(
-        f"Expected the parameters of group '{first}' in backward as they were in forward, got "
+        f"Expected the parameters of {first} in backward as they were in forward, got "
     )
 
 
