@@ -124,18 +124,14 @@ class GradBucket:
         dtypes = {grad.dtype for grad in members if grad is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
         scratch = self._empty(layout.num_shards, layout.packed_numel + len(grads))
-        _torch.chunk_cat_into(
-            scratch,
-            [
-                *(
-                    torch.zeros(layout.params[index].shape, dtype=dtype, device=self._device)
-                    if grad is None
-                    else grad.to(dtype)
-                    for index, grad in zip(packed, members, strict=True)
-                ),
-                self._flag_rows(dtype, tuple(present)),
-            ],
-        )
+        rows = [
+            torch.zeros(params.rows, params.inner, dtype=dtype, device=self._device)
+            if grad is None
+            else grad.to(dtype).reshape(params.rows, params.inner)
+            for params, grad in zip((layout.params[i] for i in packed), members, strict=True)
+        ]
+        _torch.chunk_cat_into(scratch, [*rows, self._flag_rows(dtype, tuple(present))])
+        assert scratch.shape == (layout.num_shards, layout.packed_numel + len(grads))
         return scratch.view(-1)
 
     def _flag_rows(self, dtype: torch.dtype, present: tuple[bool, ...]) -> torch.Tensor:

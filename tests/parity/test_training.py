@@ -51,6 +51,8 @@ def train(case: Training) -> list[str]:
     shard(model, case.spec, reshard_after_forward=case.reshard_after_forward)
     exact = dist.get_world_size() <= 2 and case.optimizer.startswith("sgd")
     exact = exact and case.max_norm is None
+    # How torch's kernels round a low-precision step depends on where in a tensor an element is.
+    low_precision = {param.dtype for param in model.parameters()} & {torch.bfloat16}
     comparison = Comparison(model, oracle, exact)
     comparison.params("before")
     if not any(param.requires_grad for param in model.parameters()):
@@ -72,7 +74,8 @@ def train(case: Training) -> list[str]:
         optimizers[0].zero_grad()
         oracle.step(optimizers[1])
         oracle.clear()
-        comparison.params(f"step {step}")
+        comparison.params(f"step {step}", low_precision)
+        comparison.start_anew_from_the_same(low_precision)
     return comparison.differences
 
 
@@ -145,12 +148,14 @@ def test_any_dim_may_be_sharded(case: tuple[Training, int]) -> None:
 ROWS = ParamSpec((3,)), ParamSpec((1, 5)), ParamSpec((2, 3)), ParamSpec((7, 2))
 BIG = ParamSpec((301, 701)), ParamSpec((512, 512)), ParamSpec((5,))
 INNER = ParamSpec((3, 5), dim=1), ParamSpec((2, 3, 5), dim=-1), ParamSpec((200, 301, 4), dim=1)
+FLAT = ParamSpec((1,)), ParamSpec((1, 2), dim=1), ParamSpec((1, 1, 5), dim=-1), ParamSpec((2,))
 LEAF, OTHER = TreeSpec(ROWS), TreeSpec(BIG)
 
 TREES = {
     "fewer rows than ranks": TreeSpec(ROWS),
     "messages of their own": TreeSpec(BIG),
     "inner dims": TreeSpec(INNER),
+    "inner dims after dims of one": TreeSpec(FLAT),
     "an empty parameter": TreeSpec((ParamSpec((0, 3)), ParamSpec((4, 0)), ParamSpec((2,)))),
     "nested groups": TreeSpec(ROWS, (TreeSpec(BIG, (TreeSpec(INNER),)), LEAF)),
     "a list as one group": TreeSpec(ROWS, (LEAF, OTHER), together=True),

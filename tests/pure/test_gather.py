@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from composable_shard.core.bucket import matching_pieces
@@ -136,7 +136,13 @@ def ranks_grads(draw: st.DrawFn) -> tuple[list[ParamLayout], list[list[torch.Ten
     return params, grads
 
 
+IN_ORDER = [ParamLayout((1,), 0, 2), ParamLayout((1, 2), 1, 2), ParamLayout((1, 1, 3), 2, 2)]
+
+
 @settings(max_examples=150, deadline=None)
+@example(
+    (IN_ORDER, [[torch.full(param.shape, 1.0 + rank) for param in IN_ORDER] for rank in range(2)])
+)
 @given(ranks_grads())
 def test_every_rank_is_left_with_its_shard_of_the_sum(
     case: tuple[list[ParamLayout], list[list[torch.Tensor | None]]],
