@@ -39,7 +39,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, int]:
     return program, ranks
 
 
-@reproducible(80)
+@reproducible(60)
 @given(programs())
 def test_any_program_gives_the_gradients_of_the_oracle(case: tuple[Program, int]) -> None:
     assert_same(*case)
@@ -55,7 +55,7 @@ def programs_of_differing_ranks(draw: st.DrawFn) -> tuple[Program, int]:
     return Program(tuple(steps), used, draw(st.sampled_from([None, True, False]))), ranks
 
 
-@reproducible(60)
+@reproducible(50)
 @given(programs_of_differing_ranks())
 def test_ranks_that_use_different_parameters_get_the_exact_mean(
     case: tuple[Program, int],

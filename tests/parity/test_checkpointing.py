@@ -83,25 +83,24 @@ class Make:
         return CheckpointedAround(self.reentrant, nested=self.kind == "nested")
 
 
-GROUPS = {
-    "blocks": STACK_GROUPS,
-    "linears": ("blocks.0.up", "blocks.0.down", "blocks.1", "blocks.2.up", ""),
-    "root": ("",),
-}
+LINEARS = ("blocks.0.up", "blocks.0.down", "blocks.1", "blocks.2.up", "")
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("groups", list(GROUPS))
+@pytest.mark.parametrize(
+    ("groups", "reshard"),
+    [(STACK_GROUPS, True), (STACK_GROUPS, False), (LINEARS, True), (("",), None)],
+    ids=["blocks", "blocks not resharded", "linears", "root"],
+)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("kind", ["inside", "around", "nested"])
 def test_a_checkpoint_changes_no_number(
-    kind: str, reentrant: bool, groups: str, reshard: bool
+    kind: str, reentrant: bool, groups: tuple[str, ...], reshard: bool | None
 ) -> None:
     options = {"reshard_after_forward": reshard}
-    for ranks, do in ((1, once), (2, several), (3, once)):
+    for ranks, do in ((2, several), (3, once)):
         # Re-entrant backwards add up the gradients of several forwards in another order.
         exact = do is once or not reentrant
-        scenario = Scenario(Make(kind, reentrant), do, GROUPS[groups], options, exact=exact)
+        scenario = Scenario(Make(kind, reentrant), do, groups, options, exact=exact)
         assert_same(scenario, ranks)
 
 
@@ -144,5 +143,5 @@ def test_a_module_wrapper_that_checkpoints_changes_no_number(
     impl: CheckpointImpl, inner: str
 ) -> None:
     groups = (*(f"blocks.{place}{inner}" for place in range(3)), "")
-    for ranks in (1, 2, 3):
+    for ranks in (1, 2):
         assert_same(Scenario(MakeWrapped(impl), wrapped_once, groups), ranks)

@@ -166,7 +166,7 @@ def any_settings(draw: st.DrawFn) -> tuple[Settings, int]:
     return settings, draw(st.integers(1, 3))
 
 
-@reproducible(60)
+@reproducible(40)
 @given(any_settings())
 def test_any_settings_give_the_gradients_of_the_oracle(case: tuple[Settings, int]) -> None:
     settings, ranks = case

@@ -111,7 +111,7 @@ def trainings(draw: st.DrawFn) -> tuple[Training, int]:
     return case, ranks
 
 
-@reproducible(60)
+@reproducible(50)
 @given(trainings())
 def test_any_tree_trains_as_unsharded(case: tuple[Training, int]) -> None:
     assert_same(*case)
@@ -124,7 +124,7 @@ def mixed_dtypes(draw: st.DrawFn) -> tuple[Training, int]:
     return Training(draw(tree_specs(ranks, dtypes, frozen=True, max_depth=1))), ranks
 
 
-@reproducible(40)
+@reproducible(30)
 @given(mixed_dtypes())
 def test_mixed_dtypes_in_one_group_train_as_unsharded(case: tuple[Training, int]) -> None:
     assert_same(*case)
@@ -169,7 +169,7 @@ TREES = {
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("tree", list(TREES))
 def test_this_tree_trains_as_unsharded(tree: str, ranks: int) -> None:
-    for reshard in (None, True, False):
+    for reshard in (None, True, False) if ranks == 2 else (None,):
         assert_same(Training(TREES[tree], reshard, num_steps=2), ranks)
 
 
