@@ -15,21 +15,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "DTensorSpec",
+    "TensorMeta",
     "accumulate_node",
     "all_gather_flat",
     "average_is_supported",
     "backend_name",
+    "call_grad_hooks",
+    "call_post_accumulate_grad_hooks",
     "chunk_cat_into",
+    "concatenate_meshes",
     "current_backward",
+    "cut",
     "divide_all_",
+    "flat_axis",
     "fresh_storage_view",
     "from_local",
     "from_local_at_start",
@@ -41,7 +48,12 @@ __all__ = [
     "preserved_version",
     "reduce_scatter_flat",
     "set_local_tensor",
+    "shards_dim",
+    "share_hooks",
+    "spec_of",
     "spec_with_dtype",
+    "strided_shard",
+    "waited",
     "will_run",
 ]
 
@@ -54,18 +66,34 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return cast(DTensor, tensor)._local_tensor
 
 
+def spec_of(tensor: torch.Tensor) -> DTensorSpec:
+    """Return mesh, placements and global shape of a DTensor."""
+    return cast(DTensor, tensor)._spec
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a local tensor once the functional collective that makes it is done."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def strided_shard(dim: int, num_parts: int) -> Placement:
+    """Shard a dim of which other axes hold ``num_parts`` parts, each within its part."""
+    return cast(Placement, _StridedShard(dim, split_factor=num_parts))
+
+
+def shards_dim(placement: Placement, dim: int) -> bool:
+    """Tell whether a placement cuts ``dim``."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Replace the local tensor of a DTensor by one of the same shape."""
     cast(DTensor, tensor)._local_tensor = local
 
 
-def make_spec(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], like: torch.Tensor
-) -> DTensorSpec:
-    """Describe a DTensor of the global shape, stride and dtype of ``like``."""
-    return DTensorSpec(
-        mesh, placements, tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype)
-    )
+def make_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
+    """Describe a DTensor of a global shape, stride and dtype."""
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -84,6 +112,11 @@ def from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
+def cut(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """Return this rank's part of a full tensor that all ranks hold. Collective: none."""
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)._local_tensor
+
+
 def from_local_at_start(tensor: DTensor) -> DTensor:
     """Return a DTensor of the same local tensor that reports storage offset 0."""
     local = tensor._local_tensor
@@ -98,6 +131,19 @@ def from_local_at_start(tensor: DTensor) -> DTensor:
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Tell whether ``tensor`` is a subclass made of inner tensors (``__tensor_flatten__``)."""
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
+
+
+# Meshes -------------------------------------------------------------------------------------
+
+
+def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the 1-D mesh of one axis, or of several flattened. Collective: makes its group."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh with the axes of several parts of one mesh, in order."""
+    return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
 
 # Autograd -----------------------------------------------------------------------------------
@@ -127,6 +173,28 @@ def accumulate_node(param: nn.Parameter) -> Node:
         return get_gradient_edge(param).node
 
 
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let the hooks of a leaf, and the handles that remove them, act on another leaf too."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+def call_grad_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Pass a gradient through what ``register_hook`` put on a leaf; return what comes out."""
+    for hook in list((param._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
+def call_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
+    """Call what ``register_post_accumulate_grad_hook`` put on a leaf."""
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+        hook(param)
+
+
 # Modules ------------------------------------------------------------------------------------
 
 
@@ -141,16 +209,15 @@ def module_call_frame() -> FrameType | None:
 # Tensors ------------------------------------------------------------------------------------
 
 
-def fresh_storage_view(storage_of: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
-    """View the storage of ``storage_of`` with a version counter of its own.
+def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """View the storage of ``storage_of``, shaped as ``like``, with a version counter of its own.
 
     Writing the storage through another tensor does not count as a change of this one, so autograd
     accepts saved views of it after they have been freed and gathered again.
     """
     with torch.inference_mode(False), torch.no_grad():
         view = torch.empty(0, dtype=storage_of.dtype, device=storage_of.device)
-        stride = torch.empty(shape, device="meta").stride()
-        return view.set_(storage_of.untyped_storage(), offset, tuple(shape), stride)
+        return view.set_(storage_of.untyped_storage(), offset, like.shape, like.stride())
 
 
 def preserved_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

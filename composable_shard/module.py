@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from composable_shard.core.gradients import is_partial
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.sharded_grad import is_partial
 from composable_shard.errors import ShardError
 
 _GROUP = "_composable_shard_group"

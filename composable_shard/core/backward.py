@@ -22,10 +22,6 @@ from composable_shard.core.schedule import OrderRecord
 if TYPE_CHECKING:
     from composable_shard.core.context import Context
 
-MAX_REDUCTIONS_IN_FLIGHT = 1
-"""Reductions launched and not waited for when another is launched; each holds its gradients."""
-
-
 _TO_THE_END = 1 << 62
 """More nodes than there are: what is waited for ends with the backward."""
 
@@ -130,6 +126,7 @@ class BackwardPass:
         self._needed: set[ParamGroup] = set()
         self._complete: set[ParamGroup] = set()
         self._in_flight: deque[ParamGroup] = deque()
+        self._all_reducing: ParamGroup | None = None
 
     # Told by the hooks ----------------------------------------------------------------------
 
@@ -263,16 +260,32 @@ class BackwardPass:
         self._complete.discard(group)
         if not group.is_trainable:
             return
-        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
+        while len(self._in_flight) >= self._max_in_flight():
             self._wait_for_oldest()
         group.gradients.reduce()
         self._in_flight.append(group)
         self._context.emit("reduce_scatter", group)
 
+    def _max_in_flight(self) -> int:
+        return max(group.settings.max_reductions for group in self._context.groups)
+
     def _wait_for_oldest(self) -> None:
+        """Wait for a reduction over the shards; let that over the replicas overlap what follows."""
         group = self._in_flight.popleft()
-        group.gradients.finish()
-        self._context.emit("wait_for_reduce_scatter", group)
+        if group.gradients.start_all_reduce():
+            self._context.emit("wait_for_reduce_scatter", group)
+            self._context.emit("all_reduce", group)
+            self._wait_for_replicas()
+            self._all_reducing = group
+        else:
+            group.gradients.finish()
+            self._context.emit("wait_for_reduce_scatter", group)
+
+    def _wait_for_replicas(self) -> None:
+        group, self._all_reducing = self._all_reducing, None
+        if group is not None:
+            group.gradients.finish()
+            self._context.emit("wait_for_all_reduce", group)
 
     # The end --------------------------------------------------------------------------------
 
@@ -295,6 +308,8 @@ class BackwardPass:
                 self._accumulate(group)
         while self.is_last and self._in_flight:
             self._wait_for_oldest()
+        if self.is_last:
+            self._wait_for_replicas()
         for group in self._context.groups:
             if group.settings.reshard_after_backward:
                 group.reshard()
@@ -307,6 +322,7 @@ class BackwardPass:
         self.order.abandon()
         self.forget_forwards()
         self._in_flight.clear()
+        self._all_reducing = None
         self._reset()
 
     def _reset(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.bucket import Transfer
@@ -63,6 +64,7 @@ class ExtensionGather:
 
     Attributes:
         param: The parameter.
+        mesh: Over which ranks it is gathered.
         formats: For each rank, what it sends; agreed at the first gather, then fixed.
     """
 
@@ -70,6 +72,7 @@ class ExtensionGather:
         self, param: ShardedParam, policy: MixedPrecisionPolicy, device: torch.device
     ) -> None:
         self.param = param
+        self.mesh = param.mesh
         self.formats: list[tuple[Format, ...]] | None = None
         self._policy = policy
         self._device = device
@@ -78,6 +81,7 @@ class ExtensionGather:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._metadata: Any = None
         self._rebuild: Any = None
+        self._lasting: list[torch.Tensor] = []
         self._sent: list[torch.Tensor] = []
 
     # What travels ---------------------------------------------------------------------------
@@ -160,9 +164,7 @@ class ExtensionGather:
         with torch.inference_mode(False):
             if not self._buffers:
                 self._buffers = [own.new_empty(num_ranks * own.numel()) for own in inputs]
-        for storage, nbytes in self._storages:
-            if storage.size() != nbytes:
-                storage.resize_(nbytes)
+        self._allocate()
         self._sent = []
         if num_ranks == 1:
             for buffer, own in zip(self._buffers, inputs, strict=True):
@@ -206,6 +208,35 @@ class ExtensionGather:
         for storage, _ in self._storages:
             storage.resize_(0)
 
+    def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
+        """Copy one part of what the unsharded parameter is made of."""
+        kept = []
+        for whole in self._lasting:
+            numel = -(-whole.numel() // num_parts)
+            mine = whole[part * numel : (part + 1) * numel]
+            kept.append(_padded(mine, numel) if mine.numel() < numel else mine.clone())
+        return kept
+
+    def start_regather(self, kept: list[torch.Tensor], num_parts: int) -> Transfer:
+        """Allocate what arrives; what does not divide evenly arrives beside its place."""
+        self._allocate()
+        outputs = [
+            whole if whole.numel() == num_parts * part.numel() else part.repeat(num_parts)
+            for whole, part in zip(self._lasting, kept, strict=True)
+        ]
+        return Transfer(outputs, kept)
+
+    def finish_regather(self, transfer: Transfer) -> None:
+        """Copy what arrived beside its place; no hook is called."""
+        for whole, arrived in zip(self._lasting, transfer.outputs, strict=True):
+            if arrived is not whole:
+                whole.copy_(arrived[: whole.numel()])
+
+    def _allocate(self) -> None:
+        for storage, nbytes in self._storages:
+            if storage.size() != nbytes:
+                storage.resize_(nbytes)
+
     def _unpadded(self, index: int) -> torch.Tensor:
         assert self.formats is not None
         rows = [theirs[index].shape[0] for theirs in self.formats]
@@ -220,22 +251,26 @@ class ExtensionGather:
         return tensor.movedim(0, self.param.layout.dim) if self._follows_param(tensor) else tensor
 
     def _create_unsharded(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
-        expected = self.param.layout.shape
+        expected = self.param.form.shape
         if tuple(tensor.shape) != expected:
             raise ExtensionError(
                 f"Expected the unsharded tensor of {self.param.name} to have shape "
                 f"{list(expected)}, got {list(tensor.shape)} from {type(tensor).__name__}"
             )
         with torch.inference_mode(False), torch.no_grad():
-            unsharded = self.param.create_unsharded(tensor)
-        sharded = {leaf.untyped_storage().data_ptr() for leaf in _leaves(self.param.local)}
-        found: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        for owner in (*self._buffers, *inner, unsharded.detach()):
-            for leaf in _leaves(owner):
-                storage = leaf.untyped_storage()
-                if storage.data_ptr() not in sharded and storage.size():
-                    found[storage.data_ptr()] = (storage, storage.size())
-        self._storages = list(found.values())
+            unsharded = self.param.create_unsharded(tensor).detach()
+            if isinstance(unsharded, DTensor):
+                unsharded = _torch.local_tensor(unsharded)
+            lasting = self._storages_of([*inner, unsharded])
+            self._lasting = [_bytes_of(storage) for storage in lasting.values()]
+        found = self._storages_of(self._buffers) | lasting
+        self._storages = [(storage, storage.size()) for storage in found.values()]
+
+    def _storages_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+        """Return the storages behind tensors, by address, but those of the local shard."""
+        own = {leaf.untyped_storage().data_ptr() for leaf in _leaves(self.param.local)}
+        storages = [leaf.untyped_storage() for tensor in tensors for leaf in _leaves(tensor)]
+        return {s.data_ptr(): s for s in storages if s.size() and s.data_ptr() not in own}
 
     def _overwrite(self, fill: Any) -> None:
         """Let ``fill`` write the unsharded parameter without counting as a change of it."""
@@ -246,7 +281,7 @@ class ExtensionGather:
 
 
 def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
-    """Prepare gathers; at the first time, exchange what each rank sends.
+    """Prepare gathers over one mesh; at the first time, exchange what each rank sends.
 
     An error in a hook of one rank raises on all ranks, with the text of every rank that failed.
 
@@ -261,9 +296,10 @@ def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
         said = [gather.prepare() for gather in gathers]
     except Exception as error:  # noqa: BLE001 - any failure of user code is told to all ranks
         said = f"{type(error).__name__}: {error}"
-    group = gathers[0].param.mesh.group
-    heard: list[Any] = [None] * group.size()
-    dist.all_gather_object(heard, said, group=group)
+    mesh = gathers[0].mesh
+    heard: list[Any] = [said] * mesh.num_shards
+    if mesh.num_shards > 1:
+        dist.all_gather_object(heard, said, group=mesh.shard_group)
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(heard) if isinstance(text, str)]
     if failures:
         raise ExtensionError(f"{PRE} failed on " + "; ".join(failures))
@@ -314,6 +350,10 @@ def _flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         return tuple(rebuilt)
 
     return flat, rebuild
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:

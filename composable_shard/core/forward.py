@@ -101,7 +101,8 @@ class ForwardPass:
             reshard = group is not self._context.root
         if not reshard or self._opens_backward(group):
             return
-        group.reshard()
+        keeps_part = not isinstance(reshard, bool) and torch.is_grad_enabled()
+        group.reshard(reshard if keeps_part else None)
 
     def _opens_backward(self, group: ParamGroup) -> bool:
         if not torch.is_grad_enabled() or self._outermost is None:

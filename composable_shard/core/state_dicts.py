@@ -58,7 +58,7 @@ def _before_load(
         value = state_dict.get(prefix + attribute)
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        if tuple(value.shape) != param.layout.shape:
+        if value.shape != param.shape:
             continue  # torch says what is wrong with it
         current = module._parameters[attribute]
         assert current is not None
