@@ -6,6 +6,7 @@ What changes between torch versions is absorbed here; nothing else imports a pri
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -28,6 +29,7 @@ __all__ = [
     "accumulate_node",
     "all_gather_flat",
     "average_is_supported",
+    "backend_allocator",
     "backend_name",
     "call_grad_hooks",
     "call_post_accumulate_grad_hooks",
@@ -53,6 +55,7 @@ __all__ = [
     "spec_of",
     "spec_with_dtype",
     "strided_shard",
+    "symmetric_memory_of_nccl",
     "waited",
     "will_run",
 ]
@@ -240,6 +243,8 @@ def divide_all_(tensors: list[torch.Tensor], divisor: float) -> None:
 
 # c10d ---------------------------------------------------------------------------------------
 
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
+
 _ALL_GATHER = (
     "all_gather_single_coalesced"
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
@@ -283,3 +288,27 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def average_is_supported(backend: str) -> bool:
     """Tell whether ``ReduceOp.AVG`` exists in a backend's reduce-scatter."""
     return backend in ("nccl", "xccl", "threaded", "fake")
+
+
+def backend_allocator(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
+    """Return what allocates memory that a backend likes best; ``None`` if it has no opinion."""
+    backend = group._get_backend(device)
+    with contextlib.suppress(AttributeError, RuntimeError):
+        if backend.supports_tensor_alloc(device):
+            return lambda shape, dtype, where: backend.allocate_tensor(
+                math.prod(shape), dtype=dtype, device=where
+            ).view(tuple(shape))
+    return None
+
+
+def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[torch.Tensor, dist.ProcessGroup], Any]]:
+    """Return what allocates symmetric memory, and what makes it known to a process group."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    symmetric.set_backend("NCCL")
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)

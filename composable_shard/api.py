@@ -17,7 +17,6 @@ from composable_shard.core.convert import (
     Managed,
     ShardPlacementFn,
     build_group,
-    check_reshard,
     commit,
     find_managed,
     plan_params,
@@ -26,6 +25,7 @@ from composable_shard.core.convert import (
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import install
 from composable_shard.core.offload import check_offload
+from composable_shard.core.settings import check_reshard
 from composable_shard.core.state_dicts import install_state_dict_hooks
 from composable_shard.mesh import DataParallelMeshDims, resolve_mesh
 from composable_shard.module import group_of, make_sharded
@@ -92,21 +92,18 @@ def fully_shard(
     """
     modules = top_modules(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    _check_arguments(modules, reshard_after_forward, policy, offload_policy, ignored_params)
+    _check_arguments(modules, policy, offload_policy, ignored_params)
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = find_managed(modules, ignored_params or (), lambda m: group_of(m) is not None)
     planned = plan_params(managed, shard_mesh, shard_placement_fn, offload_policy)
-    meshes = [shard_mesh, *(param.mesh for param in planned)]
-    reshard = check_reshard(reshard_after_forward, meshes)
     group = build_group(modules, managed, planned, shard_mesh, policy)
-    group.settings.reshard_after_forward = reshard
+    group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     _adopt(group, managed)
     return module
 
 
 def _check_arguments(
     modules: Sequence[nn.Module],
-    reshard_after_forward: object,
     policy: object,
     offload_policy: object,
     ignored_params: object,
@@ -117,11 +114,6 @@ def _check_arguments(
                 f"Expected a module that is not sharded, got {type(module).__name__}, which "
                 "fully_shard was applied to before"
             )
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, (bool, int))):
-        raise ValueError(
-            "Expected reshard_after_forward to be True, False, a number of ranks or None, got "
-            f"{type(reshard_after_forward).__name__}: {reshard_after_forward!r}"
-        )
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got "

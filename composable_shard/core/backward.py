@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup, Sharded
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.schedule import OrderRecord
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class BackwardPass:
         self._countdown(group).expect(_torch.current_backward(), boundaries)
         if group not in self._needed:
             self._pass_by_until(group)
-        if group not in self._needed or (group.params and not group.is_unsharded):
+        if group not in self._needed or (group.is_sharded and group.is_read_in_backward):
             self._gather(group)
 
     def _gather(self, group: ParamGroup) -> None:
@@ -166,11 +166,12 @@ class BackwardPass:
         if not group.params:
             return
         expected = self.order.advance(group)
-        group.unshard()
-        group.wait_for_unshard()
+        if group.is_read_in_backward:
+            group.unshard()
+            group.wait_for_unshard()
         explicit = group.settings.backward_prefetch
         for target in explicit or ([expected] if expected is not None else []):
-            if isinstance(target.state, Sharded):
+            if target.is_sharded and target.is_read_in_backward:
                 target.unshard()
 
     def _pass_by_until(self, group: ParamGroup | None) -> None:

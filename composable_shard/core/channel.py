@@ -7,8 +7,18 @@ import torch.distributed as dist
 
 from composable_shard import _torch
 from composable_shard.core.collectives import AllGatherLaunch, ReduceScatterLaunch, choose
+from composable_shard.core.custom import (
+    AllGather,
+    AllGatherIn,
+    CustomAllGather,
+    CustomReduceScatter,
+    Memory,
+    ReduceScatter,
+    ReduceScatterIn,
+)
 from composable_shard.core.streams import Waitable
 from composable_shard.core.subgroups import subgroup
+from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
 
 Tensors = list[torch.Tensor]
@@ -21,7 +31,6 @@ class Channel:
         mesh: The ranks.
         all_gather: How shards are gathered.
         reduce_scatter: How gradients are reduced over the shards.
-        has_own_reduce_group: Whether reductions run in a process group of their own.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
@@ -29,12 +38,48 @@ class Channel:
         self.all_gather: AllGatherLaunch
         self.reduce_scatter: ReduceScatterLaunch
         self.all_gather, self.reduce_scatter = choose(mesh.shard_group, mesh.device)
-        self.has_own_reduce_group = False
+        self._reduce_group = mesh.shard_group
         self._tag = 0
+        self._is_custom = False
 
     def set_tag(self, tag: int) -> None:
         """Let the messages carry two tags made of one on which the ranks have agreed."""
         self._tag = tag
+
+    # Choices --------------------------------------------------------------------------------
+
+    def use_all_gather(self, comm: AllGather) -> None:
+        """Gather by a custom all-gather from now on."""
+        self.all_gather, self._is_custom = CustomAllGather(comm), True
+
+    def use_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce by a custom reduce-scatter from now on."""
+        self.reduce_scatter, self._is_custom = CustomReduceScatter(comm), True
+
+    def use_memory(self, memory: Memory | None) -> None:
+        """Let collectives use memory of the backend's, or the tensors themselves if ``None``.
+
+        Raises:
+            ShardError: If custom communication was set, which allocates its own.
+        """
+        if self._is_custom:
+            raise ShardError(
+                "Expected built-in collectives to choose the memory of, got custom ones, which "
+                "allocate their own"
+            )
+        if memory is None:
+            self.all_gather, self.reduce_scatter = choose(self.mesh.shard_group, self.mesh.device)
+        else:
+            self.all_gather = CustomAllGather(AllGatherIn(memory))
+            self.reduce_scatter = CustomReduceScatter(ReduceScatterIn(memory))
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Let reductions run in a process group of their own. Collective: makes it, once."""
+        group = self.mesh.shard_group
+        if group is not None:
+            self._reduce_group = subgroup(group, group.size()) if enable else group
+
+    # Collectives ----------------------------------------------------------------------------
 
     def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
         """Gather every input from the ranks that share the parameters."""
@@ -54,10 +99,8 @@ class Channel:
 
     def reduce(self, outputs: Tensors, inputs: Tensors, *, average: bool) -> list[Waitable]:
         """Reduce every input over the ranks that share the parameters, and scatter it."""
-        group = self.mesh.shard_group
+        group = self._reduce_group
         assert group is not None
-        if self.has_own_reduce_group:
-            group = subgroup(group, group.size())
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return self.reduce_scatter.launch(outputs, inputs, group, op, 2 * self._tag + 1)
 

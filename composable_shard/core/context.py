@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.backward import BackwardPass
 from composable_shard.core.forward import ForwardPass
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.streams import wait_for_event
 
 Listener = Callable[[str, str], None]
 
@@ -23,6 +25,7 @@ class Context:
         forward: The running forward pass.
         backward: The running backward pass.
         listener: Called with ``(event, group name)``, if set.
+        post_optim_event: What the next gather waits for besides the compute stream.
     """
 
     def __init__(self, root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
@@ -31,6 +34,7 @@ class Context:
         self.forward = ForwardPass(self)
         self.backward = BackwardPass(self)
         self.listener: Listener | None = None
+        self.post_optim_event: torch.Event | None = None
         self._agreed = False
         self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:
@@ -41,8 +45,11 @@ class Context:
         if self.listener is not None:
             self.listener(event, group.name)
 
-    def agree(self) -> None:
+    def before_gather(self) -> None:
         """Check once that all ranks hold the same model. Collective: see agree_on_model."""
+        if self.post_optim_event is not None:
+            wait_for_event(self.post_optim_event, self.root.mesh.device)
+            self.post_optim_event = None
         if not self._agreed:
             agree_on_model(self.groups)
             self._agreed = True

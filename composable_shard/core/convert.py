@@ -5,11 +5,9 @@ Everything that can fail happens before the module is touched.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -181,31 +179,6 @@ def _shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int |
             f"parameter '{name}', got {placement}"
         )
     return placement.dim % param.ndim
-
-
-def check_reshard(reshard_after_forward: bool | int | None, meshes: Iterable[ShardMesh]) -> Any:
-    """Return the policy of a group over ``meshes``: ``1`` means False, all ranks mean True.
-
-    Raises:
-        ValueError: If it is a number that does not divide the number of shards.
-    """
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    sizes = sorted({mesh.num_shards for mesh in meshes})
-    for num_shards in sizes:
-        if reshard_after_forward < 1 or num_shards % reshard_after_forward:
-            raise ValueError(
-                "Expected reshard_after_forward to divide the number of shards, got "
-                f"{reshard_after_forward} for {num_shards} shards"
-            )
-    if reshard_after_forward == 1:
-        warnings.warn(
-            "reshard_after_forward=1 keeps all parameters on every rank after forward; "
-            "pass False to say so",
-            stacklevel=4,
-        )
-        return False
-    return True if sizes == [reshard_after_forward] else reshard_after_forward
 
 
 @torch.no_grad()

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
 from composable_shard.core.streams import Waitable
+from composable_shard.errors import ShardError
+from composable_shard.mesh import ShardMesh
 
 
 class _Allocates(ABC):
@@ -235,6 +237,37 @@ class ReduceScatterIn(ReduceScatter):
         return _waited_unless(
             async_op, _torch.reduce_scatter_flat([output_tensor], [input_tensor], group, op)
         )
+
+
+def backend_memory(mesh: ShardMesh, label: str) -> Memory:
+    """Return memory that the backend of a mesh allocates.
+
+    Raises:
+        ShardError: If the backend allocates none.
+    """
+    group, device = mesh.shard_group, mesh.device
+    allocate = None if group is None else _torch.backend_allocator(group, device)
+    if allocate is None:
+        name = "no process group" if group is None else _torch.backend_name(group, device)
+        raise ShardError(
+            f"Expected a backend that allocates memory for {label}, got {name}, which does not"
+        )
+    return Memory(allocate)
+
+
+def symmetric_memory(mesh: ShardMesh, label: str) -> Memory:
+    """Return the symmetric memory of NCCL.
+
+    Raises:
+        ShardError: If the process group is not one of NCCL.
+    """
+    group, device = mesh.shard_group, mesh.device
+    name = "no process group" if group is None else _torch.backend_name(group, device)
+    if name != "nccl":
+        raise ShardError(
+            f"Expected {label} on NCCL, whose symmetric memory collectives can use, got {name}"
+        )
+    return Memory(*_torch.symmetric_memory_of_nccl())
 
 
 def _waited_unless(async_op: bool, work: Waitable) -> Waitable | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup, Sharded
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.schedule import OrderRecord, stays_for_backward
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ForwardPass:
         self._prefetched.discard(group)
         explicit = group.settings.forward_prefetch
         for target in explicit or ([expected] if expected is not None else []):
-            if isinstance(target.state, Sharded) and target.params:
+            if target.is_sharded:
                 target.unshard()
                 self._prefetched.add(target)
 

@@ -144,6 +144,16 @@ class ParamGroup:
         return type(self.state) is Unsharded
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether there is something to gather and no gather is under way."""
+        return bool(self.params) and isinstance(self.state, (Sharded, PartlySharded))
+
+    @property
+    def is_read_in_backward(self) -> bool:
+        """Whether backward reads the parameters."""
+        return bool(self.params) and self.settings.unshards_in_backward
+
+    @property
     def is_trainable(self) -> bool:
         return any(param.sharded.requires_grad for param in self.params)
 
@@ -168,7 +178,7 @@ class ParamGroup:
                     self._follow_requires_grad()
                 return
             self.reshard()
-        self.context.agree()
+        self.context.before_gather()
         if self.units.settle(self.label):
             watch_optimizer_steps(self)
         transfers = self.units.start_gather()
@@ -250,3 +260,16 @@ class ParamGroup:
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.name or 'root'}, {len(self.params)} params, {self.state})"
+
+
+_ATTRIBUTE = "_composable_shard_group"
+
+
+def group_of(module: nn.Module) -> ParamGroup | None:
+    """Return the group of a sharded module, ``None`` for any other."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def set_group(module: nn.Module, group: ParamGroup) -> None:
+    """Remember the group of a module that is being sharded."""
+    module.__dict__[_ATTRIBUTE] = group

@@ -26,7 +26,7 @@ from composable_shard.core.sharded_grad import (
     unreduced,
     unreplicated,
 )
-from composable_shard.core.streams import Pending
+from composable_shard.core.streams import Pending, on_stream
 from composable_shard.core.unreduced import UnreducedGradients, take_unsharded
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -146,8 +146,7 @@ class MeshGradients:
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
             self._settle(reduction)
-            if self._settings.hook is not None:
-                self._settings.hook(reduction.transfer.result[: reduction.bucket.numel])
+            self._call_hook(reduction)
             self._hand_out(reduction)
 
     def discard(self) -> None:
@@ -222,6 +221,13 @@ class MeshGradients:
         if reduction.divide_after != 1:
             reduction.transfer.result.div_(reduction.divide_after)
             reduction.divide_after = 1.0
+
+    def _call_hook(self, reduction: _Reduction) -> None:
+        hook, stream = self._settings.hook, self._settings.hook_stream
+        if hook is None:
+            return
+        with torch.no_grad(), on_stream(stream):
+            hook(reduction.transfer.result[: reduction.bucket.numel])
 
     def _add_held(self, reduction: _Reduction) -> None:
         """Add the gradients that earlier reductions left to be averaged over the replicas."""
