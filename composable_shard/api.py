@@ -27,6 +27,7 @@ from composable_shard.core.hooks import install
 from composable_shard.core.offload import check_offload
 from composable_shard.core.settings import check_reshard
 from composable_shard.core.state_dicts import install_state_dict_hooks
+from composable_shard.core.ties import claim_ties
 from composable_shard.mesh import DataParallelMeshDims, resolve_mesh
 from composable_shard.module import group_of, make_sharded
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
@@ -95,9 +96,11 @@ def fully_shard(
     _check_arguments(modules, policy, offload_policy, ignored_params)
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = find_managed(modules, ignored_params or (), lambda m: group_of(m) is not None)
+    managed, claims = claim_ties(managed, modules)
     planned = plan_params(managed, shard_mesh, shard_placement_fn, offload_policy)
     group = build_group(modules, managed, planned, shard_mesh, policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
+    claims.commit()
     _adopt(group, managed)
     return module
 

@@ -12,6 +12,7 @@ from composable_shard.core.backward import BackwardPass
 from composable_shard.core.forward import ForwardPass
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.streams import wait_for_event
+from composable_shard.core.ties import refuse_unowned
 
 Listener = Callable[[str, str], None]
 
@@ -36,6 +37,7 @@ class Context:
         self.listener: Listener | None = None
         self.post_optim_event: torch.Event | None = None
         self._agreed = False
+        self._ties_checked = False
         self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:
             group.context = self
@@ -44,6 +46,14 @@ class Context:
         """Tell the listener, if there is one, that ``event`` happened to ``group``."""
         if self.listener is not None:
             self.listener(event, group.name)
+
+    def check_ties(self) -> None:
+        """Raise once if a tied parameter has no owner; see refuse_unowned."""
+        if not self._ties_checked:
+            refuse_unowned(
+                m for group in self.groups for top in group.modules for m in top.modules()
+            )
+            self._ties_checked = True
 
     def before_gather(self) -> None:
         """Check once that all ranks hold the same model. Collective: see agree_on_model."""

@@ -5,7 +5,6 @@ Everything that can fail happens before the module is touched.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +17,10 @@ from composable_shard.core.extension import needs_extension
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.offload import Offload, check_names, offload_of
 from composable_shard.core.param import ShardedParam, Slot
+from composable_shard.core.ties import owner_of_sharded, remember
 from composable_shard.core.units import build_units
 from composable_shard.mesh import ShardMesh, ShardPlacementResult, resolve_mesh
 from composable_shard.policy import MixedPrecisionPolicy
-
-_owners: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-"""By id, the originals that are still alive after sharding: those tied to a module outside."""
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | DeviceMesh | ShardPlacementResult | None]
 
@@ -138,12 +135,11 @@ def plan_params(
 
 
 def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
-    owner = _owners.get(id(param))
+    owner = owner_of_sharded(param)
     if owner is not None:
         raise ValueError(
-            f"Expected parameter '{name}' to belong to one group, got one that is tied to a "
-            f"parameter of another ('{owner.name}' there); put the modules "
-            "that share it into one group: fully_shard([module_a, module_b])"
+            f"Expected parameter '{name}' to be sharded by one fully_shard call, got the sharded "
+            f"parameter '{owner.name}' of another group; tie parameters before fully_shard"
         )
     if param.device.type not in ("meta", "cpu", mesh.device.type):
         raise ValueError(
@@ -208,8 +204,7 @@ def commit(group: ParamGroup, managed: Managed) -> None:
     """Register the sharded parameters and move buffers to the device of compute."""
     for param, original in zip(group.params, managed.params, strict=True):
         param.register_sharded()
-        _owners[id(original)] = param
-        weakref.finalize(original, _owners.pop, id(original), None)
+        remember(original, param.slots, group, param)
     device = group.mesh.device
     for module in managed.modules:
         for name, buffer in module._buffers.items():

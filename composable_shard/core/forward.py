@@ -41,6 +41,7 @@ class ForwardPass:
             context.clean_up()
         opens = self._outermost is None
         if opens:
+            context.check_ties()
             self._outermost, self._frame = group, _torch.module_call_frame()
         self._depths[group] = self._depths.get(group, 0) + 1
         if len(group.modules) > 1:

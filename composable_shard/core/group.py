@@ -112,9 +112,8 @@ class ParamGroup:
         self.context: Context
         self.name = ""
         self.state: State = Sharded()
-        self.gradients = GroupGradients(
-            self.params, list(self.channels.values()), policy, self.settings.reduction
-        )
+        self.gradients: GroupGradients
+        self._create_gradients()
         self.calls: list[Call] = []
         self.on_gradient: Callable[[torch.Tensor], None]
 
@@ -132,6 +131,15 @@ class ParamGroup:
     def policy(self) -> MixedPrecisionPolicy:
         """Which dtypes they have."""
         return self.units.policy
+
+    def give_back(self, param: ShardedParam) -> None:
+        """Let go of a parameter that another group will own; nothing was gathered yet."""
+        self.units.give_back(param)
+        self._create_gradients()
+
+    def _create_gradients(self) -> None:
+        channels = list(self.channels.values())
+        self.gradients = GroupGradients(self.params, channels, self.policy, self.settings.reduction)
 
     # The state machine ----------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from composable_shard.core.scale import ReductionScale, plan_scale
 from composable_shard.core.settings import ReductionSettings
 from composable_shard.core.sharded_grad import (
     deliver,
+    has_hooks,
     hold_for_replicas,
     set_unreplicated,
     unreduced,
@@ -77,8 +78,11 @@ class MeshGradients:
         self._recipes = GradRecipes(channel.mesh)
 
     def accumulate(self) -> None:
-        """Add the unsharded gradients to what is not yet reduced; alone, they are the sum."""
-        if self._mesh.num_ranks == 1:
+        """Add the unsharded gradients to what is not yet reduced; alone, they are the sum.
+
+        Hooks of the user's wait for the reduction.
+        """
+        if self._mesh.num_ranks == 1 and not any(map(has_hooks, self._params)):
             self.reduce()
             self.finish()
         else:

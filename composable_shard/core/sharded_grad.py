@@ -61,6 +61,11 @@ def hold_for_replicas(param: ShardedParam) -> None:
         set_unreplicated(param, shard)
 
 
+def has_hooks(param: ShardedParam) -> bool:
+    """Tell whether the user put hooks on the sharded parameter."""
+    return bool(param.sharded._backward_hooks or param.sharded._post_accumulate_grad_hooks)
+
+
 def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
     """Make ``shard`` the reduced gradient, or add it to the one there; call the user's hooks."""
     shard = shard.to(param.device)

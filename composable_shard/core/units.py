@@ -123,6 +123,11 @@ class GroupUnits:
         self._settled = True
         return True
 
+    def give_back(self, param: ShardedParam) -> None:
+        """Let go of a parameter."""
+        self.params.remove(param)
+        self._rebuild()
+
     def _extended_since_built(self) -> bool:
         bucketed = [p for u in self._units if isinstance(u, ParamBucket) for p in u.params]
         return any(needs_extension(param.local) for param in bucketed)
