@@ -42,6 +42,7 @@ __all__ = [
     "fresh_storage_view",
     "from_local",
     "from_local_at_start",
+    "has_grad_hooks",
     "is_wrapper_subclass",
     "local_tensor",
     "make_spec",
@@ -182,6 +183,11 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+def has_grad_hooks(param: torch.Tensor) -> bool:
+    """Tell whether users put hooks for its gradient on a leaf."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
 def call_grad_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from composable_shard.core.group import ParamGroup, group_of, set_group
 from composable_shard.core.sharded_grad import is_partial
 from composable_shard.errors import ShardError
+from composable_shard.module_communication import ModuleCommunication
 from composable_shard.module_settings import ModuleSettings
 
 __all__ = ["FSDPModule", "UnshardHandle", "group_of", "make_sharded"]
@@ -30,7 +31,7 @@ def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     module.__class__ = sharded
 
 
-class FSDPModule(ModuleSettings, TorchFSDPModule):  # type: ignore[misc]
+class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type: ignore[misc]
     """What :func:`fully_shard` adds to the class of a module.
 
     Settings act from the next forward or backward on, whenever they are called.

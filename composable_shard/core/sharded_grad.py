@@ -63,7 +63,7 @@ def hold_for_replicas(param: ShardedParam) -> None:
 
 def has_hooks(param: ShardedParam) -> bool:
     """Tell whether the user put hooks on the sharded parameter."""
-    return bool(param.sharded._backward_hooks or param.sharded._post_accumulate_grad_hooks)
+    return _torch.has_grad_hooks(param.sharded)
 
 
 def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
@@ -71,19 +71,19 @@ def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
     shard = shard.to(param.device)
     spec = param.spec_of_grad(param.placement.sharded, shard.dtype)
     grad: torch.Tensor = _torch.from_local(shard, spec)
-    sharded = param.sharded
-    if sharded._backward_hooks:
+    with_hooks = has_hooks(param)
+    if with_hooks:
         with torch.no_grad():
-            grad = _torch.call_grad_hooks(sharded, grad)
-    present = sharded.grad
+            grad = _torch.call_grad_hooks(param.sharded, grad)
+    present = param.sharded.grad
     if present is None:
         assign(param, grad)
     else:
         with torch.no_grad():
             _torch.local_tensor(present).add_(_torch.local_tensor(grad))
-    if sharded._post_accumulate_grad_hooks:
+    if with_hooks:
         with torch.no_grad():
-            _torch.call_post_accumulate_grad_hooks(sharded)
+            _torch.call_post_accumulate_grad_hooks(param.sharded)
 
 
 def assign(param: ShardedParam, grad: torch.Tensor) -> None:

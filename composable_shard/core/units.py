@@ -13,7 +13,8 @@ import torch
 
 from composable_shard import _torch
 from composable_shard.core.bucket import GatherUnit, ParamBucket, Transfer
-from composable_shard.core.extension import ExtensionGather, agree_formats, needs_extension
+from composable_shard.core.extension import needs_extension
+from composable_shard.core.extension_gather import ExtensionGather, agree_formats
 from composable_shard.core.param import ShardedParam
 from composable_shard.errors import MaterializationError, StaleParameterError
 from composable_shard.mesh import ShardMesh
