@@ -39,7 +39,9 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the original class: slicing a sharded container gives a plain one."""
-        original = next(c for c in cls.__mro__ if not issubclass(c, TorchFSDPModule))
+        original = next(
+            c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule)
+        )
         return original(*args, **kwargs)
 
     # Moments --------------------------------------------------------------------------------

@@ -151,6 +151,7 @@ class ModuleCommunication(HasGroup):
         checked_bool("enable", enable)
         group = self._group()
         for channel in group.channels.values():
+            channel.check_built_in()
             channel.use_memory(backend_memory(channel.mesh, group.label) if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -167,6 +168,7 @@ class ModuleCommunication(HasGroup):
             raise ValueError(f"Expected the symmetric memory of 'NCCL', got {backend!r}")
         group = self._group()
         for channel in group.channels.values():
+            channel.check_built_in()
             channel.use_memory(symmetric_memory(channel.mesh, group.label))
 
     def set_separate_reduce_scatter_group(

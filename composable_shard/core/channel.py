@@ -56,17 +56,16 @@ class Channel:
         """Reduce by a custom reduce-scatter from now on."""
         self.reduce_scatter, self._is_custom = CustomReduceScatter(comm), True
 
-    def use_memory(self, memory: Memory | None) -> None:
-        """Let collectives use memory of the backend's, or the tensors themselves if ``None``.
-
-        Raises:
-            ShardError: If custom communication was set, which allocates its own.
-        """
+    def check_built_in(self) -> None:
+        """Raise ``ShardError`` if custom communication was set, which allocates its own memory."""
         if self._is_custom:
             raise ShardError(
                 "Expected built-in collectives to choose the memory of, got custom ones, which "
                 "allocate their own"
             )
+
+    def use_memory(self, memory: Memory | None) -> None:
+        """Let collectives use memory of the backend's, or the tensors themselves if ``None``."""
         if memory is None:
             self.all_gather, self.reduce_scatter = choose(self.mesh.shard_group, self.mesh.device)
         else:
