@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
     "DTensorSpec",
@@ -46,14 +47,17 @@ __all__ = [
     "is_wrapper_subclass",
     "local_tensor",
     "make_spec",
+    "map_registered_container",
     "module_call_frame",
     "on_backward_end",
     "preserved_version",
     "reduce_scatter_flat",
+    "registered_children",
     "set_local_tensor",
     "shards_dim",
     "share_hooks",
     "spec_of",
+    "set_versions",
     "spec_with_dtype",
     "strided_shard",
     "symmetric_memory_of_nccl",
@@ -215,6 +219,27 @@ def module_call_frame() -> FrameType | None:
     return frame
 
 
+# Containers ---------------------------------------------------------------------------------
+
+
+def registered_children(value: Any) -> Sequence[Any]:
+    """Return what a container holds whose class is registered as a node of trees, else nothing."""
+    node = SUPPORTED_NODES.get(type(value))
+    return () if node is None else list(node.flatten_fn(value)[0])
+
+
+def map_registered_container(change: Callable[[Any], Any], value: Any) -> Any:
+    """Apply ``change`` to what a registered container holds; if nothing changes, return itself."""
+    node = SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return value
+    children, context = node.flatten_fn(value)
+    changed = [change(child) for child in children]
+    if all(new is old for new, old in zip(changed, children, strict=True)):
+        return value
+    return node.unflatten_fn(changed, context)
+
+
 # Tensors ------------------------------------------------------------------------------------
 
 
@@ -232,6 +257,11 @@ def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor
 def preserved_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Leave the version counter of ``tensor`` as it was, whatever is written in between."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set version counters; autograd refuses saved tensors whose counter has moved."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def chunk_cat_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

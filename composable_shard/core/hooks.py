@@ -20,7 +20,7 @@ from composable_shard import _torch
 from composable_shard.core.backward import Boundary, Token
 from composable_shard.core.buffers import CastBuffers
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.nested import map_tensors, tensors_in
+from composable_shard.core.nested import ATOMS, map_tensors, tensors_in, tensors_stored_in
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -144,15 +144,16 @@ class ModuleHooks:
 
     def _newly_stored(self) -> Iterator[torch.Tensor]:
         """Yield what forward stored away on its modules, such as a loss to be added later."""
-        seen, self._stored = self._stored, {}
+        stored, self._stored = self._stored, {}
+        seen: set[int] = set()
         for module in self._managed:
             for name, value in module.__dict__.items():
-                if name in _MODULE_ATTRIBUTES:
+                if name in _MODULE_ATTRIBUTES or type(value) in ATOMS:
                     continue
-                for tensor in tensors_in(value):
+                for tensor in tensors_stored_in(value, seen):
                     if tensor.grad_fn is None:
                         continue
-                    known = seen.get(id(tensor))
+                    known = stored.get(id(tensor))
                     self._stored[id(tensor)] = weakref.ref(tensor)
                     if known is None or known() is not tensor:
                         yield tensor
