@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import SUPPORTED_NODES
 
@@ -44,6 +45,7 @@ __all__ = [
     "from_local",
     "from_local_at_start",
     "has_grad_hooks",
+    "is_batch_norm",
     "is_wrapper_subclass",
     "local_tensor",
     "make_spec",
@@ -217,6 +219,11 @@ def module_call_frame() -> FrameType | None:
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back
     return frame
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a batch norm of any number of dims, synchronized or not."""
+    return isinstance(module, _BatchNorm)
 
 
 # Containers ---------------------------------------------------------------------------------

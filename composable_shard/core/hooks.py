@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 from composable_shard import _torch
 from composable_shard.core.backward import Boundary, Token
-from composable_shard.core.buffers import CastBuffers
+from composable_shard.core.buffers import CastBuffers, PreciseNormWeights
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.nested import ATOMS, map_tensors, tensors_in, tensors_stored_in
 
@@ -66,7 +66,8 @@ class ModuleHooks:
     def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         self._group = group
         self._managed = list(managed)
-        self._buffers = CastBuffers(managed, group.policy.buffer_dtype)
+        buffers = CastBuffers(managed, group.policy.buffer_dtype)
+        self._lenders = (buffers, PreciseNormWeights(managed))
         self._stored: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @torch.compiler.disable
@@ -80,8 +81,11 @@ class ModuleHooks:
         elif context.forward.enter(group):
             args, kwargs = self._to_device((args, kwargs))
         call = Call()
+        if not group.calls:
+            self._take_back()  # what an interrupt left lent
+            for lender in self._lenders:
+                lender.lend()
         group.calls.append(call)
-        self._buffers.cast()
         dtype = group.policy.param_dtype
         if dtype is not None and group.policy.cast_forward_inputs:
             args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
@@ -98,7 +102,8 @@ class ModuleHooks:
         """
         calls = self._group.calls
         call = calls.pop() if calls else Call()  # none if forward could not begin
-        self._buffers.restore()
+        if not calls:
+            self._take_back()
         dtype = self._group.policy.output_dtype
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype), output)
@@ -110,6 +115,10 @@ class ModuleHooks:
                 self._group.context.backward.expect(self._group)
             self._group.context.forward.leave(self._group, module, failed=failed)
         return output
+
+    def _take_back(self) -> None:
+        for lender in reversed(self._lenders):
+            lender.take_back()
 
     def _to_device(self, inputs: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
         device = self._group.mesh.device
