@@ -46,6 +46,7 @@ __all__ = [
     "from_local_at_start",
     "has_grad_hooks",
     "is_batch_norm",
+    "is_executing",
     "is_wrapper_subclass",
     "local_tensor",
     "make_spec",
@@ -56,10 +57,10 @@ __all__ = [
     "reduce_scatter_flat",
     "registered_children",
     "set_local_tensor",
+    "set_versions",
     "shards_dim",
     "share_hooks",
     "spec_of",
-    "set_versions",
     "spec_with_dtype",
     "strided_shard",
     "symmetric_memory_of_nccl",
@@ -219,6 +220,15 @@ def module_call_frame() -> FrameType | None:
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back
     return frame
+
+
+def is_executing(frame: FrameType) -> bool:
+    """Tell whether ``frame`` has not ended, on whatever thread; lets go of its locals if it has."""
+    try:
+        frame.clear()
+    except RuntimeError:  # an executing frame cannot be cleared
+        return True
+    return False
 
 
 def is_batch_norm(module: nn.Module) -> bool:
