@@ -21,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
     "DTensorSpec",
@@ -43,14 +45,19 @@ __all__ = [
     "from_local",
     "from_local_at_start",
     "has_grad_hooks",
+    "is_batch_norm",
+    "is_executing",
     "is_wrapper_subclass",
     "local_tensor",
     "make_spec",
+    "map_registered_container",
     "module_call_frame",
     "on_backward_end",
     "preserved_version",
     "reduce_scatter_flat",
+    "registered_children",
     "set_local_tensor",
+    "set_versions",
     "shards_dim",
     "share_hooks",
     "spec_of",
@@ -215,6 +222,41 @@ def module_call_frame() -> FrameType | None:
     return frame
 
 
+def is_executing(frame: FrameType) -> bool:
+    """Tell whether ``frame`` has not ended, on whatever thread; lets go of its locals if it has."""
+    try:
+        frame.clear()
+    except RuntimeError:  # an executing frame cannot be cleared
+        return True
+    return False
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a batch norm of any number of dims, synchronized or not."""
+    return isinstance(module, _BatchNorm)
+
+
+# Containers ---------------------------------------------------------------------------------
+
+
+def registered_children(value: Any) -> Sequence[Any]:
+    """Return what a container holds whose class is registered as a node of trees, else nothing."""
+    node = SUPPORTED_NODES.get(type(value))
+    return () if node is None else list(node.flatten_fn(value)[0])
+
+
+def map_registered_container(change: Callable[[Any], Any], value: Any) -> Any:
+    """Apply ``change`` to what a registered container holds; if nothing changes, return itself."""
+    node = SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return value
+    children, context = node.flatten_fn(value)
+    changed = [change(child) for child in children]
+    if all(new is old for new, old in zip(changed, children, strict=True)):
+        return value
+    return node.unflatten_fn(changed, context)
+
+
 # Tensors ------------------------------------------------------------------------------------
 
 
@@ -232,6 +274,11 @@ def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor
 def preserved_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Leave the version counter of ``tensor`` as it was, whatever is written in between."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set version counters; autograd refuses saved tensors whose counter has moved."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def chunk_cat_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.backward import BackwardPass
 from composable_shard.core.forward import ForwardPass
+from composable_shard.core.freed import FreedParameters
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.streams import wait_for_event
 from composable_shard.core.ties import refuse_unowned
@@ -36,6 +37,7 @@ class Context:
         self.backward = BackwardPass(self)
         self.listener: Listener | None = None
         self.post_optim_event: torch.Event | None = None
+        self._freed = FreedParameters()
         self._agreed = False
         self._ties_checked = False
         self._below: dict[ParamGroup, set[nn.Module]] = {}
@@ -43,7 +45,11 @@ class Context:
             group.context = self
 
     def emit(self, event: str, group: ParamGroup) -> None:
-        """Tell the listener, if there is one, that ``event`` happened to ``group``."""
+        """Tell who has to know, the listener among them, that ``event`` happened to ``group``."""
+        if event == "reshard":
+            self._freed.mark(group)
+        elif event == "wait_for_all_gather":
+            self._freed.unmark(group)
         if self.listener is not None:
             self.listener(event, group.name)
 
