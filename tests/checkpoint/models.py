@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dist.models import full
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import fully_shard
-from dist.models import full
 
 FullyShard = Callable[..., Any]
 State = dict[str, Any]

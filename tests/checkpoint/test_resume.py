@@ -3,173 +3,145 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from dist.models import full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from composable_shard import fully_shard
+from checkpoint.models import Model, State, assert_equal, shard, train
+from checkpoint.optimizers import OPTIMIZERS
 from composable_shard.testing import run_ranks
-from dist.models import Net, full, shard_net
 
 SAVE_AFTER, STOP_AFTER = 2, 4
-Tensors = dict[str, torch.Tensor]
+COLUMNS = {"even": 6, "uneven": 7}
 
 
-def same_on_all_ranks(step: int) -> torch.Tensor:
-    """Return a batch that does not depend on the rank, so that world sizes may change."""
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+def new(seed: int, columns: int, make: str, sharded: bool = True) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = Model(columns)
+    if sharded:
+        shard(model)
+    return model, OPTIMIZERS[make](model)
 
 
-def adam(model: nn.Module) -> torch.optim.Adam:
-    return torch.optim.Adam(model.parameters(), lr=0.05)
+def plain_values(value: Any) -> Any:
+    """Return a copy of a state with full plain tensors."""
+    if isinstance(value, dict):
+        return {key: plain_values(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(inner) for inner in value]
+    return full(value).detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> None:
-    for step in range(start, stop):
-        model(same_on_all_ranks(step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def states(model: nn.Module, optimizers: list[Optimizer]) -> State:
+    """Return what is saved, in a form whose optimizer part has no lists to be cut in files."""
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizers),
+        "step": SAVE_AFTER,
+    }
 
 
-def weights(model: nn.Module) -> Tensors:
-    return {name: full(tensor).clone() for name, tensor in model.state_dict().items()}
+def save(folder: Path, columns: int, make: str) -> State:
+    """Train, save, and return what was saved and what training came to."""
+    model, optimizers = new(0, columns, make)
+    train(model, optimizers, 0, SAVE_AFTER)
+    saved = states(model, optimizers)
+    assert all(isinstance(t, DTensor) for n, t in model.named_parameters())
+    dcp.save(saved, checkpoint_id=folder)
+    return plain_values(saved)
 
 
-def uninterrupted() -> tuple[Tensors, Tensors, Tensors]:
-    """Weights of the unsharded model: at first, when it is saved, and at the end."""
-    torch.manual_seed(0)
-    model = Net(2)
-    first = weights(model)
-    optimizer = adam(model)
-    train(model, optimizer, 0, SAVE_AFTER)
-    saved = weights(model)
-    train(model, optimizer, SAVE_AFTER, STOP_AFTER)
-    return first, saved, weights(model)
+def uninterrupted(columns: int, make: str) -> tuple[State, State]:
+    """States of the unsharded model: when it is saved, and at the end."""
+    model, optimizers = new(0, columns, make, sharded=False)
+    train(model, optimizers, 0, SAVE_AFTER)
+    saved = plain_values(states(model, optimizers))
+    train(model, optimizers, SAVE_AFTER, STOP_AFTER)
+    return saved, plain_values(states(model, optimizers))
 
 
-def other_model(num_shards: int, num_blocks: int = 2) -> Net:
-    torch.manual_seed(num_shards + 100)
-    return shard_net(Net(num_blocks))
+def resume(folder: Path, columns: int, make: str, at_once: bool) -> tuple[State, State]:
+    """Return the state as loaded, and as trained on."""
+    model, optimizers = new(9, columns, make)
+    if at_once:
+        model_state, optimizer_state = get_state_dict(model, optimizers)
+        read = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+        dcp.load(read, checkpoint_id=folder)
+        set_state_dict(
+            model, optimizers, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
+    else:
+        read = states(model, optimizers)
+        dcp.load(read, checkpoint_id=folder)
+        set_model_state_dict(model, read["model"])
+        set_optimizer_state_dict(model, optimizers, read["optimizer"])
+    assert read["step"] == SAVE_AFTER
+    loaded = plain_values(states(model, optimizers))
+    train(model, optimizers, SAVE_AFTER, STOP_AFTER)
+    return loaded, plain_values(states(model, optimizers))
 
 
-def save(folder: Path) -> None:
-    model = shard_net(Net(2))
-    optimizer = adam(model)
-    train(model, optimizer, 0, SAVE_AFTER)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    assert all(isinstance(tensor, DTensor) for tensor in model_state.values())
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-
-
-def load_and_train(folder: Path, num_ranks: int) -> tuple[Tensors, Tensors]:
-    """Return the weights as loaded, and as trained on with the loaded optimizer state."""
-    model = other_model(num_ranks)
-    optimizer = adam(model)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    loaded = weights(model)
-    for param in model.parameters():
-        state = optimizer.state[param]
-        assert isinstance(state["exp_avg"], DTensor)
-        assert state["exp_avg"].placements == param.placements
-        assert state["step"].item() == SAVE_AFTER
-    train(model, optimizer, SAVE_AFTER, STOP_AFTER)
-    return loaded, weights(model)
-
-
-@pytest.fixture(scope="module")
-def saved_by_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    run_ranks(save, 4, folder, timeout=60)
-    return folder
-
-
-@pytest.mark.parametrize("num_ranks", [4, 2, 3, 1])
-def test_a_checkpoint_of_four_ranks_goes_on_on_any_number(
-    saved_by_four: Path, num_ranks: int
+@pytest.mark.parametrize("columns", COLUMNS.values(), ids=list(COLUMNS))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_checkpoint_goes_on_on_any_number_of_ranks(
+    tmp_path: Path, num_ranks: int, columns: int
 ) -> None:
-    first, saved, expected = uninterrupted()
-    assert not torch.allclose(first["inp.weight"], saved["inp.weight"])
-    for loaded, trained in run_ranks(load_and_train, num_ranks, saved_by_four, num_ranks):
-        assert list(loaded) == list(saved)
-        for name in expected:
-            torch.testing.assert_close(loaded[name], saved[name], rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(trained[name], expected[name], rtol=1e-4, atol=1e-5)
+    make = "groups"
+    saved, *others = run_ranks(save, num_ranks, tmp_path, columns, make)
+    plain_saved, plain_trained = uninterrupted(columns, make)
+    for other in others:
+        assert_equal(other, saved)
+    assert_equal(saved, plain_saved, exact=num_ranks <= 2)
+    for num_others in (1, 2, 3):
+        for loaded, trained in run_ranks(
+            resume, num_others, tmp_path, columns, make, num_others > 1
+        ):
+            assert_equal(loaded, saved)
+            assert_equal(trained, plain_trained, exact=num_ranks <= 2 and num_others <= 2)
 
 
-def full_state(broadcast: bool) -> dict[str, torch.Tensor]:
-    """Take the full state dict of one model to another, in whole or from rank 0 alone."""
-    torch.manual_seed(3)
-    source = shard_net(Net(1))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
-    state = get_model_state_dict(source, options=options)
-    assert broadcast or not any(isinstance(tensor, DTensor) for tensor in state.values())
-    target = shard_net(Net(1))
-    set_model_state_dict(
-        target,
-        state,
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast),
-    )
-    return weights(target)
+@pytest.mark.parametrize("make", [name for name in OPTIMIZERS if name != "groups"])
+def test_optimizers(tmp_path: Path, make: str) -> None:
+    saved, *_ = run_ranks(save, 2, tmp_path, 6, make)
+    _, plain_trained = uninterrupted(6, make)
+    for loaded, trained in run_ranks(resume, 3, tmp_path, 6, make, False):
+        assert_equal(loaded, saved)
+        assert_equal(trained, plain_trained, exact=False)
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_full_state_dicts(broadcast: bool) -> None:
-    torch.manual_seed(3)
-    expected = weights(Net(1))
-    for got in run_ranks(full_state, 2, broadcast):
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
-        assert list(got) == list(expected)
+def into_running(folder: Path) -> None:
+    """Go back to a checkpoint in the middle of training, in place, and train the same again."""
+    model, optimizers = new(0, 7, "groups")
+    train(model, optimizers, 0, 1)
+    saved = {"model": model.state_dict()}
+    dcp.save(saved, checkpoint_id=folder)
+    before = plain_values(saved)
+    model(torch.ones(3, 4, dtype=torch.float64))  # the root is unsharded now
+    train(model, optimizers, 1, 2)
+    trained = plain_values(model.state_dict())
+    assert not torch.equal(trained["wide.weight"], before["model"]["wide.weight"])
+    dcp.load(saved, checkpoint_id=folder)  # the state still is that of the model
+    assert_equal(saved, before)
+    out = model(torch.ones(3, 4, dtype=torch.float64))
+    plain, _ = new(1, 7, "groups", sharded=False)
+    plain.load_state_dict(before["model"])
+    assert torch.equal(out, plain(torch.ones(3, 4, dtype=torch.float64)))
 
 
-def async_save(folder: Path) -> dict[str, torch.Tensor]:
-    """Save while training goes on: what is saved is what was there at the call."""
-    model = fully_shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = weights(model)
-    # The saving thread talks beside the training one: it needs a process group of its own.
-    group = dist.new_group()
-    future = dcp.async_save(
-        {"model": model.state_dict()}, checkpoint_id=folder, process_group=group
-    )
-    train(model, optimizer, 0, 2)
-    future.result()
-    state = {"model": model.state_dict()}
-    assert not torch.allclose(weights(model)["0.weight"], before["0.weight"])
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    after = weights(model)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    return after
-
-
-def test_asynchronous_saving(tmp_path: Path) -> None:
-    first, second = run_ranks(async_save, 2, tmp_path)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def pickled(folder: Path) -> bool:
-    """Save each rank's own shards with ``torch.save``; load them into another model."""
-    source, target = shard_net(Net(1)), other_model(1, num_blocks=1)
-    source(same_on_all_ranks(0))  # the root is unsharded now
-    file = folder / f"{dist.get_rank()}.pt"
-    torch.save(source.state_dict(), file)
-    target.load_state_dict(torch.load(file, weights_only=False))
-    expected, got = weights(source), weights(target)
-    return all(torch.equal(got[name], expected[name]) for name in expected)
-
-
-def test_a_pickled_state_dict(tmp_path: Path) -> None:
-    assert run_ranks(pickled, 2, tmp_path) == [True, True]
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_state_is_read_in_place(tmp_path: Path, num_ranks: int) -> None:
+    run_ranks(into_running, num_ranks, tmp_path)
