@@ -1,4 +1,7 @@
-"""State dicts: sharded parameters go out as they are; full ones that come in are cut to shards."""
+"""State dicts: shards go out as they are; full tensors that come in are cut to shards.
+
+Nothing here communicates, so that one rank alone may look at the state of its shards.
+"""
 
 from __future__ import annotations
 
@@ -10,59 +13,142 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup
+from composable_shard.core.group import ParamGroup, Unsharded, Unsharding
 from composable_shard.core.param import ShardedParam
+from composable_shard.errors import ShardError
+
+Params = dict[str, ShardedParam]
+"""The sharded parameters that one module owns, by attribute."""
 
 
 def install_state_dict_hooks(group: ParamGroup) -> None:
-    """Have state dicts of the group's modules hold shards, and take shards or full tensors."""
-    places: dict[nn.Module, dict[str, ShardedParam]] = {}
+    """Have state dicts of the group's modules hold shards, and take shards or full tensors.
+
+    What users register for saving runs after this, and for loading before it, if they have
+    registered it before: so they always see shards that go out and what comes in as it came.
+    """
+    places: dict[nn.Module, Params] = {}
     for param in group.params:
         for slot in param.slots:
             places.setdefault(slot.module, {})[slot.attribute] = param
     for owner, params in places.items():
-        owner.register_state_dict_pre_hook(lambda *_: group.reshard())
-        owner.register_state_dict_post_hook(partial(_after_save, params))
+        for handle in (
+            owner.register_state_dict_pre_hook(partial(_before_save, group, params)),
+            owner.register_state_dict_post_hook(partial(_after_save, group, params)),
+        ):
+            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
         owner.register_load_state_dict_pre_hook(partial(_before_load, group, params))
+        owner.register_load_state_dict_post_hook(partial(_after_load, params))
+
+
+# Out ----------------------------------------------------------------------------------------
+
+
+def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
+    """Show the sharded parameters: to what follows, or in the middle of compute to this call."""
+    if not isinstance(group.state, (Unsharding, Unsharded)):
+        return
+    if not any(_is_computing(one) for one in group.context.groups):
+        group.reshard()
+    elif group.is_unsharded:
+        for attribute, param in params.items():
+            module._parameters[attribute] = param.sharded
 
 
 def _after_save(
-    params: dict[str, ShardedParam],
+    group: ParamGroup,
+    params: Params,
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     *_: object,
 ) -> None:
-    """Make detached parameters look as if their local tensor began its storage.
+    """Go back to compute; make detached parameters look as if they began their storage.
 
     A DTensor reports its local tensor's storage offset as its own, and what saves tensors takes
     one with an offset for a tensor with data of its own.
     """
     for attribute, param in params.items():
         value = state_dict.get(prefix + attribute)
-        if isinstance(value, DTensor) and value is not param.sharded:
+        if not param.slots:  # given back: another group owns what is registered here
+            continue
+        if isinstance(value, DTensor) and value is not module._parameters.get(attribute):
             state_dict[prefix + attribute] = _torch.from_local_at_start(value)
+        if group.is_unsharded and param.unsharded is not None:
+            module._parameters[attribute] = param.unsharded
+
+
+def _is_computing(group: ParamGroup) -> bool:
+    """Tell whether this is called from within a forward of the group, or from a backward.
+
+    A forward that was interrupted leaves its calls behind, but runs inside of no module.
+    """
+    if _torch.current_backward() != -1:
+        return True
+    return bool(group.calls) and _torch.module_call_frame() is not None
+
+
+# In -----------------------------------------------------------------------------------------
 
 
 def _before_load(
     group: ParamGroup,
-    params: dict[str, ShardedParam],
+    params: Params,
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
-    *_: object,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
 ) -> None:
-    """Replace full tensors by this rank's rows of them; the dict is the loader's own copy."""
-    group.reshard()
-    for attribute, param in params.items():
-        value = state_dict.get(prefix + attribute)
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if value.shape != param.shape:
-            continue  # torch says what is wrong with it
-        current = module._parameters[attribute]
-        assert current is not None
-        local = param.shard_of(value).to(_torch.local_tensor(current).device).clone()
-        state_dict[prefix + attribute] = _torch.from_local(
-            local, _torch.spec_with_dtype(param.spec, value.dtype)
+    """Replace full tensors by this rank's rows of them; the dict is the loader's own copy.
+
+    What does not fit is left as it is: torch says what is wrong with it.
+    """
+    if group.is_unsharded and _is_computing(group):
+        raise ShardError(
+            f"Expected to load parameters of {group.label} before or after its forward and "
+            "backward, got a load_state_dict in the middle of one; load it when that has ended"
         )
+    group.reshard()
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    for attribute, param in params.items():
+        key, current = prefix + attribute, module._parameters.get(attribute)
+        value = state_dict.get(key)
+        if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):
+            continue
+        if value.shape != param.spec.shape or not param.slots:
+            continue
+        if not isinstance(value, DTensor):
+            state_dict[key] = _shard_of(param, value, current, assign)
+        elif assign and value.device_mesh != param.spec.mesh:
+            error_msgs.append(
+                f'Expected a DTensor for "{key}" on {param.spec.mesh}, got one on '
+                f"{value.device_mesh}; pass its full_tensor(), or load without assign=True."
+            )
+        elif assign and value.placements != param.spec.placements:
+            state_dict[key] = value.redistribute(placements=param.spec.placements)
+
+
+def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign: bool) -> DTensor:
+    """Return this rank's rows of a full tensor: a view to copy from, or a copy to keep."""
+    local = param.shard_of(full)
+    if assign:
+        device = _torch.local_tensor(current).device
+        if device.type == "meta" and local.device.type != "meta":
+            device = param.device
+        elif local.device.type == "meta":
+            device = local.device
+        local = local.to(device, copy=True, memory_format=torch.contiguous_format)
+    return _torch.from_local(local, _torch.spec_with_dtype(param.spec, full.dtype))
+
+
+def _after_load(params: Params, module: nn.Module, *_: object) -> None:
+    """Register an assigned parameter wherever the one that it replaces is registered."""
+    for attribute, param in params.items():
+        current = module._parameters.get(attribute)
+        if len(param.slots) > 1 and isinstance(current, DTensor):
+            for slot in param.slots:
+                slot.put(current)

@@ -1,0 +1,1 @@
+"""Checkpoints: state dicts, plain and distributed, of sharded models and their optimizers."""

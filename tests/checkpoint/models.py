@@ -1,0 +1,169 @@
+"""A model with everything that a checkpoint may hold, and how the tests look at states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dist.models import full
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_shard import fully_shard
+
+FullyShard = Callable[..., Any]
+State = dict[str, Any]
+
+WIDTH = 6
+
+
+class Inner(nn.Module):
+    """A block within a block: five and one rows, and a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 5)
+        self.down = nn.Linear(5, WIDTH)
+        self.gate = nn.Linear(WIDTH, 1, bias=False)
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * self.gate(x)
+
+
+class Outer(nn.Module):
+    """A norm with buffers around an inner block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.inner = Inner()
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.norm(torch.tanh(x)))  # a bias before the norm matters
+
+
+class Model(nn.Module):
+    """Nested groups, tied weights, a frozen one, buffers, fewer rows than ranks, and extra state.
+
+    In double precision, so that roundings cannot add up to what a mistake would look like.
+    ``wide`` is the weight to shard on dim 1: 6 columns, or 7 that no number of ranks divides.
+    """
+
+    def __init__(self, columns: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, WIDTH)
+        self.outer = Outer()
+        self.wide = nn.Linear(columns, WIDTH, bias=False)
+        self.tied = nn.Linear(WIDTH, 4, bias=False)
+        self.last = nn.Linear(4, WIDTH, bias=False)
+        self.last.weight = nn.Parameter(self.tied.weight.detach().T.contiguous())
+        self.head = nn.Linear(WIDTH, 4, bias=False)
+        self.head.weight = self.tied.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.columns = columns
+        self.epochs = 0
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.outer(self.first(x))
+        x = x + self.wide(nn.functional.pad(x, (0, self.columns - WIDTH)))
+        x = x + self.last(self.tied(x))
+        return self.head(x) * self.scale
+
+    def get_extra_state(self) -> int:
+        return self.epochs
+
+    def set_extra_state(self, state: int) -> None:
+        self.epochs = state
+
+
+def shard(model: Model, fully_shard: FullyShard = fully_shard, **kwargs: Any) -> Model:
+    """Shard the innermost block, the one around it, and the root."""
+    wide = model.wide.weight
+
+    def place(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param is wide else None
+
+    fully_shard(model.outer.inner, **kwargs)
+    fully_shard(model.outer, **kwargs)
+    return fully_shard(model, shard_placement_fn=place, **kwargs)
+
+
+def three_models(seed: int = 0) -> tuple[Model, Model, Model]:
+    """Return an unsharded model, ours and that of torch, of the same values."""
+    models = []
+    for shard_it in (lambda m: m, shard, lambda m: shard(m, torch_fully_shard)):
+        torch.manual_seed(seed)
+        models.append(shard_it(Model()))
+    return models[0], models[1], models[2]
+
+
+def same_on_all_ranks(step: int, rows: int = 3) -> torch.Tensor:
+    """Return a batch that does not depend on the rank, so that world sizes may change."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+
+
+def is_exact() -> bool:
+    """Tell whether the ranks' equal gradients have an exact mean."""
+    return dist.get_world_size() <= 2
+
+
+def train(model: nn.Module, optimizers: Any, start: int, stop: int) -> None:
+    """Run steps of training with one optimizer or several."""
+    if isinstance(optimizers, torch.optim.Optimizer):
+        optimizers = [optimizers]
+    for step in range(start, stop):
+        model(same_on_all_ranks(step)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def structure(value: Any) -> Any:
+    """Return all of a state but the values: keys in order, types, placements, shapes, dtypes."""
+    if isinstance(value, Mapping):
+        return type(value), [(key, structure(inner)) for key, inner in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [structure(inner) for inner in value]
+    if isinstance(value, DTensor):
+        local = (value.placements, value.device_mesh, value.to_local().shape)
+        return type(value), value.shape, value.stride(), value.dtype, value.requires_grad, local
+    if isinstance(value, torch.Tensor):
+        return type(value), value.shape, value.dtype, value.requires_grad
+    return value
+
+
+def assert_equal(got: Any, expected: Any, where: str = "state", exact: bool = True) -> None:
+    """Assert that two states hold the same values under the same keys.
+
+    Collective: gathers every DTensor, in the order of the state.
+
+    Args:
+        got: A state of DTensors, plain tensors and what else there is.
+        expected: Another.
+        where: What messages call it.
+        exact: Whether tensors have to be the same bit by bit.
+    """
+    if isinstance(expected, Mapping):
+        assert sorted(map(str, got)) == sorted(map(str, expected)), where
+        for key in expected:
+            assert_equal(got[key], expected[key], f"{where}.{key}", exact)
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected), where
+        for index, one in enumerate(expected):
+            assert_equal(got[index], one, f"{where}.{index}", exact)
+    elif isinstance(expected, torch.Tensor):
+        one, other = full(got).detach(), full(expected).detach()
+        assert one.dtype == other.dtype and one.shape == other.shape, where
+        if exact:
+            assert torch.equal(one, other), f"{where}: {one} and not {other}"
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10, msg=where)
+    else:
+        assert got == expected, f"{where}: {got} and not {expected}"

@@ -1,0 +1,147 @@
+"""``torch.distributed.checkpoint``: saved on some ranks, loaded on others, training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dist.models import full
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from checkpoint.models import Model, State, assert_equal, shard, train
+from checkpoint.optimizers import OPTIMIZERS
+from composable_shard.testing import run_ranks
+
+SAVE_AFTER, STOP_AFTER = 2, 4
+COLUMNS = {"even": 6, "uneven": 7}
+
+
+def new(seed: int, columns: int, make: str, sharded: bool = True) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = Model(columns)
+    if sharded:
+        shard(model)
+    return model, OPTIMIZERS[make](model)
+
+
+def plain_values(value: Any) -> Any:
+    """Return a copy of a state with full plain tensors."""
+    if isinstance(value, dict):
+        return {key: plain_values(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(inner) for inner in value]
+    return full(value).detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def states(model: nn.Module, optimizers: list[Optimizer]) -> State:
+    """Return what is saved, in a form whose optimizer part has no lists to be cut in files."""
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizers),
+        "step": SAVE_AFTER,
+    }
+
+
+def save(folder: Path, columns: int, make: str) -> State:
+    """Train, save, and return what was saved and what training came to."""
+    model, optimizers = new(0, columns, make)
+    train(model, optimizers, 0, SAVE_AFTER)
+    saved = states(model, optimizers)
+    assert all(isinstance(t, DTensor) for n, t in model.named_parameters())
+    dcp.save(saved, checkpoint_id=folder)
+    return plain_values(saved)
+
+
+def uninterrupted(columns: int, make: str) -> tuple[State, State]:
+    """States of the unsharded model: when it is saved, and at the end."""
+    model, optimizers = new(0, columns, make, sharded=False)
+    train(model, optimizers, 0, SAVE_AFTER)
+    saved = plain_values(states(model, optimizers))
+    train(model, optimizers, SAVE_AFTER, STOP_AFTER)
+    return saved, plain_values(states(model, optimizers))
+
+
+def resume(folder: Path, columns: int, make: str, at_once: bool) -> tuple[State, State]:
+    """Return the state as loaded, and as trained on."""
+    model, optimizers = new(9, columns, make)
+    if at_once:
+        model_state, optimizer_state = get_state_dict(model, optimizers)
+        read = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+        dcp.load(read, checkpoint_id=folder)
+        set_state_dict(
+            model, optimizers, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
+    else:
+        read = states(model, optimizers)
+        dcp.load(read, checkpoint_id=folder)
+        set_model_state_dict(model, read["model"])
+        set_optimizer_state_dict(model, optimizers, read["optimizer"])
+    assert read["step"] == SAVE_AFTER
+    loaded = plain_values(states(model, optimizers))
+    train(model, optimizers, SAVE_AFTER, STOP_AFTER)
+    return loaded, plain_values(states(model, optimizers))
+
+
+@pytest.mark.parametrize("columns", COLUMNS.values(), ids=list(COLUMNS))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_checkpoint_goes_on_on_any_number_of_ranks(
+    tmp_path: Path, num_ranks: int, columns: int
+) -> None:
+    make = "groups"
+    saved, *others = run_ranks(save, num_ranks, tmp_path, columns, make)
+    plain_saved, plain_trained = uninterrupted(columns, make)
+    for other in others:
+        assert_equal(other, saved)
+    assert_equal(saved, plain_saved, exact=num_ranks <= 2)
+    for num_others in (1, 2, 3):
+        for loaded, trained in run_ranks(
+            resume, num_others, tmp_path, columns, make, num_others > 1
+        ):
+            assert_equal(loaded, saved)
+            assert_equal(trained, plain_trained, exact=num_ranks <= 2 and num_others <= 2)
+
+
+@pytest.mark.parametrize("make", [name for name in OPTIMIZERS if name != "groups"])
+def test_optimizers(tmp_path: Path, make: str) -> None:
+    saved, *_ = run_ranks(save, 2, tmp_path, 6, make)
+    _, plain_trained = uninterrupted(6, make)
+    for loaded, trained in run_ranks(resume, 3, tmp_path, 6, make, False):
+        assert_equal(loaded, saved)
+        assert_equal(trained, plain_trained, exact=False)
+
+
+def into_running(folder: Path) -> None:
+    """Go back to a checkpoint in the middle of training, in place, and train the same again."""
+    model, optimizers = new(0, 7, "groups")
+    train(model, optimizers, 0, 1)
+    saved = {"model": model.state_dict()}
+    dcp.save(saved, checkpoint_id=folder)
+    before = plain_values(saved)
+    model(torch.ones(3, 4, dtype=torch.float64))  # the root is unsharded now
+    train(model, optimizers, 1, 2)
+    trained = plain_values(model.state_dict())
+    assert not torch.equal(trained["wide.weight"], before["model"]["wide.weight"])
+    dcp.load(saved, checkpoint_id=folder)  # the state still is that of the model
+    assert_equal(saved, before)
+    out = model(torch.ones(3, 4, dtype=torch.float64))
+    plain, _ = new(1, 7, "groups", sharded=False)
+    plain.load_state_dict(before["model"])
+    assert torch.equal(out, plain(torch.ones(3, 4, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_state_is_read_in_place(tmp_path: Path, num_ranks: int) -> None:
+    run_ranks(into_running, num_ranks, tmp_path)

@@ -1,0 +1,339 @@
+"""``set_model_state_dict`` and its kin: what comes back is what was saved, on any option."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.models import full
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from checkpoint.models import (
+    Model,
+    State,
+    assert_equal,
+    is_exact,
+    shard,
+    structure,
+    train,
+)
+from checkpoint.optimizers import INEXACT, OPTIMIZERS
+from composable_shard import fully_shard
+from composable_shard.testing import run_ranks
+
+FULL = {"full_state_dict": True}
+FROM_RANK_0 = {**FULL, "broadcast_from_rank0": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "full": FULL,
+    "rank-0": FROM_RANK_0,
+    "rank-0-cpu": {**FROM_RANK_0, "cpu_offload": True},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "full-flat": {**FULL, "flatten_optimizer_state_dict": True},
+    "rank-0-flat": {**FROM_RANK_0, "flatten_optimizer_state_dict": True},
+}
+SHARDERS: dict[str, Callable[..., Any]] = {"ours": fully_shard, "torch": torch_fully_shard}
+
+all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
+
+
+def source(sharder: Callable[..., Any] | None, make: str, columns: int = 6) -> Any:
+    """Return a model that was trained for two steps, and its optimizers."""
+    torch.manual_seed(1)
+    model = Model(columns)
+    model.epochs = 4
+    if sharder is not None:
+        shard(model, sharder)
+    optimizers = OPTIMIZERS[make](model)
+    train(model, optimizers, 0, 2)
+    return model, optimizers
+
+
+def other(sharder: Callable[..., Any], make: str, columns: int = 6) -> Any:
+    """Return a model of other values, and optimizers that have not stepped."""
+    torch.manual_seed(2)
+    model = shard(Model(columns), sharder)
+    return model, OPTIMIZERS[make](model)
+
+
+def heard(state: Any, options: dict[str, Any]) -> Any:
+    """Return what this rank has read of the checkpoint."""
+    return {} if options.get("broadcast_from_rank0") and dist.get_rank() else state
+
+
+def restore(sharder: Callable[..., Any], make: str, options: dict[str, Any], columns: int) -> Any:
+    """Take the state of one model to another, in one call and in two; return both models' parts."""
+    for at_once in (True, False):
+        if at_once and options.get("broadcast_from_rank0"):
+            continue  # torch: rank 1, whose model state is empty, leaves the model out
+        states = get_state_dict(
+            *source(sharder, make, columns),
+            options=StateDictOptions(
+                full_state_dict=options.get("full_state_dict", False),
+                flatten_optimizer_state_dict=options.get("flatten_optimizer_state_dict", False),
+            ),
+        )
+        model_state, optimizer_state = (heard(state, options) for state in states)
+        model, optimizers = other(sharder, make, columns)
+        # torch cannot load a flat full state when it is told that it is flat; it sees that itself
+        told = {key: on for key, on in options.items() if "flat" not in key}
+        chosen = StateDictOptions(**told)
+        if at_once:
+            set_state_dict(
+                model,
+                optimizers,
+                model_state_dict=model_state,
+                optim_state_dict=optimizer_state,
+                options=chosen,
+            )
+        else:
+            set_model_state_dict(model, model_state, options=chosen)
+            set_optimizer_state_dict(model, optimizers, optimizer_state, options=chosen)
+        yield model, optimizers
+
+
+def restored(sharder: str, make: str, options: dict[str, Any], columns: int) -> None:
+    exact = is_exact() and make not in INEXACT
+    plain, plain_optimizers = source(None, make, columns)
+    expected = get_state_dict(plain, plain_optimizers)
+    for model, optimizers in restore(SHARDERS[sharder], make, options, columns):
+        got = get_state_dict(model, optimizers)
+        assert_equal(got, expected, exact=exact)
+        assert model.epochs == 4
+        for param in model.parameters():
+            for optimizer in optimizers:
+                for value in optimizer.state.get(param, {}).values():
+                    is_moment = isinstance(value, torch.Tensor) and value.ndim > 0
+                    assert not is_moment or value.placements == param.placements
+        train(model, optimizers, 2, 4)
+    train(plain, plain_optimizers, 2, 4)
+    trained = get_state_dict(plain, plain_optimizers)
+    assert_equal(get_state_dict(model, optimizers), trained, exact=exact)
+
+
+@all_ranks
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_options(num_ranks: int, options: dict[str, Any]) -> None:
+    run_ranks(restored, num_ranks, "ours", "adam-foreach", options, 6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_optimizers(num_ranks: int, make: str) -> None:
+    if make == "sgd-without-state":  # torch: nothing to distribute, of which it asks the device
+        options = ["sharded"]
+    else:
+        options = ["sharded", "full", "rank-0", "rank-0-flat"]
+    for option in options:
+        run_ranks(restored, num_ranks, "ours", make, OPTIONS[option], 6)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_uneven_columns(num_ranks: int) -> None:
+    for options in OPTIONS.values():
+        run_ranks(restored, num_ranks, "ours", "groups", options, 7)
+
+
+FROZEN = "outer.inner.up.weight"
+
+
+def not_strict(options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Load a state that lacks the frozen weight and has one too many, into ours and torch's."""
+    torch.manual_seed(1)
+    state = Model().state_dict()
+    state["extra"] = state.pop(FROZEN)
+    found = []
+    for sharder in (torch_fully_shard, fully_shard):
+        model, _ = other(sharder, "adam-foreach")
+        before = full(model.get_parameter(FROZEN)).detach().clone()
+        chosen = StateDictOptions(**options, strict=False)
+        keys = set_model_state_dict(model, heard(dict(state), options), options=chosen)
+        found.append((keys.missing_keys, keys.unexpected_keys))
+        assert torch.equal(full(model.get_parameter(FROZEN)), before)
+        assert torch.equal(full(model.wide.weight), state["wide.weight"])
+    assert found[0] == found[1]
+    return found[1]
+
+
+@all_ranks
+def test_not_strict(num_ranks: int) -> None:
+    # With full states torch fills in what is missing from the model, so nothing is.
+    for first, *others in (run_ranks(not_strict, num_ranks, FULL),):
+        assert [first, *others] == [([], ["extra"])] * num_ranks
+    first, *others = run_ranks(not_strict, num_ranks, FROM_RANK_0)
+    assert first == ([], ["extra"]) and others == [([], [])] * (num_ranks - 1)
+
+
+def without_frozen(options: dict[str, Any]) -> None:
+    """A state without what is frozen is enough for a model that has it already."""
+    model, _ = source(fully_shard, "adam-foreach")
+    how = StateDictOptions(ignore_frozen_params=True, **options)
+    state = get_model_state_dict(model, options=how)
+    target, _ = other(fully_shard, "adam-foreach")
+    before = full(target.get_parameter(FROZEN)).detach().clone()
+    keys = set_model_state_dict(
+        target, state, options=StateDictOptions(strict=False, ignore_frozen_params=True, **options)
+    )
+    assert keys.missing_keys == ([] if options else [FROZEN]) and keys.unexpected_keys == []
+    expected = {**model.state_dict(), FROZEN: before}
+    assert_equal(target.state_dict(), expected)
+
+
+@all_ranks
+@pytest.mark.parametrize("options", [{}, FULL], ids=["sharded", "full"])
+def test_without_frozen_parameters(num_ranks: int, options: dict[str, Any]) -> None:
+    run_ranks(without_frozen, num_ranks, options)
+
+
+def strictly() -> list[str]:
+    """Return what ours and torch's say of a missing and of an unexpected key."""
+    said = []
+    for sharder in (torch_fully_shard, fully_shard):
+        for wrong in ("missing", "unexpected"):
+            model, _ = other(sharder, "adam-foreach")
+            state = dict(model.state_dict())
+            if wrong == "missing":
+                del state[FROZEN]
+            else:
+                state["extra"] = state[FROZEN]
+            with pytest.raises(RuntimeError) as caught:
+                set_model_state_dict(model, state)
+            said.append(str(caught.value))
+    assert said[:2] == said[2:]
+    return said[2:]
+
+
+def test_strict_errors_are_those_of_torch() -> None:
+    begin = "Error(s) in loading state_dict for FSDPModel:\n\t"
+    for said in run_ranks(strictly, 2):
+        assert said == [
+            f'{begin}Missing key(s) in state_dict: "{FROZEN}". ',
+            f'{begin}Unexpected key(s) in state_dict: "extra". ',
+        ]
+
+
+def from_meta(options: dict[str, Any]) -> None:
+    """Fill a model that has no memory yet from full tensors; then its optimizer; train on."""
+    plain, plain_optimizers = source(None, "adam-foreach")
+    expected = get_state_dict(plain, plain_optimizers)
+    states = copy.deepcopy(expected)  # assigned buffers and step counts would be shared
+    with torch.device("meta"):
+        model = shard(Model())
+    for name, buffer in model.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = torch.ones(
+            buffer.shape, dtype=buffer.dtype
+        )
+    chosen = StateDictOptions(**options)
+    set_model_state_dict(model, heard(states[0], options), options=chosen)
+    assert_equal(get_model_state_dict(model), expected[0])
+    assert model.head.weight is model.tied.weight
+    optimizers = OPTIMIZERS["adam-foreach"](model)
+    set_optimizer_state_dict(model, optimizers, heard(states[1], options), options=chosen)
+    assert_equal(get_optimizer_state_dict(model, optimizers), expected[1])
+    train(model, optimizers, 2, 4)
+    train(plain, plain_optimizers, 2, 4)
+    assert_equal(get_model_state_dict(model), get_model_state_dict(plain), exact=is_exact())
+
+
+@all_ranks
+@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
+def test_a_model_on_the_meta_device(num_ranks: int, options: dict[str, Any]) -> None:
+    run_ranks(from_meta, num_ranks, options)
+
+
+class Tokens(nn.Module):
+    """An embedding that saves itself without the name that it has here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.added = nn.Embedding(3, 4)
+        self.register_state_dict_post_hook(_leave_name_out)
+        self.register_load_state_dict_pre_hook(_put_name_in)
+
+    def names(self) -> dict[str, str]:
+        return {"weight": "embedding"}
+
+    _fqn_modifiers = names
+
+
+def _leave_name_out(module: nn.Module, state: State, prefix: str, *_: object) -> None:
+    state[f"{prefix}weight"] = state.pop(f"{prefix}embedding.weight")
+
+
+def _put_name_in(module: nn.Module, state: State, prefix: str, *_: object) -> None:
+    state[f"{prefix}embedding.weight"] = state.pop(f"{prefix}weight")
+
+
+def renamed(options: dict[str, Any]) -> list[str]:
+    states = []
+    for sharder in (torch_fully_shard, fully_shard):
+        torch.manual_seed(3)
+        model = nn.Sequential()
+        model.tokens, model.out = Tokens(), nn.Linear(4, 2)
+        sharder(model.tokens.embedding)
+        sharder(model.out)
+        before = get_model_state_dict(model)
+        state = {name: full(tensor).detach() + 1 for name, tensor in before.items()}
+        chosen = StateDictOptions(**options)
+        set_model_state_dict(model, heard(dict(state), options), options=chosen)
+        assert_equal(dict(get_model_state_dict(model)), state)
+        states.append(get_model_state_dict(model))
+    assert structure(states[0]) == structure(states[1])
+    return list(states[1])
+
+
+@pytest.mark.parametrize("method", ["_fqn_modifiers", "names"])
+@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
+def test_modules_that_rename_their_state(options: dict[str, Any], method: str) -> None:
+    expected = ["tokens.added.weight", "tokens.weight", "out.weight", "out.bias"]
+    for num_ranks in (1, 2, 3):
+        got = run_ranks(renamed, num_ranks, {**options, "dsd_fqn_modifiers": method})
+        assert got == [expected] * num_ranks
+
+
+def of_submodules(keep_prefixes: bool) -> None:
+    """A state of one submodule goes to that submodule of another model."""
+    model, _ = source(fully_shard, "adam-foreach")
+    target, _ = other(fully_shard, "adam-foreach")
+    before = {name: full(t).clone() for name, t in target.state_dict().items() if name != EXTRA}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        state: Any = get_model_state_dict(
+            model,
+            submodules={model.outer.inner},
+            options=StateDictOptions(keep_submodule_prefixes=keep_prefixes),
+        )
+        if not keep_prefixes:
+            state = {target.outer.inner: state}
+        set_model_state_dict(target, state, options=StateDictOptions(strict=False))
+    source_state = model.state_dict()
+    for name, tensor in target.state_dict().items():
+        if name != EXTRA:
+            from_source = name.startswith("outer.inner.")
+            assert_equal(tensor, source_state[name] if from_source else before[name], name)
+
+
+EXTRA = "_extra_state"
+
+
+@all_ranks
+@pytest.mark.parametrize("keep_prefixes", [False, True])
+def test_submodules(num_ranks: int, keep_prefixes: bool) -> None:
+    run_ranks(of_submodules, num_ranks, keep_prefixes)
