@@ -1,6 +1,6 @@
 """Fully sharded data parallelism for PyTorch: per module, composable, in place."""
 
-from composable_shard.api import fully_shard
+from composable_shard.api import fully_shard, register_fsdp_forward_method
 from composable_shard.errors import (
     ExtensionError,
     MaterializationError,
@@ -10,6 +10,7 @@ from composable_shard.errors import (
 )
 from composable_shard.module import FSDPModule, UnshardHandle
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
+from composable_shard.train.clip import clip_grad_norm_
 
 __all__ = [
     "ExtensionError",
@@ -21,5 +22,7 @@ __all__ = [
     "ShardError",
     "StaleParameterError",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
+    "register_fsdp_forward_method",
 ]

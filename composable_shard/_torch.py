@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, cast
 
@@ -25,18 +25,23 @@ __all__ = [
     "DTensorSpec",
     "accumulate_node",
     "all_gather_flat",
+    "all_gather_rows",
     "average_is_supported",
     "backend_name",
     "chunk_cat_into",
+    "count_as_module_call",
     "current_backward",
     "divide_all_",
     "fresh_storage_view",
     "from_local",
     "from_local_at_start",
+    "gradient_hooks",
     "is_wrapper_subclass",
     "local_tensor",
     "make_spec",
     "module_call_frame",
+    "multiply_all_",
+    "norms_of_all",
     "on_backward_end",
     "preserved_version",
     "reduce_scatter_flat",
@@ -121,6 +126,11 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def gradient_hooks(param: torch.Tensor) -> Iterable[Any]:
+    """Return what is called when a gradient has been accumulated into ``param``."""
+    return (param._post_accumulate_grad_hooks or {}).values()
+
+
 def accumulate_node(param: nn.Parameter) -> Node:
     """Return the node that accumulates into the ``grad`` of a leaf."""
     with torch.inference_mode(False):
@@ -130,10 +140,18 @@ def accumulate_node(param: nn.Parameter) -> Node:
 # Modules ------------------------------------------------------------------------------------
 
 
+_call_codes = {nn.Module._call_impl.__code__}
+
+
+def count_as_module_call(function: Any) -> None:
+    """Have the frames of ``function`` found by :func:`module_call_frame`."""
+    _call_codes.add(function.__code__)
+
+
 def module_call_frame() -> FrameType | None:
     """Return the frame of the innermost running ``Module.__call__``, which outlives its hooks."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+    while frame is not None and frame.f_code not in _call_codes:
         frame = frame.f_back
     return frame
 
@@ -171,6 +189,18 @@ def divide_all_(tensors: list[torch.Tensor], divisor: float) -> None:
     torch._foreach_div_(tensors, divisor)
 
 
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors in place by a scalar tensor, in one kernel where the device has one."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norms_of_all(
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """Take the norm of each tensor, computed in ``dtype``, in one kernel where there is one."""
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
 # c10d ---------------------------------------------------------------------------------------
 
 _ALL_GATHER = (
@@ -190,6 +220,12 @@ def all_gather_flat(
 ) -> dist.Work:
     """All-gather each input into its output, all in one launch."""
     return cast(dist.Work, getattr(group, _ALL_GATHER)(outputs, inputs))
+
+
+def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather ``own`` [numel] of all ranks into ``output`` [ranks, numel], and wait for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output.view(-1), own, group=group)
 
 
 def reduce_scatter_flat(

@@ -23,6 +23,7 @@ class Context:
         forward: The running forward pass.
         backward: The running backward pass.
         listener: Called with ``(event, group name)``, if set.
+        opened: Groups whose modules hold full parameters, inside of ``unsharded()``.
     """
 
     def __init__(self, root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
@@ -31,6 +32,7 @@ class Context:
         self.forward = ForwardPass(self)
         self.backward = BackwardPass(self)
         self.listener: Listener | None = None
+        self.opened: set[ParamGroup] = set()
         self._agreed = False
         self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:

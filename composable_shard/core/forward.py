@@ -33,6 +33,11 @@ class ForwardPass:
         self._to_run: dict[ParamGroup, set[nn.Module]] = {}
         self._prefetched: set[ParamGroup] = set()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the tree is on this thread's stack."""
+        return self._frame is not None and _is_running(self._frame)
+
     def enter(self, group: ParamGroup) -> bool:
         """Gather ``group`` for a forward; return whether that opens the pass."""
         context = self._context
