@@ -37,6 +37,7 @@ __all__ = [
     "from_local_at_start",
     "gradient_hooks",
     "is_wrapper_subclass",
+    "leaves",
     "local_tensor",
     "make_spec",
     "module_call_frame",
@@ -103,6 +104,14 @@ def from_local_at_start(tensor: DTensor) -> DTensor:
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Tell whether ``tensor`` is a subclass made of inner tensors (``__tensor_flatten__``)."""
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
+
+
+def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that a tensor subclass is made of; of a plain one, itself."""
+    if not is_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [leaf for name in names for leaf in leaves(getattr(tensor, name))]
 
 
 # Autograd -----------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class _Norms:
                 continue
             group = mesh.get_group(axis)
             ranks = tuple(dist.get_process_group_ranks(group))
-            self._groups.setdefault(ranks, (group, _device_of(mesh)))
+            self._groups.setdefault(ranks, (group, torch.device(mesh.device_type)))
             found.add(ranks)
         return frozenset(found)
 
@@ -246,14 +246,8 @@ def _communication_device(grads: Sequence[torch.Tensor]) -> torch.device:
     """Return where norms come together: on the device of a mesh, wherever gradients are kept."""
     for grad in grads:
         if isinstance(grad, DTensor):
-            return _device_of(grad.device_mesh)
+            return torch.device(grad.device_mesh.device_type)
     return grads[0].device
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _norm_dtype(grads: Sequence[torch.Tensor]) -> torch.dtype:

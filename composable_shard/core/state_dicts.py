@@ -62,6 +62,8 @@ def _before_load(
             continue  # torch says what is wrong with it
         current = module._parameters[attribute]
         assert current is not None
+        if not isinstance(current, DTensor):
+            continue  # it is full itself, inside of unsharded()
         local = param.shard_of(value).to(_torch.local_tensor(current).device).clone()
         state_dict[prefix + attribute] = _torch.from_local(
             local, _torch.spec_with_dtype(param.spec, value.dtype)
