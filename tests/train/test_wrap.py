@@ -100,7 +100,7 @@ class Shared(nn.Module):
     ("policy", "names"),
     [
         (nn.Linear, [[""], ["left.0"], ["right.1"]]),
-        (20, [[""], ["left.0"], ["right"]]),
+        (20, [[""], ["left.0"], ["right.1"]]),
         (1000, [[""], ["left.0"]]),
     ],
 )
@@ -159,11 +159,17 @@ class Around(nn.Module):
         (lambda: chain(4, 4, 4, 4, 4), 8, [[""], ["0", "1"], ["2", "3"]]),
         (lambda: chain(4, 4, 4), 8, [[""]]),  # cannot be two groups of eight
         (lambda: chain(4, 4, 4), 100, [[""]]),
-        (lambda: chain(3, 9, 3, 3, 3, 3), 8, [[""], ["1"], ["0", "2", "3"]]),
+        (lambda: chain(3, 9, 3, 3, 3, 3), 8, [[""], ["1"]]),
+        (lambda: chain(3, 9, 3, 3, 3, 3, 3), 8, [[""], ["1"], ["0", "2", "3"], ["4", "5", "6"]]),
         (
             lambda: Around(6, 4, 4, 4, 4, 4, 4),
             10,
-            [[""], ["embed", "layers.0"], ["layers.1", "layers.2", "layers.3"]],
+            [
+                [""],
+                ["embed", "layers.0"],
+                ["layers.1", "layers.2", "layers.3"],
+                ["layers.4", "layers.5", "head"],
+            ],
         ),
         # A whole inner module rather than all of its parts, and two of them where one is too small.
         (lambda: nn.Sequential(chain(4, 4), chain(4, 4)), 8, [[""], ["0"], ["1"]]),
@@ -279,7 +285,7 @@ TEXTS = [NOT_A_MODULE, NOT_A_POLICY.format("str: 'Block'"), NOT_AN_ANSWER, NOT_A
         (None, 0.5, TypeError, NOT_A_POLICY.format("float: 0.5")),
         (None, int, TypeError, NOT_A_POLICY.format("type: <class 'int'>")),
         (None, (), TypeError, NOT_A_POLICY.format("tuple: ()")),
-        (None, {Block, 3}, TypeError, NOT_A_POLICY.format(f"set: { ({Block, 3})!r}")),
+        (None, {3}, TypeError, NOT_A_POLICY.format("set: {3}")),
         (None, lambda module: None, TypeError, NOT_AN_ANSWER),
         (None, 0, ValueError, NOT_A_BUDGET),
         (nn.ModuleList([nn.Linear(2, 2)]), nn.Linear, ValueError, A_CONTAINER),
