@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ __all__ = [
     "TensorMeta",
     "accumulate_node",
     "all_gather_flat",
+    "all_gather_rows",
     "average_is_supported",
     "backend_allocator",
     "backend_name",
@@ -37,6 +38,7 @@ __all__ = [
     "call_post_accumulate_grad_hooks",
     "chunk_cat_into",
     "concatenate_meshes",
+    "count_as_module_call",
     "current_backward",
     "cut",
     "divide_all_",
@@ -44,14 +46,18 @@ __all__ = [
     "fresh_storage_view",
     "from_local",
     "from_local_at_start",
+    "gradient_hooks",
     "has_grad_hooks",
     "is_batch_norm",
     "is_executing",
     "is_wrapper_subclass",
+    "leaves",
     "local_tensor",
     "make_spec",
     "map_registered_container",
     "module_call_frame",
+    "multiply_all_",
+    "norms_of_all",
     "on_backward_end",
     "preserved_version",
     "reduce_scatter_flat",
@@ -157,6 +163,17 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
 
+# Subclasses ---------------------------------------------------------------------------------
+
+
+def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that a tensor subclass is made of; of a plain one, itself."""
+    if not is_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [leaf for name in names for leaf in leaves(getattr(tensor, name))]
+
+
 # Autograd -----------------------------------------------------------------------------------
 
 
@@ -176,6 +193,11 @@ def will_run(node: Node) -> bool:
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward has finished; drop it if it fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def gradient_hooks(param: torch.Tensor) -> Iterable[Any]:
+    """Return what is called when a gradient has been accumulated into ``param``."""
+    return (param._post_accumulate_grad_hooks or {}).values()
 
 
 def accumulate_node(param: nn.Parameter) -> Node:
@@ -214,10 +236,18 @@ def call_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
 # Modules ------------------------------------------------------------------------------------
 
 
+_call_codes = {nn.Module._call_impl.__code__}
+
+
+def count_as_module_call(function: Any) -> None:
+    """Have the frames of ``function`` found by :func:`module_call_frame`."""
+    _call_codes.add(function.__code__)
+
+
 def module_call_frame() -> FrameType | None:
     """Return the frame of the innermost running ``Module.__call__``, which outlives its hooks."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+    while frame is not None and frame.f_code not in _call_codes:
         frame = frame.f_back
     return frame
 
@@ -294,6 +324,18 @@ def divide_all_(tensors: list[torch.Tensor], divisor: float) -> None:
     torch._foreach_div_(tensors, divisor)
 
 
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors in place by a scalar tensor, in one kernel where the device has one."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norms_of_all(
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """Take the norm of each tensor, computed in ``dtype``, in one kernel where there is one."""
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
 # c10d ---------------------------------------------------------------------------------------
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
@@ -315,6 +357,12 @@ def all_gather_flat(
 ) -> dist.Work:
     """All-gather each input into its output, all in one launch."""
     return cast(dist.Work, getattr(group, _ALL_GATHER)(outputs, inputs))
+
+
+def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather ``own`` [numel] of all ranks into ``output`` [ranks, numel], and wait for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output.view(-1), own, group=group)
 
 
 def reduce_scatter_flat(

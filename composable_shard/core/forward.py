@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,7 @@ class ForwardPass:
     def enter(self, group: ParamGroup) -> bool:
         """Gather ``group`` for a forward; return whether that opens the pass."""
         context = self._context
-        interrupted = self._frame is not None and not _is_running(self._frame)
+        interrupted = self._frame is not None and not _torch.is_executing(self._frame)
         if interrupted or context.backward.was_aborted:
             context.clean_up()
         opens = self._outermost is None
@@ -174,17 +173,3 @@ class ForwardPass:
         self._to_run.clear()
         self._prefetched.clear()
         self._kept.clear()
-
-
-def _is_running(frame: FrameType | None) -> bool:
-    """Tell whether ``frame`` is on this thread's stack.
-
-    An exception in a forward is seen by the hooks that are always called; an interrupt is not, and
-    leaves a pass open that nobody will close.
-    """
-    current: FrameType | None = sys._getframe()
-    while current is not None:
-        if current is frame:
-            return True
-        current = current.f_back
-    return False
