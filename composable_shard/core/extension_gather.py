@@ -291,6 +291,6 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _copy_unless_same(out: torch.Tensor, source: torch.Tensor) -> None:
-    pairs = zip(leaves(out), _torch.leaves(source), strict=True)
+    pairs = zip(_torch.leaves(out), _torch.leaves(source), strict=True)
     if any(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs):
         out.copy_(source)
