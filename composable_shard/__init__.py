@@ -12,6 +12,7 @@ from composable_shard.module import FSDPModule, UnshardHandle
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.train.clip import clip_grad_norm_
 from composable_shard.train.unsharded import unsharded
+from composable_shard.train.wrap import apply_fully_shard
 
 __all__ = [
     "ExtensionError",
@@ -23,6 +24,7 @@ __all__ = [
     "ShardError",
     "StaleParameterError",
     "UnshardHandle",
+    "apply_fully_shard",
     "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
