@@ -11,6 +11,7 @@ from composable_shard.errors import (
 from composable_shard.module import FSDPModule, UnshardHandle
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.train.clip import clip_grad_norm_
+from composable_shard.train.synchronize import sync_module_states
 from composable_shard.train.unsharded import unsharded
 from composable_shard.train.wrap import apply_fully_shard
 
@@ -28,5 +29,6 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
+    "sync_module_states",
     "unsharded",
 ]
