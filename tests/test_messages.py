@@ -1,8 +1,8 @@
 """The text of every error: exact, and the same on all ranks where ranks could differ.
 
 Those that need real ranks are in ``tests/dist``: in ``test_state_errors.py``,
-``test_mismatches.py`` and ``test_extension_errors.py``. The last test finds every ``raise`` of the
-package in one of the four.
+``test_mismatches.py`` and ``test_extension_errors.py``; those of what a training loop calls are in
+``tests/train``. The last test finds every ``raise`` of the package in one of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from train.test_clip import TEXTS as CLIP_TEXTS
+from train.test_forward_methods import TEXTS as METHOD_TEXTS
+from train.test_synchronize import TEXTS as SYNCHRONIZE_TEXTS
+from train.test_unsharded import TEXTS as UNSHARDED_TEXTS
+from train.test_wrap import TEXTS as WRAP_TEXTS
 
 import composable_shard
 from composable_shard import (
@@ -307,6 +312,7 @@ def _pattern(text: ast.expr) -> str:
 def test_every_raise_has_a_test_of_its_text() -> None:
     texts = [text for *_, text in CASES]
     texts += [TWO_AXES, *STATE_TEXTS.values(), *MISMATCH_TEXTS, *EXTENSION_TEXTS]
+    texts += [*CLIP_TEXTS, *METHOD_TEXTS, *SYNCHRONIZE_TEXTS, *UNSHARDED_TEXTS, *WRAP_TEXTS]
     templates = raised_templates()
     assert len(templates) > 30
     untested = [place for place, pattern in templates.items() if not any(map(pattern.match, texts))]

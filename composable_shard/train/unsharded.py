@@ -29,8 +29,9 @@ def unsharded(
 
     They have the original dtype, not that of compute, and are copies: edits (in place, by
     ``param.data``, by loading a state dict or by registering another parameter of the same shape)
-    reach the shards at the end, and what was not edited is not written. If the context is left by
-    an exception, nothing is written back. ``state_dict()`` within gives full tensors.
+    reach the shards at the end, and what is the same is not written. If the context is left by an
+    exception, nothing is written back. Optimizer steps within change the shards, which the
+    writeback then overwrites. ``state_dict()`` within gives full tensors.
 
     Forward within is that of the plain module, for ``torch.no_grad()`` only. All ranks must enter
     and leave together.
