@@ -152,7 +152,8 @@ class ModuleHooks:
             return output
         calls = self._group.calls
         call = calls.pop() if calls else Call()  # none if forward could not begin
-        self._buffers.restore()
+        if not calls:  # a call within another leaves the buffers to it
+            self._buffers.restore()
         dtype = self._group.policy.output_dtype
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype), output)
