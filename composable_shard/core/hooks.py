@@ -84,6 +84,12 @@ class Arrival:
         self.group = group
 
     def __call__(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            raise ShardError(
+                f"Expected a backward into the parameters of {self.group.label} without "
+                "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
+                "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
         self.group.context.backward.arrive(self.group)
 
 
@@ -229,16 +235,6 @@ class ModuleHooks:
 
     def _pre_backward(self, boundaries: Sequence[Boundary], grad: torch.Tensor) -> None:
         self._group.context.backward.need(self._group, boundaries)
-
-
-def _arrive(group: ParamGroup, *_: object) -> None:
-    if torch.is_grad_enabled():
-        raise ShardError(
-            f"Expected a backward into the parameters of {group.label} without create_graph=True, "
-            "got one with it, whose graph ends where gradients are reduced; take gradients of "
-            "inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
-        )
-    group.context.backward.arrive(group)
 
 
 def _check_can_run_opened(group: ParamGroup) -> None:

@@ -169,6 +169,41 @@ def test_inputs_and_outputs_are_cast() -> None:
     assert run_ranks(low_precision, 2) == [["torch.float64", "torch.float64"]] * 2
 
 
+class Scaled(nn.Module):
+    """Uses a buffer before and after it calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 1.5))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.scale.dtype)
+        return self.layer(x * self.scale)
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        y = self(x)
+        self.seen.append(self.scale.dtype)
+        return self.layer(y * self.scale)
+
+
+def buffers_within() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    reference = Scaled()
+    model = fully_shard(copy.deepcopy(reference), mp_policy=policy)
+    register_fsdp_forward_method(model, "twice")
+    reference.bfloat16()
+    x = own_input()
+    assert torch.equal(model.twice(x), reference.twice(x.bfloat16()))
+    assert model.seen == [torch.bfloat16] * 2
+    assert model.scale.dtype == torch.float32
+
+
+def test_buffers_are_cast_until_the_outer_call_ends() -> None:
+    run_ranks(buffers_within, 2)
+
+
 # Events --------------------------------------------------------------------------------------
 
 

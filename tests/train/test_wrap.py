@@ -262,7 +262,8 @@ def test_what_is_picked_trains(policy: str, num_ranks: int) -> None:
 
 NOT_A_MODULE = "Expected module to be an nn.Module, got list"
 NOT_A_POLICY = (
-    "Expected policy to be module classes, a function of a module or a number of elements, got {}"
+    "Expected policy to be module classes, a function of a module or a number of elements, "
+    "got {}: {}"
 )
 NOT_AN_ANSWER = (
     "Expected policy to return a bool or a dict of arguments for fully_shard, got NoneType for "
@@ -273,19 +274,18 @@ A_CONTAINER = (
     "Expected a module with a forward, got the container ModuleList; "
     "call fully_shard on its children, or on a list of them"
 )
-TEXTS = [NOT_A_MODULE, NOT_A_POLICY.format("str: 'Block'"), NOT_AN_ANSWER, NOT_A_BUDGET]
 
 
 @pytest.mark.parametrize(
     ("module", "policy", "kind", "text"),
     [
         ([], Block, TypeError, NOT_A_MODULE),
-        (None, "Block", TypeError, NOT_A_POLICY.format("str: 'Block'")),
-        (None, True, TypeError, NOT_A_POLICY.format("bool: True")),
-        (None, 0.5, TypeError, NOT_A_POLICY.format("float: 0.5")),
-        (None, int, TypeError, NOT_A_POLICY.format("type: <class 'int'>")),
-        (None, (), TypeError, NOT_A_POLICY.format("tuple: ()")),
-        (None, {3}, TypeError, NOT_A_POLICY.format("set: {3}")),
+        (None, "Block", TypeError, NOT_A_POLICY.format("str", "'Block'")),
+        (None, True, TypeError, NOT_A_POLICY.format("bool", "True")),
+        (None, 0.5, TypeError, NOT_A_POLICY.format("float", "0.5")),
+        (None, int, TypeError, NOT_A_POLICY.format("type", "<class 'int'>")),
+        (None, (), TypeError, NOT_A_POLICY.format("tuple", "()")),
+        (None, {3}, TypeError, NOT_A_POLICY.format("set", "{3}")),
         (None, lambda module: None, TypeError, NOT_AN_ANSWER),
         (None, 0, ValueError, NOT_A_BUDGET),
         (nn.ModuleList([nn.Linear(2, 2)]), nn.Linear, ValueError, A_CONTAINER),
