@@ -46,16 +46,14 @@ __all__ = [
     "from_local_at_start",
     "has_grad_hooks",
     "is_batch_norm",
-    "is_executing",
     "is_wrapper_subclass",
     "local_tensor",
     "make_spec",
-    "map_registered_container",
     "module_call_frame",
     "on_backward_end",
     "preserved_version",
     "reduce_scatter_flat",
-    "registered_children",
+    "registered_container",
     "set_local_tensor",
     "set_versions",
     "shards_dim",
@@ -222,39 +220,18 @@ def module_call_frame() -> FrameType | None:
     return frame
 
 
-def is_executing(frame: FrameType) -> bool:
-    """Tell whether ``frame`` has not ended, on whatever thread; lets go of its locals if it has."""
-    try:
-        frame.clear()
-    except RuntimeError:  # an executing frame cannot be cleared
-        return True
-    return False
-
-
 def is_batch_norm(module: nn.Module) -> bool:
     """Tell whether a module is a batch norm of any number of dims, synchronized or not."""
     return isinstance(module, _BatchNorm)
 
 
-# Containers ---------------------------------------------------------------------------------
-
-
-def registered_children(value: Any) -> Sequence[Any]:
-    """Return what a container holds whose class is registered as a node of trees, else nothing."""
-    node = SUPPORTED_NODES.get(type(value))
-    return () if node is None else list(node.flatten_fn(value)[0])
-
-
-def map_registered_container(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply ``change`` to what a registered container holds; if nothing changes, return itself."""
+def registered_container(value: Any) -> tuple[Sequence[Any], Callable[..., Any]] | None:
+    """Return what a container registered as a node of trees holds, and what makes another."""
     node = SUPPORTED_NODES.get(type(value))
     if node is None:
-        return value
+        return None
     children, context = node.flatten_fn(value)
-    changed = [change(child) for child in children]
-    if all(new is old for new, old in zip(changed, children, strict=True)):
-        return value
-    return node.unflatten_fn(changed, context)
+    return list(children), lambda changed: node.unflatten_fn(changed, context)
 
 
 # Tensors ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class ForwardPass:
     @property
     def is_running(self) -> bool:
         """Whether a forward is under way: not closed, and not ended by an interrupt."""
-        return self._frame is not None and _torch.is_executing(self._frame)
+        return self._frame is not None and _is_executing(self._frame)
 
     def enter(self, group: ParamGroup) -> bool:
         """Gather ``group`` for a forward; return whether that opens the pass."""
@@ -174,6 +174,15 @@ class ForwardPass:
         self._to_run.clear()
         self._prefetched.clear()
         self._kept.clear()
+
+
+def _is_executing(frame: FrameType) -> bool:
+    """Tell whether ``frame`` has not ended, on whatever thread; lets go of its locals if it has."""
+    try:
+        frame.clear()
+    except RuntimeError:  # an executing frame cannot be cleared
+        return True
+    return False
 
 
 def _is_running(frame: FrameType | None) -> bool:
