@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = [
+    "COMPOSABLE_STATE",
     "DTensorSpec",
     "TensorMeta",
     "accumulate_node",

@@ -1,8 +1,7 @@
 """The text of every error: exact, and the same on all ranks where ranks could differ.
 
-Those that need real ranks are in ``tests/dist``: in ``test_state_errors.py``,
-``test_mismatches.py`` and ``test_extension_errors.py``. The last test finds every ``raise`` of the
-package in one of the four.
+Those that need real ranks are in the files of ``tests/dist`` that are imported here. The last test
+finds every ``raise`` of the package in one of them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ import pytest
 import torch
 from dist.test_extension_errors import TEXTS as EXTENSION_TEXTS
 from dist.test_mismatches import TEXTS as MISMATCH_TEXTS
+from dist.test_modules_double_backward import TEXTS as DOUBLE_BACKWARD_TEXTS
+from dist.test_modules_pipelines import TEXTS as PIPELINE_TEXTS
 from dist.test_state_errors import TEXTS as STATE_TEXTS
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -307,6 +308,7 @@ def _pattern(text: ast.expr) -> str:
 def test_every_raise_has_a_test_of_its_text() -> None:
     texts = [text for *_, text in CASES]
     texts += [TWO_AXES, *STATE_TEXTS.values(), *MISMATCH_TEXTS, *EXTENSION_TEXTS]
+    texts += [*DOUBLE_BACKWARD_TEXTS.values(), *PIPELINE_TEXTS.values()]
     templates = raised_templates()
     assert len(templates) > 30
     untested = [place for place, pattern in templates.items() if not any(map(pattern.match, texts))]
