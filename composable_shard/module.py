@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from composable_shard.core.grad_norm import clip_grad_norm
 from composable_shard.core.group import ParamGroup, group_of, set_group
+from composable_shard.core.pipeline import answer_schedules
 from composable_shard.core.sharded_grad import is_partial
 from composable_shard.errors import ShardError
 from composable_shard.module_communication import ModuleCommunication
@@ -23,6 +24,7 @@ _sharded_classes: dict[type, type] = {}
 def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     """Give a module its group and mix :class:`FSDPModule` into its class."""
     set_group(module, group)
+    answer_schedules(module, group)
     original = type(module)
     sharded = _sharded_classes.get(original)
     if sharded is None:

@@ -34,12 +34,12 @@ from composable_shard._torch.dtensors import (
     waited,
 )
 from composable_shard._torch.modules import (
+    COMPOSABLE_STATE,
     count_as_module_call,
     is_batch_norm,
     is_executing,
-    map_registered_container,
     module_call_frame,
-    registered_children,
+    registered_container,
 )
 from composable_shard._torch.process_groups import (
     all_gather_flat,
@@ -61,6 +61,7 @@ from composable_shard._torch.tensors import (
 )
 
 __all__ = [
+    "COMPOSABLE_STATE",
     "DTensorSpec",
     "TensorMeta",
     "accumulate_node",
@@ -89,14 +90,13 @@ __all__ = [
     "leaves",
     "local_tensor",
     "make_spec",
-    "map_registered_container",
     "module_call_frame",
     "multiply_all_",
     "norms_of_all",
     "on_backward_end",
     "preserved_version",
     "reduce_scatter_flat",
-    "registered_children",
+    "registered_container",
     "set_local_tensor",
     "set_versions",
     "shards_dim",

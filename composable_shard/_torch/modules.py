@@ -8,10 +8,14 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import SUPPORTED_NODES
 
 _call_codes = {nn.Module._call_impl.__code__}
+
+COMPOSABLE_STATE = STATE_KEY
+"""Where functions of torch keep what they know of a module."""
 
 
 def count_as_module_call(function: Any) -> None:
@@ -41,19 +45,10 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
-def registered_children(value: Any) -> Sequence[Any]:
-    """Return what a container holds whose class is registered as a node of trees, else nothing."""
-    node = SUPPORTED_NODES.get(type(value))
-    return () if node is None else list(node.flatten_fn(value)[0])
-
-
-def map_registered_container(change: Callable[[Any], Any], value: Any) -> Any:
-    """Apply ``change`` to what a registered container holds; if nothing changes, return itself."""
+def registered_container(value: Any) -> tuple[Sequence[Any], Callable[..., Any]] | None:
+    """Return what a container registered as a node of trees holds, and what makes another."""
     node = SUPPORTED_NODES.get(type(value))
     if node is None:
-        return value
+        return None
     children, context = node.flatten_fn(value)
-    changed = [change(child) for child in children]
-    if all(new is old for new, old in zip(changed, children, strict=True)):
-        return value
-    return node.unflatten_fn(changed, context)
+    return list(children), lambda changed: node.unflatten_fn(changed, context)

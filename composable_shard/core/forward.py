@@ -128,6 +128,10 @@ class ForwardPass:
         keeps_part = not isinstance(reshard, bool) and torch.is_grad_enabled()
         group.reshard(reshard if keeps_part else None)
 
+    def holds(self, group: ParamGroup) -> bool:
+        """Tell whether a running forward is in ``group``."""
+        return group in self._depths
+
     def release(self, group: ParamGroup) -> None:
         """Free ``group``, whose backward within this forward has ended, unless it is needed."""
         if group in self._depths or not group.settings.reshard_after_backward:

@@ -258,8 +258,11 @@ def _arrive_at_boundary(
     group.context.backward.arrive_at_boundary(group, token)
     if torch.is_grad_enabled():  # with create_graph: a backward may start from these gradients
         for grad in grads:
-            if grad is not None and grad.requires_grad:
-                grad.register_hook(partial(_need, group))
+            if grad is None or not grad.requires_grad:
+                continue
+            for tensor in (grad, grad._base):
+                if tensor is not None and tensor.requires_grad:
+                    tensor.register_hook(partial(_need, group))
 
 
 def _need(group: ParamGroup, _: torch.Tensor) -> None:
