@@ -1,6 +1,6 @@
 """State dicts: shards go out as they are; full tensors that come in are cut to shards.
 
-Nothing here communicates, so that one rank alone may look at the state of its shards.
+Nothing here communicates, but for loading DTensors that are cut in another way.
 """
 
 from __future__ import annotations
@@ -121,12 +121,13 @@ def _before_load(
             continue
         if not isinstance(value, DTensor):
             state_dict[key] = _shard_of(param, value, current, assign)
-        elif assign and value.device_mesh != param.spec.mesh:
+        elif value.device_mesh != param.spec.mesh:
+            state_dict[key] = current
             error_msgs.append(
                 f'Expected a DTensor for "{key}" on {param.spec.mesh}, got one on '
-                f"{value.device_mesh}; pass its full_tensor(), or load without assign=True."
+                f"{value.device_mesh}; pass its full_tensor()."
             )
-        elif assign and value.placements != param.spec.placements:
+        elif value.placements != param.spec.placements:
             state_dict[key] = value.redistribute(placements=param.spec.placements)
 
 
