@@ -6,16 +6,16 @@ keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from composable_shard.core.context import join_tree
 from composable_shard.core.convert import (
     Managed,
+    ShardPlacementFn,
     build_group,
     commit,
     find_managed,
@@ -24,8 +24,11 @@ from composable_shard.core.convert import (
 )
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import install
+from composable_shard.core.offload import check_offload
+from composable_shard.core.settings import check_reshard
 from composable_shard.core.state_dicts import install_state_dict_hooks
-from composable_shard.mesh import resolve_mesh
+from composable_shard.core.ties import claim_ties
+from composable_shard.mesh import DataParallelMeshDims, resolve_mesh
 from composable_shard.module import group_of, make_sharded
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
@@ -36,11 +39,12 @@ def fully_shard(
     module: _Sharded,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> _Sharded:
     """Shard the parameters of a module over a mesh, in place.
 
@@ -51,16 +55,23 @@ def fully_shard(
 
     Args:
         module: A module, or a list of modules that form one group.
-        mesh: 1-D mesh to shard over; all ranks if absent, on the current accelerator or else the
-            CPU. Starts the default process group from the environment if there is none.
+        mesh: 1-D mesh to shard over, or 2-D mesh ``(replicate, shard)`` with names, whose rows each
+            hold all shards; all ranks if absent, on the current accelerator or else the CPU.
+            Starts the default process group from the environment if there is none.
         reshard_after_forward: Whether unsharded parameters are freed after forward and gathered
             again for backward. ``None`` means ``True`` but for the root, whose parameters are
-            needed at once.
-        shard_placement_fn: Returns the dim to shard a parameter on, ``Shard(dim)``, or ``None``
-            for ``Shard(0)``. Uneven and negative dims are allowed.
+            needed at once. A number that divides that of the shards keeps them sharded over as
+            many neighbours only, whose gather for backward is cheaper.
+        shard_placement_fn: Returns for a parameter the dim to shard, ``Shard(dim)``, a mesh of its
+            own, both as a :class:`ShardPlacementResult`, or ``None`` for ``Shard(0)``. Uneven and
+            negative dims are allowed.
         mp_policy: Dtypes of compute and reduction; see :class:`MixedPrecisionPolicy`.
-        offload_policy: Only the default, no offloading.
+        offload_policy: :class:`CPUOffloadPolicy` keeps shards, gradients and optimizer states on
+            the CPU; a mapping from parameter names does so for those it names.
         ignored_params: Parameters to leave as they are.
+        dp_mesh_dims: Which axes of ``mesh`` are data-parallel, for parameters that are DTensors on
+            all of its axes. Parameters that are DTensors on another part of the same mesh (tensor
+            parallelism) do not need it.
 
     Returns:
         The argument, whose modules are now :class:`FSDPModule`.
@@ -69,7 +80,8 @@ def fully_shard(
         TypeError: If an argument has the wrong type.
         ValueError: If a module or parameter cannot be sharded. The module is then as it was.
 
-    Collective: none.
+    Collective: none, but for making process groups for a ``reshard_after_forward`` that is a
+        number and for flattened axes.
     Memory: this rank's shards; the full parameters are let go.
 
     Example:
@@ -81,19 +93,20 @@ def fully_shard(
     """
     modules = top_modules(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    _check_arguments(modules, reshard_after_forward, policy, offload_policy, ignored_params)
-    shard_mesh = resolve_mesh(mesh)
+    _check_arguments(modules, policy, offload_policy, ignored_params)
+    shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = find_managed(modules, ignored_params or (), lambda m: group_of(m) is not None)
-    planned = plan_params(managed, shard_mesh, shard_placement_fn)
+    managed, claims = claim_ties(managed, modules)
+    planned = plan_params(managed, shard_mesh, shard_placement_fn, offload_policy)
     group = build_group(modules, managed, planned, shard_mesh, policy)
-    group.settings.reshard_after_forward = reshard_after_forward
+    group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
+    claims.commit()
     _adopt(group, managed)
     return module
 
 
 def _check_arguments(
     modules: Sequence[nn.Module],
-    reshard_after_forward: object,
     policy: object,
     offload_policy: object,
     ignored_params: object,
@@ -104,21 +117,12 @@ def _check_arguments(
                 f"Expected a module that is not sharded, got {type(module).__name__}, which "
                 "fully_shard was applied to before"
             )
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
-        raise ValueError(
-            "Expected reshard_after_forward to be True, False or None, got "
-            f"{type(reshard_after_forward).__name__}: {reshard_after_forward!r}"
-        )
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got "
             f"{type(policy).__module__}.{type(policy).__name__}"
         )
-    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
-        raise TypeError(
-            "Expected offload_policy to be a composable_shard.OffloadPolicy, got "
-            f"{type(offload_policy).__module__}.{type(offload_policy).__name__}"
-        )
+    check_offload(offload_policy)
     if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
         raise TypeError(f"Expected ignored_params to be a set, got {type(ignored_params).__name__}")
 

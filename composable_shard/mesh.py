@@ -1,4 +1,4 @@
-"""Which ranks share a parameter, and on which device they compute."""
+"""Over which ranks parameters are sharded and replicated, and on which device they compute."""
 
 from __future__ import annotations
 
@@ -7,49 +7,191 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+from composable_shard import _torch
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Name the axes of a full mesh over which data is parallel.
+
+    For parameters that are DTensors on a mesh of all axes, data-parallel ones and others (tensor
+    parallelism). Several names for one purpose act as one axis, flattened.
+
+    Args:
+        shard: Axis, or axes, to shard parameters over.
+        replicate: Axis, or axes, over which the shards are replicated.
+
+    Raises:
+        TypeError: If a name is not a string.
+        ValueError: If neither is given, or an axis is named twice.
+
+    Source: ``torch.distributed.fsdp.DataParallelMeshDims``.
+
+    Example:
+        >>> DataParallelMeshDims(shard=("dp_shard", "cp")).shard_names
+        ('dp_shard', 'cp')
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        names = [*self.shard_names, *self.replicate_names]
+        if not names:
+            raise ValueError("Expected shard or replicate to name a mesh axis, got neither")
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"Expected names of mesh axes, got {type(name).__name__}: {name!r}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"Expected each mesh axis to be named once, got {tuple(names)}")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Return the axes that shard."""
+        return _as_names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Return the axes that replicate."""
+        return _as_names(self.replicate)
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """Say how a parameter is sharded, and over which mesh of its own.
+
+    Args:
+        placement: ``Shard(dim)``, or ``None`` for ``Shard(0)``.
+        mesh: A 1-D mesh, or a 2-D one ``(replicate, shard)``; ``None`` for that of the
+            ``fully_shard`` call.
+
+    Source: ``torch.distributed.fsdp.ShardPlacementResult``, which takes a private mesh object.
+
+    Example:
+        >>> ShardPlacementResult(Shard(1))
+        ShardPlacementResult(placement=Shard(dim=1), mesh=None)
+    """
+
+    placement: Shard | None = None
+    mesh: DeviceMesh | None = None
 
 
 @dataclass(frozen=True)
 class ShardMesh:
-    """A one-dimensional mesh over which parameters are sharded.
+    """The data-parallel ranks of a parameter: some hold its shards, others hold the same ones.
 
     Attributes:
-        mesh: The DeviceMesh of the sharded DTensors.
-        group: Process group of the ranks that share a parameter.
-        num_shards: Number of ranks in the group.
-        shard_rank: This rank's place in the group.
+        mesh: The DeviceMesh of the data-parallel axes, replicas first.
+        shard_group: Process group of the ranks that share a parameter; ``None`` if no axis shards.
+        num_shards: Number of ranks in it.
+        shard_rank: This rank's place in it.
+        replica_group: Process group of the ranks with the same shards; ``None`` if no axis
+            replicates.
+        num_replicas: Number of ranks in it.
         device: Where this rank computes.
+        dims: Which axes of ``full_mesh`` these are, if parameters come as DTensors on that.
+        full_mesh: The mesh with all axes.
     """
 
     mesh: DeviceMesh
-    group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup | None
     num_shards: int
     shard_rank: int
+    replica_group: dist.ProcessGroup | None
+    num_replicas: int
     device: torch.device
+    dims: DataParallelMeshDims | None = None
+    full_mesh: DeviceMesh | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over which a gradient is averaged."""
+        return self.num_shards * self.num_replicas
 
 
-def resolve_mesh(mesh: DeviceMesh | None) -> ShardMesh:
+def resolve_mesh(
+    mesh: DeviceMesh | None = None, dims: DataParallelMeshDims | None = None
+) -> ShardMesh:
     """Read what sharding needs to know off a mesh.
 
     Args:
-        mesh: A 1-D mesh, or ``None`` for all ranks on the current accelerator, else on the CPU;
-            that starts the default process group from the environment if there is none.
+        mesh: A 1-D mesh, a 2-D mesh ``(replicate, shard)`` whose axes have names, or ``None`` for
+            all ranks on the current accelerator, else on the CPU; that starts the default process
+            group from the environment if there is none.
+        dims: Which axes of ``mesh``, then of any number, are data-parallel.
 
     Raises:
-        TypeError: If ``mesh`` is not a DeviceMesh.
-        ValueError: If ``mesh`` is not one-dimensional.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``mesh`` has another number of axes, or lacks names or those asked for.
     """
     if mesh is None:
         mesh = _default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"Expected mesh to be a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
-    if mesh.ndim != 1:
+    if dims is not None:
+        return _from_names(mesh, dims)
+    if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"Expected mesh to have 1 dim, got {mesh.ndim}: {mesh}; "
-            "pass the axis to shard over, such as mesh['shard']"
+            f"Expected mesh to have 1 axis, or 2 (replicate, shard), got {mesh.ndim}: {mesh}; "
+            "pass the data-parallel axes, such as mesh['shard'], or name them by dp_mesh_dims"
         )
-    group = mesh.get_group()
-    return ShardMesh(mesh, group, group.size(), group.rank(), _device_of(mesh))
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"Expected a 2-D mesh to name its axes (replicate, shard), got none: {mesh}; "
+            "pass mesh_dim_names to init_device_mesh"
+        )
+    if mesh.ndim == 1:
+        return _shard_mesh(mesh, shard_axis=0)
+    return _shard_mesh(mesh, shard_axis=1, replicate_axis=0)
+
+
+def _from_names(mesh: DeviceMesh, dims: object) -> ShardMesh:
+    if not isinstance(dims, DataParallelMeshDims):
+        raise TypeError(
+            f"Expected dp_mesh_dims to be a DataParallelMeshDims, got {type(dims).__name__}: "
+            f"{dims!r}"
+        )
+    known = mesh.mesh_dim_names or ()
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in known:
+            raise ValueError(f"Expected dp_mesh_dims to name axes out of {known}, got '{name}'")
+    if not dims.replicate_names:
+        return _shard_mesh(_torch.flat_axis(mesh, dims.shard_names), 0, None, dims, mesh)
+    replicas = _torch.flat_axis(mesh, dims.replicate_names)
+    if not dims.shard_names:
+        return _shard_mesh(replicas, None, 0, dims, mesh)
+    both = _torch.concatenate_meshes([replicas, _torch.flat_axis(mesh, dims.shard_names)])
+    return _shard_mesh(both, 1, 0, dims, mesh)
+
+
+def _shard_mesh(
+    mesh: DeviceMesh,
+    shard_axis: int | None,
+    replicate_axis: int | None = None,
+    dims: DataParallelMeshDims | None = None,
+    full_mesh: DeviceMesh | None = None,
+) -> ShardMesh:
+    shards = None if shard_axis is None else mesh.get_group(shard_axis)
+    replicas = None if replicate_axis is None else mesh.get_group(replicate_axis)
+    return ShardMesh(
+        mesh=mesh,
+        shard_group=shards,
+        num_shards=1 if shards is None else shards.size(),
+        shard_rank=0 if shards is None else shards.rank(),
+        replica_group=replicas,
+        num_replicas=1 if replicas is None else replicas.size(),
+        device=_device_of(mesh),
+        dims=dims,
+        full_mesh=full_mesh,
+    )
+
+
+def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _default_mesh() -> DeviceMesh:

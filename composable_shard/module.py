@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from composable_shard.core.gradients import is_partial
-from composable_shard.core.group import ParamGroup
+from composable_shard.core.group import ParamGroup, group_of, set_group
+from composable_shard.core.sharded_grad import is_partial
 from composable_shard.errors import ShardError
+from composable_shard.module_communication import ModuleCommunication
+from composable_shard.module_settings import ModuleSettings
 
-_GROUP = "_composable_shard_group"
+__all__ = ["FSDPModule", "UnshardHandle", "group_of", "make_sharded"]
+
 _sharded_classes: dict[type, type] = {}
-
-
-def group_of(module: nn.Module) -> ParamGroup | None:
-    """Return the group of a sharded module, ``None`` for any other."""
-    return module.__dict__.get(_GROUP)
 
 
 def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     """Give a module its group and mix :class:`FSDPModule` into its class."""
-    module.__dict__[_GROUP] = group
+    set_group(module, group)
     original = type(module)
     sharded = _sharded_classes.get(original)
     if sharded is None:
@@ -35,15 +31,17 @@ def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     module.__class__ = sharded
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type: ignore[misc]
     """What :func:`fully_shard` adds to the class of a module.
 
-    All settings act from the next forward or backward on, whenever they are called.
+    Settings act from the next forward or backward on, whenever they are called.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the original class: slicing a sharded container gives a plain one."""
-        original = next(c for c in cls.__mro__ if not issubclass(c, TorchFSDPModule))
+        original = next(
+            c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule)
+        )
         return original(*args, **kwargs)
 
     # Moments --------------------------------------------------------------------------------
@@ -80,96 +78,6 @@ class FSDPModule(TorchFSDPModule):
         context.clean_up()
         for group in context.groups:
             group.gradients.discard_partial()
-
-    # Settings -------------------------------------------------------------------------------
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the end of a backward waits for its reductions.
-
-        ``False`` lets the last reductions of a microbatch overlap with the next one; gradients
-        are complete after a backward for which it is ``True``. Acts on the whole tree.
-        """
-        self._group().context.backward.is_last = _checked_bool("is_last_backward", is_last_backward)
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether backward reduces gradients over the ranks.
-
-        Without, gradients are accumulated unsharded, visible as ``Partial`` DTensors in ``.grad``,
-        and reduced by the next backward with it.
-
-        Args:
-            requires_gradient_sync: The choice.
-            recurse: Whether to set it for all sharded modules below, the default.
-        """
-        _checked_bool("requires_gradient_sync", requires_gradient_sync)
-        for group in self._groups(recurse):
-            group.settings.requires_gradient_sync = requires_gradient_sync
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication within this context.
-
-        Nests, and restores what was set before. Acts on this module and all below.
-        """
-        groups = self._groups(recurse=True)
-        before = [group.settings.requires_gradient_sync for group in groups]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for group, value in zip(groups, before, strict=True):
-                group.settings.requires_gradient_sync = value
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether unsharded parameters are freed after forward.
-
-        Args:
-            reshard_after_forward: The choice; also for a root, which has no say of its own then.
-            recurse: Whether to set it for all sharded modules below, the default.
-        """
-        _checked_bool("reshard_after_forward", reshard_after_forward)
-        for group in self._groups(recurse):
-            group.settings.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether unsharded parameters are freed after backward.
-
-        ``False`` saves the gather of the next microbatch; after an optimizer step the parameters
-        are gathered again all the same.
-
-        Args:
-            reshard_after_backward: The choice.
-            recurse: Whether to set it for all sharded modules below, the default.
-        """
-        _checked_bool("reshard_after_backward", reshard_after_backward)
-        for group in self._groups(recurse):
-            group.settings.reshard_after_backward = reshard_after_backward
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
-        """Gather these modules' groups when this one runs forward, instead of the recorded next.
-
-        Args:
-            modules: Sharded modules, in the order to gather them; empty for the recorded order.
-
-        Raises:
-            ValueError: If one of them is not sharded.
-        """
-        self._group().settings.forward_prefetch = _groups_of(modules)
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
-        """Gather these modules' groups when this one runs backward, instead of the recorded next.
-
-        Args:
-            modules: Sharded modules, in the order to gather them; empty for the recorded order.
-
-        Raises:
-            ValueError: If one of them is not sharded.
-        """
-        self._group().settings.backward_prefetch = _groups_of(modules)
 
     # nn.Module ------------------------------------------------------------------------------
 
@@ -209,17 +117,6 @@ class FSDPModule(TorchFSDPModule):
             f"{type(self).__name__}; see composable_shard.FSDPModule for those there are"
         )
 
-    def _group(self) -> ParamGroup:
-        group = group_of(cast(nn.Module, self))
-        assert group is not None
-        return group
-
-    def _groups(self, recurse: bool) -> list[ParamGroup]:
-        if not recurse:
-            return [self._group()]
-        modules = cast(nn.Module, self).modules()
-        return list(dict.fromkeys(g for m in modules if (g := group_of(m)) is not None))
-
 
 class UnshardHandle:
     """Waits for an ``unshard(async_op=True)``."""
@@ -232,21 +129,3 @@ class UnshardHandle:
         if self._group is not None:
             self._group.wait_for_unshard()
             self._group = None
-
-
-def _groups_of(modules: Sequence[FSDPModule]) -> list[ParamGroup]:
-    groups = []
-    for module in modules:
-        group = group_of(module) if isinstance(module, nn.Module) else None
-        if group is None:
-            raise ValueError(
-                f"Expected sharded modules, got {type(module).__name__}; apply fully_shard to it"
-            )
-        groups.append(group)
-    return groups
-
-
-def _checked_bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"Expected {name} to be a bool, got {type(value).__name__}: {value!r}")
-    return value

@@ -82,3 +82,34 @@ class OffloadPolicy:
         >>> OffloadPolicy()
         OffloadPolicy()
     """
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep sharded parameters, gradients and optimizer states on the CPU.
+
+    Shards are copied to the device of compute before they are gathered, reduced gradients back
+    after; the optimizer steps on the CPU.
+
+    Args:
+        pin_memory: Whether the shards lie in pinned memory, which copies faster and beside compute
+            but cannot be swapped out. Skipped, with one warning, where there is no accelerator.
+
+    Raises:
+        TypeError: If ``pin_memory`` is not a bool.
+
+    Source: ``torch.distributed.fsdp.CPUOffloadPolicy``.
+
+    Example:
+        >>> CPUOffloadPolicy(pin_memory=False)
+        CPUOffloadPolicy(pin_memory=False)
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise TypeError(
+                "Expected pin_memory to be a bool, got "
+                f"{type(self.pin_memory).__name__}: {self.pin_memory!r}"
+            )

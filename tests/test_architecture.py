@@ -20,7 +20,7 @@ MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # From the top down; a module may import what stands below its own layer, and its own layer.
 LAYERS = ["api", "train", "compat", "insight", "testing", "core", "bottom"]
-API = {"api", "module"}
+API = {"api", "module", "module_communication", "module_settings"}
 BOTTOM = {"mesh", "policy", "errors", "_torch"}
 MAY_IMPORT_API = {"train", "compat", "insight", "testing"}
 

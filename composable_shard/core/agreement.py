@@ -19,8 +19,10 @@ from composable_shard import _torch
 from composable_shard.core.extension import has_extension
 from composable_shard.core.param import ShardedParam
 from composable_shard.errors import RankMismatchError
+from composable_shard.mesh import ShardMesh
 
 if TYPE_CHECKING:
+    from composable_shard.core.channel import Channel
     from composable_shard.core.group import ParamGroup
 
 
@@ -37,32 +39,46 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
     Collective: one all-reduce of 24 bytes for each process group of more than one rank; more only
         if it raises.
     """
-    meshes = {group.mesh.group: group.mesh for group in groups}
-    for process_group, mesh in meshes.items():
-        if mesh.num_shards == 1:
-            continue
-        members = [group for group in groups if group.mesh.group is process_group]
-        facts = [line for group in members for line in _facts(group)]
-        digest = hashlib.sha256("\n".join(facts).encode()).digest()
-        number = int.from_bytes(digest[:7], "big")
-        tag = _last_tags.get(process_group.group_name, 0)
-        extremes = torch.tensor([number, -number, tag], device=mesh.device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group)
-        largest, negated_smallest, tag = extremes.tolist()
-        if largest != -negated_smallest:
-            _raise_first_difference(facts, process_group)
-        for place, group in enumerate(members):
-            group.set_tag(tag + 1 + place)
-        _last_tags[process_group.group_name] = tag + len(members)
+    channels = [(group, channel) for group in groups for channel in group.channels.values()]
+    process_groups: dict[dist.ProcessGroup, list[tuple[ParamGroup, Channel]]] = {}
+    for group, channel in channels:
+        for ranks in (channel.mesh.shard_group, channel.mesh.replica_group):
+            if ranks is not None and ranks.size() > 1:
+                process_groups.setdefault(ranks, []).append((group, channel))
+    for ranks, members in process_groups.items():
+        facts = [line for group, channel in members for line in _facts(group, channel.mesh)]
+        tag = _agree(ranks, members[0][1].mesh.device, facts, len(members))
+        for place, (_, channel) in enumerate(members):
+            if channel.mesh.shard_group is ranks:
+                channel.set_tag(tag + place)
 
 
-def _facts(group: ParamGroup) -> list[str]:
+def _agree(ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num_tags: int) -> int:
+    """Compare ``facts`` over ``ranks``; return the first of ``num_tags`` tags for all of them."""
+    digest = hashlib.sha256("\n".join(facts).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    last = _last_tags.get(ranks.group_name, 0)
+    extremes = torch.tensor([number, -number, last], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
+    largest, negated_smallest, last = extremes.tolist()
+    if largest != -negated_smallest:
+        _raise_first_difference(facts, ranks)
+    _last_tags[ranks.group_name] = last + num_tags
+    return int(last) + 1
+
+
+def _facts(group: ParamGroup, mesh: ShardMesh) -> list[str]:
     name = group.label
     policy = group.policy
+    replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
     return [
-        f"{name} over {group.mesh.num_shards} ranks, param_dtype {policy.param_dtype}, "
+        f"{name} over {mesh.num_shards} ranks{replicas}, param_dtype {policy.param_dtype}, "
         f"reduce_dtype {policy.reduce_dtype}",
-        *(f"parameter '{param.name}' of {name}: {_fact(param)}" for param in group.params),
+        *(
+            f"parameter '{param.name}' of {name}: {_fact(param)}"
+            for param in group.params
+            if param.mesh == mesh
+        ),
     ]
 
 
@@ -70,9 +86,10 @@ def _fact(param: ShardedParam) -> str:
     current = param.slots[0].get()
     local = _torch.local_tensor(current) if isinstance(current, DTensor) else param.local
     kind = "trainable" if param.sharded.requires_grad else "frozen"
+    placement = "replicated" if param.form.dim is None else f"Shard({param.form.dim})"
     extension = ", with its own all-gather" if has_extension(local) else ""
     return (
-        f"shape {list(param.layout.shape)}, {local.dtype}, Shard({param.layout.dim}), "
+        f"shape {list(param.form.shape)}, {local.dtype}, {placement}, "
         f"{kind}, on {local.device.type}{extension}"
     )
 

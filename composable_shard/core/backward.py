@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch.autograd.graph import Node
-
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup, Sharded
+from composable_shard.core.countdown import Boundary, Countdown, Token
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.schedule import OrderRecord
 
 if TYPE_CHECKING:
     from composable_shard.core.context import Context
-
-MAX_REDUCTIONS_IN_FLIGHT = 1
-"""Reductions launched and not waited for when another is launched; each holds its gradients."""
-
-
-_TO_THE_END = 1 << 62
-"""More nodes than there are: what is waited for ends with the backward."""
 
 
 class _End:
@@ -37,76 +29,7 @@ class _End:
         self._backward = backward
 
     def __call__(self) -> None:
-        self._backward.close()
-
-
-class Boundary:
-    """An identity in front of a module, whose node runs when all of the module's nodes have.
-
-    Hazard: a graph that never runs backward stays alive as long as somebody refers to its nodes.
-    Guard: only the hooks on the module's outputs refer to a boundary, so they die together; the
-    node itself refers to the token alone, or it would keep itself alive.
-    """
-
-    __slots__ = ("node", "token")
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.token = Token()
-
-
-class Token:
-    """Says in which backward a boundary is waited for."""
-
-    __slots__ = ("backward",)
-
-    def __init__(self) -> None:
-        self.backward = -1
-
-
-class _Countdown:
-    """How many autograd nodes of one group each running backward has left to run.
-
-    A checkpoint may run a backward inside a backward: the group is complete when none is left in
-    any of them. A backward that reaches the group but none of its nodes keeps it open to its end.
-    """
-
-    def __init__(self, group: ParamGroup) -> None:
-        self.left: dict[int, int] = {}
-        self._params = group.params
-        self._is_partial = False  # some parameter gets no gradient from the innermost backward
-
-    def accumulators_to_run(self) -> Iterator[Node]:
-        """Yield the accumulations that are part of the innermost running backward."""
-        for param in self._params:
-            if param.accumulator is not None and _torch.will_run(param.accumulator):
-                yield param.accumulator
-
-    def enter(self, backward: int) -> None:
-        if backward not in self.left:
-            self.left[backward] = sum(1 for _ in self.accumulators_to_run())
-            self._is_partial = self.left[backward] < len(self._params)
-
-    def expect(self, backward: int, boundaries: Sequence[Boundary]) -> None:
-        """Wait for the boundaries of one call of the module.
-
-        Without any, and with a parameter that gets no gradient, nothing tells when autograd is done
-        with that parameter: the group is kept open to the end.
-        """
-        for boundary in boundaries:
-            if boundary.token.backward != backward and _torch.will_run(boundary.node):
-                boundary.token.backward = backward
-                self.left[backward] += 1
-        if not boundaries and self._is_partial:
-            self.left[backward] = _TO_THE_END
-
-    def arrive(self, backward: int) -> bool:
-        """Count one node down; return whether the group is complete."""
-        self.left[backward] -= 1
-        if self.left[backward] > 0:
-            return False
-        del self.left[backward]
-        return not self.left
+        self._backward.end()
 
 
 class BackwardPass:
@@ -123,13 +46,16 @@ class BackwardPass:
         self._context = context
         self._end: weakref.ref[_End] | None = None
         self._id = -1
-        self._countdowns: dict[ParamGroup, _Countdown] = {}
+        self._countdowns: dict[ParamGroup, Countdown] = {}
         self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, by when they were entered
         self._to_need: dict[ParamGroup, None] = {}  # the same, by when they were left
         self._owing: dict[ParamGroup, None] = {}  # accumulated without sync
         self._needed: set[ParamGroup] = set()
         self._complete: set[ParamGroup] = set()
         self._in_flight: deque[ParamGroup] = deque()
+        self._all_reducing: ParamGroup | None = None
+        self._is_inside = False  # the running backward lies within a forward
+        self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
 
     # Told by the hooks ----------------------------------------------------------------------
 
@@ -160,7 +86,7 @@ class BackwardPass:
         self._countdown(group).expect(_torch.current_backward(), boundaries)
         if group not in self._needed:
             self._pass_by_until(group)
-        if group not in self._needed or (group.params and not group.is_unsharded):
+        if group not in self._needed or (group.is_sharded and group.is_read_in_backward):
             self._gather(group)
 
     def _gather(self, group: ParamGroup) -> None:
@@ -168,12 +94,16 @@ class BackwardPass:
         self._context.emit("pre_backward", group)
         if not group.params:
             return
+        if self._is_inside:
+            self._context.forward.gather(group)
+            return
         expected = self.order.advance(group)
-        group.unshard()
-        group.wait_for_unshard()
+        if group.is_read_in_backward:
+            group.unshard()
+            group.wait_for_unshard()
         explicit = group.settings.backward_prefetch
         for target in explicit or ([expected] if expected is not None else []):
-            if isinstance(target.state, Sharded):
+            if target.is_sharded and target.is_read_in_backward:
                 target.unshard()
 
     def _pass_by_until(self, group: ParamGroup | None) -> None:
@@ -183,8 +113,8 @@ class BackwardPass:
         needed yet will not be. Another rank's loss may reach it; gathering it, and reducing zeros,
         keeps all ranks calling the same collectives in the same order.
         """
-        if _torch.current_backward() != self._id:
-            return  # a backward within the backward sees only a part of the graph
+        if self._is_inside or _torch.current_backward() != self._id:
+            return  # a backward within forward or backward sees only a part of the graph
         if group is not None and group not in self._to_need:
             return
         while self._to_need:
@@ -197,6 +127,8 @@ class BackwardPass:
             self._gather(missed)
             if group is not None and self._context.encloses(missed, group):
                 continue  # it is not missed: they may share an output, whose inner hook runs first
+            if self._will_arrive(missed):
+                continue  # nor is one that comes later than its place, as in a double backward
             self._countdown(missed).left.clear()
             self._finish_group(missed)
 
@@ -213,36 +145,61 @@ class BackwardPass:
         if backward not in countdown.left:
             self._enter(group)
             countdown = self._countdown(group)
+        if self._is_inside:
+            self._ran_inside[group] = None
+            self._to_need.pop(group, None)
         if countdown.arrive(backward):
             self._finish_group(group)
 
     # Completion -----------------------------------------------------------------------------
 
-    def _countdown(self, group: ParamGroup) -> _Countdown:
+    def _countdown(self, group: ParamGroup) -> Countdown:
         countdown = self._countdowns.get(group)
         if countdown is None:
-            countdown = self._countdowns[group] = _Countdown(group)
+            countdown = self._countdowns[group] = Countdown(group)
         return countdown
 
     def _enter(self, group: ParamGroup) -> None:
         if self._end is None or self._end() is None:
             if self.was_aborted:
                 self._context.clean_up()
-            end = _End(self)
-            self._end, self._id = weakref.ref(end), _torch.current_backward()
-            _torch.on_backward_end(end)
+            self._begin()
         self.join(group)
         self._countdown(group).enter(_torch.current_backward())
 
+    def _begin(self) -> None:
+        self._countdowns.clear()
+        self._needed.clear()
+        end = _End(self)
+        self._end, self._id = weakref.ref(end), _torch.current_backward()
+        _torch.on_backward_end(end)
+        self._is_inside = self._context.forward.is_running
+        if self._is_inside:
+            return
+        for group in list(self._ran_inside):
+            if not self._will_arrive(group):
+                self._take_turn(group)
+
+    def _will_arrive(self, group: ParamGroup) -> bool:
+        """Tell whether the running backward accumulates into a parameter of ``group``."""
+        return any(True for _ in self._countdown(group).accumulators_to_run())
+
     def _finish_group(self, group: ParamGroup) -> None:
         self._context.emit("post_backward", group)
-        if group.settings.reshard_after_backward:
-            group.reshard()
-        if not group.settings.requires_gradient_sync:
-            self._accumulate(group)
+        if self._is_inside:
+            if self._countdown(group).is_bounded:
+                self._context.forward.release(group)
             return
-        self._complete.add(group)
+        if group.settings.reshard_after_backward and self._countdown(group).is_bounded:
+            group.reshard()
+        self._take_turn(group)
         self._launch_in_order()
+
+    def _take_turn(self, group: ParamGroup) -> None:
+        if group.settings.requires_gradient_sync:
+            self._complete.add(group)
+        else:
+            self._accumulate(group)
 
     def _accumulate(self, group: ParamGroup) -> None:
         self._to_reduce.pop(group, None)
@@ -263,23 +220,75 @@ class BackwardPass:
         self._complete.discard(group)
         if not group.is_trainable:
             return
-        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
+        while len(self._in_flight) >= self._max_in_flight():
             self._wait_for_oldest()
         group.gradients.reduce()
         self._in_flight.append(group)
         self._context.emit("reduce_scatter", group)
 
+    def _max_in_flight(self) -> int:
+        return max(group.settings.max_reductions for group in self._context.groups)
+
     def _wait_for_oldest(self) -> None:
+        """Wait for a reduction over the shards; let that over the replicas overlap what follows."""
         group = self._in_flight.popleft()
-        group.gradients.finish()
-        self._context.emit("wait_for_reduce_scatter", group)
+        if group.gradients.start_all_reduce():
+            self._context.emit("wait_for_reduce_scatter", group)
+            self._context.emit("all_reduce", group)
+            self._wait_for_replicas()
+            self._all_reducing = group
+        else:
+            group.gradients.finish()
+            self._context.emit("wait_for_reduce_scatter", group)
+
+    def _wait_for_replicas(self) -> None:
+        group, self._all_reducing = self._all_reducing, None
+        if group is not None:
+            group.gradients.finish()
+            self._context.emit("wait_for_all_reduce", group)
 
     # The end --------------------------------------------------------------------------------
 
     @property
     def was_aborted(self) -> bool:
         """Whether a backward began and failed, and nothing has cleaned up since."""
-        return self._end is not None and self._end() is None
+        return self._end is not None and self._end() is None and not self._is_inside
+
+    @property
+    def ran_inside(self) -> bool:
+        """Whether a backward within a forward has left gradients, or failed."""
+        return bool(self._ran_inside) or self._is_inside
+
+    def end(self) -> None:
+        """End the backward, or one within a forward, whose gradients wait for that of the forward.
+
+        What such a backward left may be used again by forward; nothing is sent.
+        """
+        if not self._is_inside:
+            self.close()
+            return
+        for group, countdown in list(self._countdowns.items()):
+            if countdown.left:
+                countdown.left.clear()
+                self._finish_group(group)
+            if not countdown.is_bounded:
+                self._context.forward.release(group)
+        self._end, self._id, self._is_inside = None, -1, False
+
+    def finish_inside(self) -> None:
+        """Reduce what backwards within a forward left, as none of that forward itself will come."""
+        if not self._ran_inside:
+            return
+        for group in dict.fromkeys([*reversed(self._to_reduce), *reversed(self._owing)]):
+            if group.settings.requires_gradient_sync:
+                self._launch(group)
+            else:
+                self._accumulate(group)
+        while self.is_last and self._in_flight:
+            self._wait_for_oldest()
+        if self.is_last:
+            self._wait_for_replicas()
+        self._reset()
 
     def close(self) -> None:
         """End the backward: complete the rest, reduce what is owed, wait, free."""
@@ -295,6 +304,8 @@ class BackwardPass:
                 self._accumulate(group)
         while self.is_last and self._in_flight:
             self._wait_for_oldest()
+        if self.is_last:
+            self._wait_for_replicas()
         for group in self._context.groups:
             if group.settings.reshard_after_backward:
                 group.reshard()
@@ -307,10 +318,12 @@ class BackwardPass:
         self.order.abandon()
         self.forget_forwards()
         self._in_flight.clear()
+        self._all_reducing = None
         self._reset()
 
     def _reset(self) -> None:
-        self._end, self._id = None, -1
+        self._end, self._id, self._is_inside = None, -1, False
+        self._ran_inside.clear()
         self.forget_forwards()
         self._countdowns.clear()
         self._needed.clear()

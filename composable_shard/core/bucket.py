@@ -16,21 +16,27 @@ from einops import rearrange
 
 from composable_shard import _torch
 from composable_shard.core.layout import ParamLayout, plan_bucket
+from composable_shard.core.offload import pins
 from composable_shard.core.param import ShardedParam
 from composable_shard.mesh import ShardMesh
 
 
 @dataclass
 class Transfer:
-    """What one unit puts into a collective launch: pairs of buffers, and what they belong to."""
+    """What one unit puts into a collective launch: pairs of buffers, [num_ranks * n] and [n]."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
-    staging: torch.Tensor | None = None
 
 
 class GatherUnit(Protocol):
-    """What a group gathers as a whole: a flat bucket or one parameter of a tensor subclass."""
+    """What a group gathers as a whole: a flat bucket or one parameter of a tensor subclass.
+
+    Attributes:
+        mesh: Over which ranks.
+    """
+
+    mesh: ShardMesh
 
     def start_gather(self) -> Transfer:
         """Allocate the unsharded storage and name the buffers to gather."""
@@ -40,6 +46,15 @@ class GatherUnit(Protocol):
 
     def free(self) -> None:
         """Free the unsharded storage."""
+
+    def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
+        """Copy one of ``num_parts`` equal parts of what was gathered, to regather it from."""
+
+    def start_regather(self, kept: list[torch.Tensor], num_parts: int) -> Transfer:
+        """Allocate the unsharded storage and name the buffers to gather from kept parts."""
+
+    def finish_regather(self, transfer: Transfer) -> None:
+        """Make the unsharded parameters valid again after the collective."""
 
 
 class ParamBucket:
@@ -57,19 +72,24 @@ class ParamBucket:
     def __init__(
         self,
         params: Sequence[ShardedParam],
-        mesh: ShardMesh,
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.params = list(params)
-        self.mesh = mesh
+        self.mesh = mesh = params[0].mesh
         self.layout = plan_bucket(
             tuple(param.layout for param in params), mesh.num_shards, compute_dtype.itemsize
         )
-        self.shares_storage = mesh.num_shards == 1 and dtype == compute_dtype
+        self.shares_storage = (
+            mesh.num_shards == 1 and dtype == compute_dtype and device == mesh.device
+        )
+        offload = params[0].offload
+        self._is_pinned = device.type == "cpu" and offload is not None and pins(offload)
         with torch.inference_mode(False):
-            self.sharded = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+            self.sharded = torch.zeros(
+                self.layout.shard_numel, dtype=dtype, device=device, pin_memory=self._is_pinned
+            )
         self.unsharded: torch.Tensor | None = self.sharded if self.shares_storage else None
         self._compute_dtype = compute_dtype
         self._inputs = [] if mesh.num_shards == 1 else self._messages(self.sharded)
@@ -78,10 +98,8 @@ class ParamBucket:
 
     def local_view(self, index: int) -> torch.Tensor:
         """Return the place of a parameter's local shard in the sharded buffer."""
-        param = self.params[index]
         start = self.layout.shard_offsets[index]
-        numel = param.layout.local_numel(self.mesh.shard_rank)
-        return self.sharded[start : start + numel].view(param.local_shape)
+        return self.params[index].form.local(self.sharded[start:], self.mesh.shard_rank)
 
     def start_gather(self) -> Transfer:
         if self.unsharded is None:
@@ -89,19 +107,25 @@ class ParamBucket:
         else:
             self._allocate()
         assert self.unsharded is not None
+        layout = self.layout
         if self.mesh.num_shards == 1:
             if not self.shares_storage:
-                self.unsharded.copy_(self.sharded[: self.layout.unsharded_numel])
+                source = self.sharded[: layout.unsharded_numel]
+                self.unsharded.copy_(source, non_blocking=self._is_pinned)
             return Transfer()
-        layout = self.layout
         inputs = self._inputs
-        if self.sharded.dtype != self._compute_dtype:
-            inputs = self._messages(self.sharded.to(self._compute_dtype))
+        source = self.sharded
+        if source.device != self.mesh.device:
+            source = source.to(self.mesh.device, non_blocking=self._is_pinned)
+        if source.dtype != self._compute_dtype:
+            source = source.to(self._compute_dtype)
+        if source is not self.sharded:
+            inputs = self._messages(source)
         if not layout.staging_numel:
             return Transfer(self._in_place, inputs)
         staging = self.unsharded.new_empty(layout.staging_numel)
         numels = [layout.num_shards * numel for _, numel in layout.messages[len(layout.direct) :]]
-        return Transfer([*self._in_place, *staging.split(numels)], inputs, staging)
+        return Transfer([*self._in_place, *staging.split(numels)], inputs)
 
     def finish_gather(self, transfer: Transfer) -> None:
         layout = self.layout
@@ -124,6 +148,18 @@ class ParamBucket:
         if self.unsharded is not None and not self.shares_storage:
             self.unsharded.untyped_storage().resize_(0)
 
+    def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
+        assert self.unsharded is not None
+        return [self.unsharded.view(num_parts, -1)[part].clone()]
+
+    def start_regather(self, kept: list[torch.Tensor], num_parts: int) -> Transfer:
+        self._allocate()
+        assert self.unsharded is not None
+        return Transfer([self.unsharded], kept)
+
+    def finish_regather(self, transfer: Transfer) -> None:
+        """Nothing is left to do: everything arrived in place."""
+
     def _messages(self, source: torch.Tensor) -> list[torch.Tensor]:
         return [source[start : start + numel] for start, numel in self.layout.messages]
 
@@ -138,7 +174,7 @@ class ParamBucket:
         layout = self.layout
         with torch.inference_mode(False):
             self.unsharded = torch.empty(
-                layout.unsharded_numel, dtype=self._compute_dtype, device=self.sharded.device
+                layout.unsharded_numel, dtype=self._compute_dtype, device=self.mesh.device
             )
             self._in_place = [self._unsharded_region(index) for index in layout.direct]
             self._unpacked = [
@@ -152,8 +188,9 @@ class ParamBucket:
         """Make the unsharded parameters as views of the unsharded storage."""
         assert self.unsharded is not None
         for param, offset in zip(self.params, self.layout.unsharded_offsets, strict=True):
+            flat = torch.empty(param.layout.gathered_numel, device="meta")
             param.create_unsharded(
-                _torch.fresh_storage_view(self.unsharded, offset, param.layout.shape)
+                _torch.fresh_storage_view(self.unsharded, offset, param.form.whole(flat))
             )
 
     def _unsharded_region(self, index: int) -> torch.Tensor:

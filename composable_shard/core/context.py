@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.backward import BackwardPass
 from composable_shard.core.forward import ForwardPass
+from composable_shard.core.freed import FreedParameters
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.streams import wait_for_event
+from composable_shard.core.ties import refuse_unowned
 
 Listener = Callable[[str, str], None]
 
@@ -23,6 +27,7 @@ class Context:
         forward: The running forward pass.
         backward: The running backward pass.
         listener: Called with ``(event, group name)``, if set.
+        post_optim_event: What the next gather waits for besides the compute stream.
     """
 
     def __init__(self, root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
@@ -31,18 +36,36 @@ class Context:
         self.forward = ForwardPass(self)
         self.backward = BackwardPass(self)
         self.listener: Listener | None = None
+        self.post_optim_event: torch.Event | None = None
+        self._freed = FreedParameters()
         self._agreed = False
+        self._ties_checked = False
         self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:
             group.context = self
 
     def emit(self, event: str, group: ParamGroup) -> None:
-        """Tell the listener, if there is one, that ``event`` happened to ``group``."""
+        """Tell who has to know, the listener among them, that ``event`` happened to ``group``."""
+        if event == "reshard":
+            self._freed.mark(group)
+        elif event == "wait_for_all_gather":
+            self._freed.unmark(group)
         if self.listener is not None:
             self.listener(event, group.name)
 
-    def agree(self) -> None:
+    def check_ties(self) -> None:
+        """Raise once if a tied parameter has no owner; see refuse_unowned."""
+        if not self._ties_checked:
+            refuse_unowned(
+                m for group in self.groups for top in group.modules for m in top.modules()
+            )
+            self._ties_checked = True
+
+    def before_gather(self) -> None:
         """Check once that all ranks hold the same model. Collective: see agree_on_model."""
+        if self.post_optim_event is not None:
+            wait_for_event(self.post_optim_event, self.root.mesh.device)
+            self.post_optim_event = None
         if not self._agreed:
             agree_on_model(self.groups)
             self._agreed = True

@@ -5,25 +5,24 @@ Everything that can fail happens before the module is touched.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from composable_shard.core.extension import needs_extension
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.offload import Offload, check_names, offload_of
 from composable_shard.core.param import ShardedParam, Slot
+from composable_shard.core.ties import owner_of_sharded, remember
 from composable_shard.core.units import build_units
-from composable_shard.mesh import ShardMesh
+from composable_shard.mesh import ShardMesh, ShardPlacementResult, resolve_mesh
 from composable_shard.policy import MixedPrecisionPolicy
 
-_sharded_originals: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-"""By id, the originals that are still alive after sharding: those tied to a module outside."""
-
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | DeviceMesh | ShardPlacementResult | None]
 
 
 @dataclass(frozen=True)
@@ -106,39 +105,41 @@ def find_managed(
 
 
 def plan_params(
-    managed: Managed, mesh: ShardMesh, shard_placement_fn: ShardPlacementFn | None
+    managed: Managed,
+    mesh: ShardMesh,
+    shard_placement_fn: ShardPlacementFn | None,
+    offload: Offload = None,
 ) -> list[ShardedParam]:
-    """Decide how each parameter is cut; check that all can be.
+    """Decide how each parameter is cut, over which mesh; check that all can be.
 
     Raises:
+        TypeError: For a mesh that is none.
         ValueError: For a parameter that cannot be sharded as asked, with its name.
     """
+    check_names(offload, set(managed.names.values()))
+    meshes: dict[DeviceMesh, ShardMesh] = {}
     planned = []
     for param, slots in managed.params.items():
         name = managed.names[param]
-        _check_param(name, param, mesh)
-        placement = None if shard_placement_fn is None else shard_placement_fn(param)
+        asked = None if shard_placement_fn is None else shard_placement_fn(param)
+        placement, own_mesh = _resolve_placement(name, asked)
+        over = mesh
+        if own_mesh is not None:
+            if own_mesh not in meshes:
+                meshes[own_mesh] = resolve_mesh(own_mesh)
+            over = meshes[own_mesh]
+        _check_param(name, param, over)
         dim = _shard_dim(name, param, placement)
-        planned.append(ShardedParam(name, slots, param, dim, mesh))
+        planned.append(ShardedParam(name, slots, param, dim, over, offload_of(name, offload)))
     return planned
 
 
 def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
-    if isinstance(param, DTensor):
+    owner = owner_of_sharded(param)
+    if owner is not None:
         raise ValueError(
-            f"Expected parameter '{name}' to be a plain tensor, got a DTensor with placements "
-            f"{param.placements}; a parameter is sharded by one fully_shard call only"
-        )
-    if id(param) in _sharded_originals:
-        raise ValueError(
-            f"Expected parameter '{name}' to belong to one group, got one that is tied to a "
-            f"parameter of another ('{_sharded_originals[id(param)].name}' there); put the modules "
-            "that share it into one group: fully_shard([module_a, module_b])"
-        )
-    if param.ndim == 0:
-        raise ValueError(
-            f"Expected parameter '{name}' to have at least 1 dim, got a scalar; "
-            "make it a tensor of shape [1], or pass it in ignored_params"
+            f"Expected parameter '{name}' to be sharded by one fully_shard call, got the sharded "
+            f"parameter '{owner.name}' of another group; tie parameters before fully_shard"
         )
     if param.device.type not in ("meta", "cpu", mesh.device.type):
         raise ValueError(
@@ -147,14 +148,27 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
         )
 
 
-def _shard_dim(name: str, param: nn.Parameter, placement: object) -> int:
+def _resolve_placement(name: str, asked: object) -> tuple[Shard | None, DeviceMesh | None]:
+    if isinstance(asked, ShardPlacementResult):
+        placement, mesh = asked.placement, asked.mesh
+        if (placement is None or isinstance(placement, Shard)) and (
+            mesh is None or isinstance(mesh, DeviceMesh)
+        ):
+            return placement, mesh
+    if isinstance(asked, DeviceMesh):
+        return None, asked
+    if asked is None or isinstance(asked, Shard):
+        return asked, None
+    raise ValueError(
+        "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
+        f"for parameter '{name}', got {type(asked).__name__}: {asked!r}"
+    )
+
+
+def _shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | None:
+    """Return the dim to shard, ``None`` for a scalar, which has none."""
     if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        raise ValueError(
-            f"Expected shard_placement_fn to return Shard or None for parameter '{name}', "
-            f"got {type(placement).__name__}: {placement!r}"
-        )
+        return 0 if param.ndim else None
     if not -param.ndim <= placement.dim < param.ndim:
         raise ValueError(
             f"Expected shard_placement_fn to return a dim within the {param.ndim} dims of "
@@ -177,10 +191,10 @@ def build_group(
     for param, original in zip(planned, originals, strict=True):
         shard = param.shard_of(original)
         if shard.device.type != "meta":
-            shard = shard.to(mesh.device)
+            shard = shard.to(param.device)
         shards.append(shard.clone() if needs_extension(shard) else shard)
     with torch.inference_mode(False):
-        units, locals_ = build_units(planned, shards, mesh, policy)
+        units, locals_ = build_units(planned, shards, policy)
         for param, local, original in zip(planned, locals_, originals, strict=True):
             param.create_sharded(local, original)
     return ParamGroup(modules, planned, units, mesh, policy)
@@ -190,8 +204,7 @@ def commit(group: ParamGroup, managed: Managed) -> None:
     """Register the sharded parameters and move buffers to the device of compute."""
     for param, original in zip(group.params, managed.params, strict=True):
         param.register_sharded()
-        _sharded_originals[id(original)] = param
-        weakref.finalize(original, _sharded_originals.pop, id(original), None)
+        remember(original, param.slots, group, param)
     device = group.mesh.device
     for module in managed.modules:
         for name, buffer in module._buffers.items():

@@ -34,6 +34,11 @@ class GradTransfer:
     outputs: list[torch.Tensor] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
 
+    def stay(self) -> None:
+        """Let the inputs of one shard be the result, without a collective."""
+        for out, full in zip(self.outputs, self.inputs, strict=True):
+            out.copy_(full[: out.numel()])
+
 
 class GradBucket:
     """Gradients that are reduced together, in one dtype.
@@ -71,13 +76,14 @@ class GradBucket:
         transfer.inputs.append(self._packed(grads, transfer.present))
         return transfer
 
-    def shards(self, reduced: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """View each gradient's local shard in a reduced buffer."""
-        layout = self.layout
-        return [
-            reduced[start : start + param.local_numel(rank)].view(param.local_shape(rank))
-            for start, param in zip(layout.shard_offsets, layout.params, strict=True)
-        ]
+    @property
+    def numel(self) -> int:
+        """Elements of a result without its flags."""
+        return self.layout.shard_numel
+
+    def flag(self, transfer: GradTransfer, index: int) -> None:
+        """Note in a result that there is a gradient, whatever the ranks had."""
+        transfer.result[self.numel + index].fill_(1)
 
     def anybody_has(self, transfer: GradTransfer) -> list[bool]:
         """Tell for each gradient whether any rank had it; reads the flags only if this one did not.

@@ -7,21 +7,22 @@ exists nowhere but inside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.bucket import GatherUnit, Transfer
-from composable_shard.core.collectives import AllGather, choose_collectives
+from composable_shard.core.bucket import GatherUnit
+from composable_shard.core.channel import Channel
 from composable_shard.core.freshness import Freshness
 from composable_shard.core.gradients import GroupGradients
 from composable_shard.core.optimizer_steps import watch_optimizer_steps
 from composable_shard.core.param import ShardedParam
+from composable_shard.core.settings import GroupSettings
 from composable_shard.core.streams import Pending
-from composable_shard.core.units import GroupUnits
+from composable_shard.core.units import GroupUnits, Kept, Transfers
 from composable_shard.errors import StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -38,11 +39,16 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Unsharding:
-    """The gather has been launched; the sharded parameters are still registered."""
+    """The gather has been launched; the sharded parameters are still registered.
+
+    Attributes:
+        is_regather: Whether it gathers parts that were kept.
+    """
 
     pending: Pending
-    transfers: tuple[Transfer, ...]
+    transfers: Transfers
     version: int
+    is_regather: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,32 +58,23 @@ class Unsharded:
     version: int
 
 
-State = Sharded | Unsharding | Unsharded
+@dataclass(frozen=True)
+class PartlySharded:
+    """Each of ``num_ranks`` neighbours keeps a part; the sharded parameters are registered."""
+
+    kept: Kept
+    num_ranks: int
+    version: int
+
+
+State = Sharded | Unsharding | Unsharded | PartlySharded
 
 _LEGAL: dict[type, tuple[type, ...]] = {
     Sharded: (Unsharding,),
     Unsharding: (Unsharded, Sharded),
-    Unsharded: (Sharded,),
+    Unsharded: (Sharded, PartlySharded),
+    PartlySharded: (Unsharding, Sharded),
 }
-
-
-@dataclass
-class GroupSettings:
-    """What users may change at any time.
-
-    Attributes:
-        reshard_after_forward: ``None`` lets the place in the tree decide: all but the root.
-        reshard_after_backward: Whether unsharded parameters are freed once they have gradients.
-        requires_gradient_sync: Whether backward reduces gradients over the ranks.
-        forward_prefetch: Groups to gather when this one runs forward, instead of the recorded one.
-        backward_prefetch: The same for backward.
-    """
-
-    reshard_after_forward: bool | None = None
-    reshard_after_backward: bool = True
-    requires_gradient_sync: bool = True
-    forward_prefetch: list[ParamGroup] = field(default_factory=list)
-    backward_prefetch: list[ParamGroup] = field(default_factory=list)
 
 
 class ParamGroup:
@@ -85,6 +82,8 @@ class ParamGroup:
 
     Attributes:
         modules: The modules that were passed to ``fully_shard``.
+        mesh: Over which ranks its parameters are sharded, but those with a mesh of their own.
+        channels: How it talks to the ranks of each mesh.
         units: Their parameters, in what is gathered as a whole.
         freshness: Whether unsharded parameters are still valid.
         settings: What users may change.
@@ -105,21 +104,18 @@ class ParamGroup:
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.modules = modules
-        self.units = GroupUnits(params, units, mesh, policy)
+        self.mesh = mesh
+        self.units = GroupUnits(params, units, policy)
+        self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
         self.freshness = Freshness(self.units.params)
         self.settings = GroupSettings()
         self.context: Context
         self.name = ""
         self.state: State = Sharded()
-        self.all_gather: AllGather
-        self.all_gather, reduce_scatter = choose_collectives(mesh.group, mesh.device)
-        self.gradients = GroupGradients(self.params, mesh, policy, reduce_scatter)
+        self.gradients: GroupGradients
+        self._create_gradients()
         self.calls: list[Call] = []
         self.on_gradient: Callable[[torch.Tensor], None]
-
-    def set_tag(self, tag: int) -> None:
-        """Let the group's messages carry two tags made of one on which the ranks have agreed."""
-        self.all_gather.tag, self.gradients.reduce_scatter.tag = 2 * tag, 2 * tag + 1
 
     @property
     def label(self) -> str:
@@ -132,14 +128,18 @@ class ParamGroup:
         return self.units.params
 
     @property
-    def mesh(self) -> ShardMesh:
-        """Over which ranks they are sharded."""
-        return self.units.mesh
-
-    @property
     def policy(self) -> MixedPrecisionPolicy:
         """Which dtypes they have."""
         return self.units.policy
+
+    def give_back(self, param: ShardedParam) -> None:
+        """Let go of a parameter that another group will own; nothing was gathered yet."""
+        self.units.give_back(param)
+        self._create_gradients()
+
+    def _create_gradients(self) -> None:
+        channels = list(self.channels.values())
+        self.gradients = GroupGradients(self.params, channels, self.policy, self.settings.reduction)
 
     # The state machine ----------------------------------------------------------------------
 
@@ -152,13 +152,23 @@ class ParamGroup:
         return type(self.state) is Unsharded
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether there is something to gather and no gather is under way."""
+        return bool(self.params) and isinstance(self.state, (Sharded, PartlySharded))
+
+    @property
+    def is_read_in_backward(self) -> bool:
+        """Whether backward reads the parameters."""
+        return bool(self.params) and self.settings.unshards_in_backward
+
+    @property
     def is_trainable(self) -> bool:
         return any(param.sharded.requires_grad for param in self.params)
 
     def unshard(self) -> None:
         """Launch the gather unless it is under way, done and still valid.
 
-        Collective: one all-gather launch of the group's bytes, or none.
+        Collective: one all-gather launch of the group's bytes for each mesh, or none.
         Memory: the unsharded parameters, in the compute dtype.
         """
         if not self.params:
@@ -167,20 +177,40 @@ class ParamGroup:
         if in_backward:
             self._check_unchanged_since_forward()
         if not isinstance(state, Sharded):
-            if in_backward or state.version == self.freshness.version():
+            is_valid = in_backward or state.version == self.freshness.version()
+            if is_valid and isinstance(state, PartlySharded):
+                self._regather(state)
+                return
+            if is_valid:
                 if not in_backward and self.is_unsharded:
                     self._follow_requires_grad()
                 return
             self.reshard()
-        self.context.agree()
+        self.context.before_gather()
         if self.units.settle(self.label):
             watch_optimizer_steps(self)
         transfers = self.units.start_gather()
-        inputs = [tensor for transfer in transfers for tensor in transfer.inputs]
-        outputs = [tensor for transfer in transfers for tensor in transfer.outputs]
-        works = self.all_gather.launch(outputs, inputs, self.mesh.group) if inputs else []
-        version = self.freshness.version()
-        self._move_to(Unsharding(Pending(works, inputs), transfers, version))
+        self._launch(transfers, self.freshness.version())
+
+    def _regather(self, state: PartlySharded) -> None:
+        transfers = self.units.start_regather(state.kept, state.num_ranks)
+        self._launch(transfers, state.version, state.num_ranks)
+
+    def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
+        works, owned = [], []
+        for mesh, channel in self.channels.items():
+            members = [transfer for over, transfer in transfers if over is mesh or over == mesh]
+            inputs = [tensor for transfer in members for tensor in transfer.inputs]
+            if not inputs:
+                continue
+            outputs = [tensor for transfer in members for tensor in transfer.outputs]
+            if num_ranks is None:
+                works += channel.gather(outputs, inputs)
+            else:
+                works += channel.regather(outputs, inputs, num_ranks)
+            owned += inputs
+        pending = Pending(works, owned)
+        self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.context.emit("all_gather", self)
 
     def wait_for_unshard(self) -> None:
@@ -189,25 +219,38 @@ class ParamGroup:
         if not isinstance(state, Unsharding):
             return
         state.pending.wait()
-        self.units.finish_gather(state.transfers)
+        if state.is_regather:
+            self.units.finish_regather(state.transfers)
+        else:
+            self.units.finish_gather(state.transfers)
         self._follow_requires_grad()
         for param in self.params:
             param.register_unsharded()
         self._move_to(Unsharded(state.version))
         self.context.emit("wait_for_all_gather", self)
 
-    def reshard(self) -> None:
-        """Free the unsharded parameters and register the sharded ones. Collective: none."""
+    def reshard(self, num_ranks: int | None = None) -> None:
+        """Free the unsharded parameters and register the sharded ones. Collective: none.
+
+        Args:
+            num_ranks: Of how many neighbours each keeps a part, to regather from; all of the
+                parameters are freed if absent.
+        """
         state = self.state
         if isinstance(state, Sharded):
             return
+        freed: State = Sharded()
         if isinstance(state, Unsharding):
             state.pending.wait()
-        else:
+        elif isinstance(state, Unsharded):
             for param in self.params:
                 param.register_sharded()
+            if num_ranks is not None:
+                freed = PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
+        elif num_ranks is not None:
+            return
         self.units.free()
-        self._move_to(Sharded())
+        self._move_to(freed)
         self.context.emit("reshard", self)
 
     def _follow_requires_grad(self) -> None:
@@ -225,3 +268,16 @@ class ParamGroup:
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.name or 'root'}, {len(self.params)} params, {self.state})"
+
+
+_ATTRIBUTE = "_composable_shard_group"
+
+
+def group_of(module: nn.Module) -> ParamGroup | None:
+    """Return the group of a sharded module, ``None`` for any other."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def set_group(module: nn.Module, group: ParamGroup) -> None:
+    """Remember the group of a module that is being sharded."""
+    module.__dict__[_ATTRIBUTE] = group

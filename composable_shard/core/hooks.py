@@ -17,10 +17,11 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
-from composable_shard.core.backward import Boundary, Token
-from composable_shard.core.buffers import CastBuffers
+from composable_shard.core.buffers import CastBuffers, PreciseNormWeights
+from composable_shard.core.countdown import Boundary, Token
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.nested import map_tensors, tensors_in
+from composable_shard.core.nested import ATOMS, map_tensors, tensors_in, tensors_stored_in
+from composable_shard.errors import ShardError
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -66,7 +67,8 @@ class ModuleHooks:
     def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         self._group = group
         self._managed = list(managed)
-        self._buffers = CastBuffers(managed, group.policy.buffer_dtype)
+        buffers = CastBuffers(managed, group.policy.buffer_dtype)
+        self._lenders = (buffers, PreciseNormWeights(managed))
         self._stored: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @torch.compiler.disable
@@ -80,8 +82,11 @@ class ModuleHooks:
         elif context.forward.enter(group):
             args, kwargs = self._to_device((args, kwargs))
         call = Call()
+        if not group.calls:
+            self._take_back()  # what an interrupt left lent
+            for lender in self._lenders:
+                lender.lend()
         group.calls.append(call)
-        self._buffers.cast()
         dtype = group.policy.param_dtype
         if dtype is not None and group.policy.cast_forward_inputs:
             args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
@@ -98,18 +103,23 @@ class ModuleHooks:
         """
         calls = self._group.calls
         call = calls.pop() if calls else Call()  # none if forward could not begin
-        self._buffers.restore()
+        if not calls:
+            self._take_back()
         dtype = self._group.policy.output_dtype
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype), output)
-        if torch.is_grad_enabled():
-            self._watch(call, output)
+        group, has_grad = self._group, torch.is_grad_enabled()
+        is_watched = self._watch(call, output) if has_grad else False
         if _torch.current_backward() == -1:
             failed = output is None and sys.exc_info()[0] is not None
-            if torch.is_grad_enabled():
-                self._group.context.backward.expect(self._group)
-            self._group.context.forward.leave(self._group, module, failed=failed)
+            if has_grad:
+                group.context.backward.expect(group)
+            group.context.forward.leave(group, module, failed=failed, has_backward=is_watched)
         return output
+
+    def _take_back(self) -> None:
+        for lender in reversed(self._lenders):
+            lender.take_back()
 
     def _to_device(self, inputs: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
         device = self._group.mesh.device
@@ -130,29 +140,37 @@ class ModuleHooks:
         call.outer_bases.append((base, base.grad_fn))
         return inner
 
-    def _watch(self, call: Call, output: object) -> None:
-        """Ask to be told when an output, or what forward stored away, gets a gradient."""
+    def _watch(self, call: Call, output: object) -> bool:
+        """Ask to be told when an output, or what forward stored away, gets a gradient.
+
+        Returns:
+            Whether there is any that may.
+        """
+        is_watched = False
         pre_backward = partial(self._pre_backward, call.boundaries)
         for tensor in (*tensors_in(output), *self._newly_stored()):
             if not tensor.requires_grad:
                 continue
+            is_watched = True
             tensor.register_hook(pre_backward)
             base = tensor._base
             if base is not None and base.requires_grad and not call.came_in(base):
                 # an in-place op on a view replaces its node, and a hook on the old one never runs
                 base.register_hook(pre_backward)
+        return is_watched
 
     def _newly_stored(self) -> Iterator[torch.Tensor]:
         """Yield what forward stored away on its modules, such as a loss to be added later."""
-        seen, self._stored = self._stored, {}
+        stored, self._stored = self._stored, {}
+        seen: set[int] = set()
         for module in self._managed:
             for name, value in module.__dict__.items():
-                if name in _MODULE_ATTRIBUTES:
+                if name in _MODULE_ATTRIBUTES or type(value) in ATOMS:
                     continue
-                for tensor in tensors_in(value):
+                for tensor in tensors_stored_in(value, seen):
                     if tensor.grad_fn is None:
                         continue
-                    known = seen.get(id(tensor))
+                    known = stored.get(id(tensor))
                     self._stored[id(tensor)] = weakref.ref(tensor)
                     if known is None or known() is not tensor:
                         yield tensor
@@ -162,11 +180,27 @@ class ModuleHooks:
 
 
 def _arrive(group: ParamGroup, *_: object) -> None:
+    if torch.is_grad_enabled():
+        raise ShardError(
+            f"Expected a backward into the parameters of {group.label} without create_graph=True, "
+            "got one with it, whose graph ends where gradients are reduced; take gradients of "
+            "inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
+        )
     group.context.backward.arrive(group)
 
 
-def _arrive_at_boundary(group: ParamGroup, token: Token, *_: object) -> None:
+def _arrive_at_boundary(
+    group: ParamGroup, token: Token, grads: Sequence[torch.Tensor | None], *_: object
+) -> None:
     group.context.backward.arrive_at_boundary(group, token)
+    if torch.is_grad_enabled():  # with create_graph: a backward may start from these gradients
+        for grad in grads:
+            if grad is not None and grad.requires_grad:
+                grad.register_hook(partial(_need, group))
+
+
+def _need(group: ParamGroup, _: torch.Tensor) -> None:
+    group.context.backward.need(group)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -200,7 +200,7 @@ def plan_bucket(params: tuple[ParamLayout, ...], num_shards: int, itemsize: int)
     unsharded_offsets = [0] * len(params)
     order = [*direct, *packed, *permuted]
     numels = [params[i].numel if i in set(permuted) else params[i].gathered_numel for i in order]
-    unsharded_numel = _place(order, numels, unsharded_offsets, 0, step)
+    end_of_unsharded = _place(order, numels, unsharded_offsets, 0, step)
     return BucketLayout(
         params=params,
         num_shards=num_shards,
@@ -211,7 +211,7 @@ def plan_bucket(params: tuple[ParamLayout, ...], num_shards: int, itemsize: int)
         shard_numel=end if packed else packed_offset,
         packed_offset=packed_offset,
         unsharded_offsets=tuple(unsharded_offsets),
-        unsharded_numel=unsharded_numel,
+        unsharded_numel=_aligned(end_of_unsharded, num_shards),  # any group can share it evenly
     )
 
 

@@ -1,30 +1,63 @@
-"""Tensors inside what modules take and return: containers, dataclasses, views of dicts."""
+"""Tensors inside what modules take, return and store: containers, dataclasses, plain objects."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, ValuesView
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+
+from composable_shard import _torch
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
+
+ATOMS: frozenset[type] = frozenset(
+    [
+        *(type(None), bool, int, float, complex, str, bytes, type, range, slice),
+        *(torch.Size, torch.dtype, torch.device),
+        *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
+    ]
+)
+"""Types that hold no tensors and are worth telling apart quickly."""
+
+_VALUES: type = type({}.values())
+_ITEMS: type = type({}.items())
+_ITERABLE: tuple[Any, ...] = (list, tuple, set, frozenset, deque, ValuesView, _ITEMS)
+
+MAX_DEPTH_OF_OBJECTS = 3
+"""How many plain objects inside each other are looked into."""
+
+MANY = 64
+"""A container of more items than these, the first of which is an atom, is one of atoms."""
+
+_CLOSED_PACKAGES = ("torch", __name__.split(".")[0])
+"""Whose objects hold no graph of the user's."""
 
 
 def map_tensors(change: _Change, value: Any) -> Any:
     """Apply ``change`` to every tensor in ``value``; what holds no changed tensor stays itself.
 
-    Goes into lists, tuples, named tuples, mappings and dataclass instances.
+    Goes into lists, tuples, named tuples, sets, mappings and their views, dataclass instances and
+    the containers that are registered with ``torch.utils._pytree``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, (list, tuple)):
+    if type(value) in ATOMS:
+        return value
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return _map_sequence(change, value)
+    if isinstance(value, (_VALUES, _ITEMS)):
+        return _map_view(change, value)
     if isinstance(value, Mapping):
         return _map_mapping(change, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(change, value)
-    return value
+    return _torch.map_registered_container(partial(map_tensors, change), value)
 
 
 def _map_sequence(change: _Change, value: Any) -> Any:
@@ -33,18 +66,42 @@ def _map_sequence(change: _Change, value: Any) -> Any:
         return value
     if hasattr(value, "_fields"):
         return type(value)(*items)
+    if isinstance(value, deque):
+        return type(value)(items, value.maxlen)
     return type(value)(items)
+
+
+def _map_view(change: _Change, value: Any) -> Any:
+    """Return the same view of a changed copy of the dict behind."""
+    items = {key: map_tensors(change, item) for key, item in value.mapping.items()}
+    if all(items[key] is item for key, item in value.mapping.items()):
+        return value
+    return items.values() if isinstance(value, _VALUES) else items.items()
 
 
 def _map_mapping(change: _Change, value: Any) -> Any:
     items = {key: map_tensors(change, item) for key, item in value.items()}
-    if all(items[key] is value[key] for key in items):
+    changed = {key: item for key, item in items.items() if item is not value[key]}
+    if not changed:
         return value
     if type(value) is dict:
         return items
+    if dataclasses.is_dataclass(value):
+        return _copy_of_both_kinds(value, items)
     copied = value.copy() if hasattr(value, "copy") else type(value)(value)
+    for key, item in changed.items():
+        copied[key] = item
+    return copied
+
+
+def _copy_of_both_kinds(value: Any, items: Mapping[Any, Any]) -> Any:
+    """Copy a mapping that is a dataclass too: not made of a mapping, and holds each item twice."""
+    copied: Any = type(value).__new__(type(value))  # type: ignore[call-overload]
+    copied.__dict__.update(value.__dict__)
     for key, item in items.items():
         copied[key] = item
+        if isinstance(key, str) and getattr(value, key, None) is value[key]:
+            object.__setattr__(copied, key, item)
     return copied
 
 
@@ -54,23 +111,70 @@ def _map_dataclass(change: _Change, value: Any) -> Any:
     if all(items[name] is getattr(value, name) for name in fields):
         return value
     copied = object.__new__(type(value))
-    copied.__dict__.update(getattr(value, "__dict__", {}))
+    if hasattr(value, "__dict__"):  # one with slots has none
+        copied.__dict__.update(value.__dict__)
     for name, item in items.items():
         object.__setattr__(copied, name, item)
     return copied
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in ``value``, also in views of dicts and sets."""
+    """Yield every tensor in ``value``: in all that :func:`map_tensors` goes into."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif type(value) in ATOMS:
+        return
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set, frozenset, ValuesView, type({}.items()))):
+    elif isinstance(value, _ITERABLE):
         for item in value:
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
                 yield from tensors_in(getattr(value, field.name))
+    else:
+        for item in _torch.registered_children(value):
+            yield from tensors_in(item)
+
+
+def tensors_stored_in(
+    value: Any, seen: set[int], depth: int = MAX_DEPTH_OF_OBJECTS
+) -> Iterator[torch.Tensor]:
+    """Yield every tensor in ``value``, also in the attributes of plain objects.
+
+    Args:
+        value: An attribute of a module.
+        seen: The containers and objects that were looked into; grows.
+        depth: How many objects inside each other are looked into.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if type(value) in ATOMS or id(value) in seen or isinstance(value, (nn.Module, type)):
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        children: Any = value.values()
+    elif isinstance(value, _ITERABLE):
+        children = value
+    elif depth and type(value).__module__.split(".")[0] not in _CLOSED_PACKAGES:
+        children, depth = _attributes(value), depth - 1
+    else:
+        return
+    if len(children) > MANY and type(next(iter(children))) in ATOMS:
+        return
+    for item in children:
+        if type(item) not in ATOMS:
+            yield from tensors_stored_in(item, seen, depth)
+
+
+def _attributes(value: Any) -> list[Any]:
+    attributes = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                attributes.append(getattr(value, name))
+    return attributes

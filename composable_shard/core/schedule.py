@@ -31,6 +31,11 @@ class OrderRecord(Generic[Key]):
         self._position = position + 1
         return expected[position + 1] if position + 1 < len(expected) else None
 
+    @property
+    def upcoming(self) -> Key | None:
+        """Who is expected next, if known."""
+        return self.recorded[self._position] if self._position < len(self.recorded) else None
+
     def finish(self) -> None:
         """End the pass; what was recorded predicts the next one."""
         if self._current:

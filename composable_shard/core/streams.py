@@ -8,7 +8,8 @@ streams do nothing and the works do the waiting; the code is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -48,3 +49,16 @@ def wait_for_event(event: torch.Event, device: torch.device) -> None:
     """Make the compute stream of ``device`` continue after ``event``."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).wait_event(event)
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Run what is inside on ``stream``, after what the compute stream has; it continues after."""
+    if stream is None:
+        yield
+        return
+    compute = torch.accelerator.current_stream()
+    stream.wait_stream(compute)
+    with stream:
+        yield
+    compute.wait_stream(stream)

@@ -13,11 +13,20 @@ import torch
 
 from composable_shard import _torch
 from composable_shard.core.bucket import GatherUnit, ParamBucket, Transfer
-from composable_shard.core.extension import ExtensionGather, agree_formats, needs_extension
+from composable_shard.core.extension import needs_extension
+from composable_shard.core.extension_gather import ExtensionGather, agree_formats
 from composable_shard.core.param import ShardedParam
 from composable_shard.errors import MaterializationError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
+
+Transfers = tuple[tuple[ShardMesh, Transfer], ...]
+"""What the units of a group send and receive, each over its mesh."""
+
+Kept = list[list[torch.Tensor]]
+"""For each unit, this rank's part of what was gathered."""
+
+_BucketKey = tuple[ShardMesh, torch.dtype, torch.dtype, torch.device]
 
 
 class GroupUnits:
@@ -25,7 +34,6 @@ class GroupUnits:
 
     Attributes:
         params: The parameters.
-        mesh: Over which ranks they are sharded.
         policy: Which dtype they compute in.
     """
 
@@ -33,11 +41,9 @@ class GroupUnits:
         self,
         params: Sequence[ShardedParam],
         units: list[GatherUnit],
-        mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.params = list(params)
-        self.mesh = mesh
         self.policy = policy
         self._units = units
         self._settled = False
@@ -47,22 +53,41 @@ class GroupUnits:
         """Whether some unsharded parameters are the shards themselves."""
         return any(isinstance(unit, ParamBucket) and unit.shares_storage for unit in self._units)
 
-    def start_gather(self) -> tuple[Transfer, ...]:
+    def start_gather(self) -> Transfers:
         """Allocate the unsharded storage and name what is sent and received.
 
         Collective: one all-gather of a small object at the first gather of tensor subclasses.
         """
-        extensions = [unit for unit in self._units if isinstance(unit, ExtensionGather)]
-        if extensions:
-            agree_formats(extensions)
-        return tuple(unit.start_gather() for unit in self._units)
+        extensions: dict[ShardMesh, list[ExtensionGather]] = {}
+        for unit in self._units:
+            if isinstance(unit, ExtensionGather):
+                extensions.setdefault(unit.mesh, []).append(unit)
+        for gathers in extensions.values():
+            agree_formats(gathers)
+        return tuple((unit.mesh, unit.start_gather()) for unit in self._units)
 
-    def finish_gather(self, transfers: tuple[Transfer, ...]) -> None:
+    def finish_gather(self, transfers: Transfers) -> None:
         """Make the unsharded parameters valid; creates them at the first time."""
-        for unit, transfer in zip(self._units, transfers, strict=True):
+        for unit, (_, transfer) in zip(self._units, transfers, strict=True):
             unit.finish_gather(transfer)
             if isinstance(unit, ParamBucket) and unit.params[0].unsharded is None:
                 unit.create_unsharded_params()
+
+    def keep(self, num_parts: int) -> Kept:
+        """Copy this rank's part, of ``num_parts`` equal ones, of the unsharded storage."""
+        return [unit.keep(unit.mesh.shard_rank % num_parts, num_parts) for unit in self._units]
+
+    def start_regather(self, kept: Kept, num_parts: int) -> Transfers:
+        """Allocate the unsharded storage and name what of the kept parts is sent."""
+        return tuple(
+            (unit.mesh, unit.start_regather(parts, num_parts))
+            for unit, parts in zip(self._units, kept, strict=True)
+        )
+
+    def finish_regather(self, transfers: Transfers) -> None:
+        """Make the unsharded parameters valid again."""
+        for unit, (_, transfer) in zip(self._units, transfers, strict=True):
+            unit.finish_regather(transfer)
 
     def free(self) -> None:
         """Free the unsharded storage."""
@@ -99,26 +124,31 @@ class GroupUnits:
         self._settled = True
         return True
 
+    def give_back(self, param: ShardedParam) -> None:
+        """Let go of a parameter."""
+        self.params.remove(param)
+        self._rebuild()
+
     def _extended_since_built(self) -> bool:
         bucketed = [p for u in self._units if isinstance(u, ParamBucket) for p in u.params]
         return any(needs_extension(param.local) for param in bucketed)
 
     def _rebuild(self) -> None:
         self._units, locals_ = build_units(
-            self.params, [param.local for param in self.params], self.mesh, self.policy
+            self.params, [param.local for param in self.params], self.policy
         )
         for param, local in zip(self.params, locals_, strict=True):
             param.adopt_local(local)
             param.forget_unsharded()
 
     def _check_materialized(self, label: str) -> None:
-        wrong = [p for p in self.params if p.local.device != self.mesh.device]
+        wrong = [param for param in self.params if param.local.device != param.device]
         if not wrong:
             return
         places = ", ".join(f"{param.name} on {param.local.device}" for param in wrong)
         raise MaterializationError(
-            f"Expected the parameters of {label} on {self.mesh.device}, got {places}; "
-            f"call module.to_empty(device='{self.mesh.device}') and initialize them, "
+            f"Expected the parameters of {label} on {wrong[0].device}, got {places}; "
+            f"call module.to_empty(device='{wrong[0].device}') and initialize them, "
             "for example with reset_parameters()"
         )
 
@@ -126,7 +156,6 @@ class GroupUnits:
 def build_units(
     params: Sequence[ShardedParam],
     shards: Sequence[torch.Tensor],
-    mesh: ShardMesh,
     policy: MixedPrecisionPolicy,
 ) -> tuple[list[GatherUnit], list[torch.Tensor]]:
     """Sort parameters into flat buckets, and tensor subclasses by themselves.
@@ -134,7 +163,6 @@ def build_units(
     Args:
         params: The parameters.
         shards: Values of the local shard of each; copied into the buckets.
-        mesh: Over which ranks they are sharded.
         policy: Which dtype they compute in.
 
     Returns:
@@ -142,16 +170,16 @@ def build_units(
     """
     units: list[GatherUnit] = []
     locals_: list[torch.Tensor] = list(shards)
-    keyed: dict[tuple[torch.dtype, torch.dtype, torch.device], list[int]] = {}
+    keyed: dict[_BucketKey, list[int]] = {}
     for index, (param, shard) in enumerate(zip(params, shards, strict=True)):
         if needs_extension(shard):
             param.local = shard
-            units.append(ExtensionGather(param, policy, mesh.device))
+            units.append(ExtensionGather(param, policy, param.mesh.device))
         else:
-            key = (shard.dtype, policy.compute_dtype(shard.dtype), shard.device)
-            keyed.setdefault(key, []).append(index)
-    for (dtype, compute_dtype, device), indices in keyed.items():
-        bucket = ParamBucket([params[i] for i in indices], mesh, dtype, compute_dtype, device)
+            dtypes = (shard.dtype, policy.compute_dtype(shard.dtype))
+            keyed.setdefault((param.mesh, *dtypes, shard.device), []).append(index)
+    for (_, dtype, compute_dtype, device), indices in keyed.items():
+        bucket = ParamBucket([params[i] for i in indices], dtype, compute_dtype, device)
         for place, index in enumerate(indices):
             locals_[index] = bucket.local_view(place)
             if device.type != "meta":

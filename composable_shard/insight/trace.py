@@ -25,6 +25,8 @@ EVENTS = (
     "accumulate",
     "reduce_scatter",
     "wait_for_reduce_scatter",
+    "all_reduce",
+    "wait_for_all_reduce",
 )
 """All events. The first four are moments of a group, the others what it does at them."""
 

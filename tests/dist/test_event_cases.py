@@ -41,19 +41,19 @@ def test_without_sync_gradients_are_accumulated_and_nothing_is_sent() -> None:
         """pre_backward root,
         pre_backward 1, gather 1, wait 1, post_backward 1, free 1, accumulate 1,
         pre_backward 0, gather 0, wait 0, post_backward 0, free 0, accumulate 0,
-        post_backward root, free root, accumulate root"""
+        post_backward root, accumulate root, free root"""
     )
     assert second == events(
         """pre_backward root, gather 1,
         pre_backward 1, wait 1, gather 0, post_backward 1, free 1, accumulate 1,
         pre_backward 0, wait 0, post_backward 0, free 0, accumulate 0,
-        post_backward root, free root, accumulate root"""
+        post_backward root, accumulate root, free root"""
     )
     assert last == events(
         """pre_backward root, gather 1,
         pre_backward 1, wait 1, gather 0, post_backward 1, free 1, reduce 1,
         pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
-        post_backward root, free root, finish 0, reduce root, finish root"""
+        post_backward root, finish 0, reduce root, finish root, free root"""
     )
 
 
@@ -166,9 +166,9 @@ def test_a_group_called_in_part_is_freed_at_the_end_of_forward() -> None:
         "post_forward root, free pair"
     )
     assert second_backward == events(
-        "pre_backward root, gather pair, post_backward root, free root, "
-        "pre_backward pair, wait pair, post_backward pair, free pair, reduce pair, "
-        "finish pair, reduce root, finish root"
+        "pre_backward root, gather pair, post_backward root, "
+        "pre_backward pair, wait pair, post_backward pair, reduce pair, "
+        "finish pair, reduce root, finish root, free root, free pair"
     )
 
 
@@ -188,7 +188,7 @@ def test_a_list_as_root_is_gathered_and_reduced_once() -> None:
     for recorded in on_ranks(list_as_root):
         assert recorded.count("gather root") == 1
         assert recorded.count("reduce root") == 1
-        assert recorded[-1] == "finish root"
+        assert recorded[-2:] == ["finish root", "free root"]
 
 
 # Nested ---------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_group_within_a_group() -> None:
         pre_backward 0, wait 0, gather 0.up,
         pre_backward 0.up, wait 0.up, post_backward 0.up, free 0.up, reduce 0.up,
         post_backward 0, free 0, finish 0.up, reduce 0,
-        post_backward root, free root, finish 0, reduce root, finish root"""
+        post_backward root, finish 0, reduce root, finish root, free root"""
     )
 
 
@@ -277,7 +277,7 @@ def test_checkpointing_gathers_each_block_once_more_at_most(
             assert backward.count(f"reduce {block}") == 1
             assert backward.count(f"free {block}") == 1
         assert forward.count("gather root") == 1 and backward.count("gather root") == 0
-        assert backward[-1] == "finish root"
+        assert backward[-2:] == ["finish root", "free root"]
 
 
 def test_checkpointing_of_blocks_that_stay_gathers_nothing_in_backward() -> None:

@@ -72,7 +72,7 @@ FIRST_BACKWARD = """
     pre_backward root,
     pre_backward 1, gather 1, wait 1, post_backward 1, free 1, reduce 1,
     pre_backward 0, gather 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
-    post_backward root, free root, finish 0, reduce root, finish root"""
+    post_backward root, finish 0, reduce root, finish root, free root"""
 NEXT_FORWARD = """
     pre_forward root, gather root, wait root, gather 0,
     pre_forward 0, wait 0, gather 1, post_forward 0, free 0,
@@ -82,7 +82,7 @@ NEXT_BACKWARD = """
     pre_backward root, gather 1,
     pre_backward 1, wait 1, gather 0, post_backward 1, free 1, reduce 1,
     pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
-    post_backward root, free root, finish 0, reduce root, finish root"""
+    post_backward root, finish 0, reduce root, finish root, free root"""
 
 
 def test_the_second_iteration_gathers_ahead_in_the_order_of_the_first() -> None:
@@ -101,7 +101,7 @@ KEPT_BACKWARD = """
     pre_backward root,
     pre_backward 1, post_backward 1, free 1, reduce 1,
     pre_backward 0, post_backward 0, free 0, finish 1, reduce 0,
-    post_backward root, free root, finish 0, reduce root, finish root"""
+    post_backward root, finish 0, reduce root, finish root, free root"""
 
 
 def test_without_reshard_after_forward_backward_gathers_nothing() -> None:
@@ -201,8 +201,8 @@ def test_a_root_without_parameters_does_not_free_the_last_block() -> None:
     second_backward = """
         pre_backward 2, gather 1, pre_backward root, post_backward 2, free 2, reduce 2,
         pre_backward 1, wait 1, gather 0, post_backward 1, free 1, finish 2, reduce 1,
-        pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
-        post_backward root, finish 0"""
+        pre_backward 0, wait 0, post_backward 0, finish 1, reduce 0,
+        post_backward root, finish 0, free 0"""
     assert rest == [events(second_forward), events(second_backward)] * 2
 
 
@@ -232,7 +232,7 @@ def test_explicit_lists_replace_the_recorded_order() -> None:
         pre_backward 2, wait 2, gather 0, post_backward 2, free 2, reduce 2,
         pre_backward 1, wait 1, post_backward 1, free 1, finish 2, reduce 1,
         pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
-        post_backward root, free root, finish 0, reduce root, finish root"""
+        post_backward root, finish 0, reduce root, finish root, free root"""
     recorded_forward = """
         pre_forward root, gather root, wait root, gather 0,
         pre_forward 0, wait 0, gather 1, post_forward 0, free 0,
@@ -257,9 +257,9 @@ def evaluations(context: Callable[[], torch.no_grad]) -> list[list[str]]:
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_evaluation_frees_every_block_and_prefetches(context: type) -> None:
     first, second = on_ranks(evaluations, context)
-    assert first == events(FIRST_FORWARD)
-    # The root was kept, and nothing has changed since.
-    assert second == events(NEXT_FORWARD.replace("gather root, wait root, gather 0", "gather 0"))
+    assert first == events(FIRST_FORWARD + ", free root")
+    # The root is not kept either: no backward needs it.
+    assert second == events(NEXT_FORWARD + ", free root")
 
 
 def unshard_by_hand() -> list[list[str]]:

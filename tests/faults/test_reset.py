@@ -158,8 +158,7 @@ def test_reset_waits_for_what_is_under_way() -> None:
 
 def reset_of_unsharded_root() -> list[str]:
     model = shard_net(Net(1))
-    with torch.no_grad():
-        model(own_input())
+    model(own_input())
     with trace(model) as recorded:
         model.reset_iter_state()
     assert all(isinstance(param, DTensor) for param in model.parameters())

@@ -1,0 +1,198 @@
+"""When parameters and gradients of a sharded module come and go: what users may change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.settings import check_reshard
+
+
+class HasGroup:
+    """A sharded module, which has a group and may have others below."""
+
+    def _group(self) -> ParamGroup:
+        group = group_of(cast(nn.Module, self))
+        assert group is not None
+        return group
+
+    def _groups(self, recurse: bool) -> list[ParamGroup]:
+        if not recurse:
+            return [self._group()]
+        modules = cast(nn.Module, self).modules()
+        return list(dict.fromkeys(g for m in modules if (g := group_of(m)) is not None))
+
+
+class ModuleSettings(HasGroup):
+    """The setters of :class:`FSDPModule` for when parameters and gradients come and go.
+
+    All act from the next forward or backward on. Those that take ``recurse`` act on all sharded
+    modules below too, which is the default; the others on this module's own group.
+    """
+
+    # What is freed, what is gathered ahead --------------------------------------------------
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | int, recurse: bool = True
+    ) -> None:
+        """Set whether unsharded parameters are freed after forward.
+
+        Args:
+            reshard_after_forward: The choice, as for :func:`fully_shard`; also for a root, which
+                has no say of its own then.
+            recurse: Whether to set it for all sharded modules below.
+
+        Raises:
+            ValueError: If it is neither a bool nor a number that divides that of the shards.
+        """
+        groups = self._groups(recurse)
+        checked = [check_reshard(reshard_after_forward, group.channels) for group in groups]
+        for group, choice in zip(groups, checked, strict=True):
+            group.settings.reshard_after_forward = choice
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether unsharded parameters are freed after backward.
+
+        ``False`` saves the gather of the next microbatch; after an optimizer step the parameters
+        are gathered again all the same.
+
+        Args:
+            reshard_after_backward: The choice.
+            recurse: Whether to set it for all sharded modules below.
+        """
+        checked_bool("reshard_after_backward", reshard_after_backward)
+        for group in self._groups(recurse):
+            group.settings.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward gathers this module's own group.
+
+        ``False`` is for parameters whose values backward does not read, such as an embedding's.
+
+        Args:
+            unshard_in_backward: The choice.
+        """
+        checked_bool("unshard_in_backward", unshard_in_backward)
+        self._group().settings.unshards_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these modules' groups when this one runs forward, instead of the recorded next.
+
+        Args:
+            modules: Sharded modules, in the order to gather them; empty for the recorded order.
+
+        Raises:
+            ValueError: If one of them is not sharded.
+        """
+        self._group().settings.forward_prefetch = groups_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these modules' groups when this one runs backward, instead of the recorded next.
+
+        Args:
+            modules: Sharded modules, in the order to gather them; empty for the recorded order.
+
+        Raises:
+            ValueError: If one of them is not sharded.
+        """
+        self._group().settings.backward_prefetch = groups_of(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next gather wait for ``event``, such as the end of an optimizer step.
+
+        Needed for an optimizer that steps on a stream of its own.
+
+        Args:
+            event: Recorded after the optimizer step; used once. On the CPU nothing waits.
+
+        Raises:
+            TypeError: If it is no event.
+        """
+        if not isinstance(event, torch.Event):
+            raise TypeError(f"Expected event to be a torch.Event, got {type(event).__name__}")
+        self._group().context.post_optim_event = event
+
+    # When gradients are reduced -------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the end of a backward waits for its reductions.
+
+        ``False`` lets the last reductions of a microbatch overlap with the next one; gradients
+        are complete after a backward for which it is ``True``. Acts on the whole tree.
+
+        Args:
+            is_last_backward: The choice.
+        """
+        self._group().context.backward.is_last = checked_bool("is_last_backward", is_last_backward)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients over the ranks.
+
+        Without, gradients are accumulated unsharded, visible as ``Partial`` DTensors in ``.grad``,
+        and reduced by the next backward with it.
+
+        Args:
+            requires_gradient_sync: The choice.
+            recurse: Whether to set it for all sharded modules below.
+        """
+        checked_bool("requires_gradient_sync", requires_gradient_sync)
+        for group in self._groups(recurse):
+            group.settings.requires_gradient_sync = requires_gradient_sync
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication within this context.
+
+        Nests, and restores what was set before. Acts on this module and all below.
+        """
+        groups = self._groups(recurse=True)
+        before = [group.settings.requires_gradient_sync for group in groups]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for group, value in zip(groups, before, strict=True):
+                group.settings.requires_gradient_sync = value
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward goes on to reduce gradients over the replicas of a hybrid mesh.
+
+        Without, gradients are reduced over the shards alone, visible as ``(Partial, Shard)``
+        DTensors in ``.grad``, and over the replicas by the next backward with it.
+
+        Args:
+            requires_all_reduce: The choice; without effect on other meshes.
+            recurse: Whether to set it for all sharded modules below.
+        """
+        checked_bool("requires_all_reduce", requires_all_reduce)
+        for group in self._groups(recurse):
+            group.settings.reduction.all_reduces = requires_all_reduce
+
+
+def groups_of(modules: Sequence[nn.Module]) -> list[ParamGroup]:
+    """Return the group of each sharded module; raise ``ValueError`` if one is not sharded."""
+    groups = []
+    for module in modules:
+        group = group_of(module) if isinstance(module, nn.Module) else None
+        if group is None:
+            raise ValueError(
+                f"Expected sharded modules, got {type(module).__name__}; apply fully_shard to it"
+            )
+        groups.append(group)
+    return groups
+
+
+def checked_bool(name: str, value: object) -> bool:
+    """Return ``value``; raise ``ValueError`` if it is no bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"Expected {name} to be a bool, got {type(value).__name__}: {value!r}")
+    return value

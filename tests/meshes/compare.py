@@ -1,0 +1,103 @@
+"""A sharded model against its unsharded oracle on any mesh, whole tensor by whole tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a DTensor, however its placements are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mean_over_ranks(grads: dict[str, torch.Tensor], num_ranks: int) -> dict[str, torch.Tensor]:
+    """Sum over all ranks, divide by ``num_ranks``; a rank without a gradient counts as zeros."""
+    heard: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(heard, grads)
+    totals: dict[str, torch.Tensor] = {}
+    for said in heard:
+        for name, grad in said.items():
+            totals[name] = totals[name] + grad if name in totals else grad.clone()
+    return {name: total / num_ranks for name, total in totals.items()}
+
+
+class Oracle:
+    """The same model on every rank, whole; its gradients are averaged over all ranks by hand.
+
+    Attributes:
+        model: The copy.
+        local: By name, what this rank has accumulated since the last reduction.
+        reduced: By name, the mean gradients.
+        num_ranks: What sums over all ranks are divided by.
+    """
+
+    def __init__(self, model: nn.Module, num_ranks: int | None = None) -> None:
+        self.model = copy.deepcopy(model)
+        self.local: dict[str, torch.Tensor] = {}
+        self.reduced: dict[str, torch.Tensor] = {}
+        self.num_ranks = num_ranks or dist.get_world_size()
+
+    def take(self) -> None:
+        """Take the gradients that a backward has left on this rank."""
+        for name, param in self.model.named_parameters():
+            if param.grad is not None:
+                own = self.local.get(name)
+                self.local[name] = param.grad if own is None else own + param.grad
+                param.grad = None
+
+    def reduce(self) -> None:
+        """Average what was taken, and add it to what was averaged before."""
+        for name, mean in mean_over_ranks(self.local, self.num_ranks).items():
+            before = self.reduced.get(name)
+            self.reduced[name] = mean if before is None else before + mean
+        self.local = {}
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer of the copy see the averaged gradients."""
+        for name, param in self.model.named_parameters():
+            param.grad = self.reduced.get(name)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.reduced = {}
+
+
+def gradient_differences(sharded: dict[str, nn.Parameter], oracle: Oracle) -> list[str]:
+    """Tell which reduced gradients are not those of the oracle."""
+    found = []
+    for name, param in sharded.items():
+        wanted = oracle.reduced.get(name)
+        if (param.grad is None) != (wanted is None):
+            found.append(f"{name}: expected {wanted}, got {param.grad}")
+        elif param.grad is not None and wanted is not None:
+            assert isinstance(param, DTensor) and isinstance(param.grad, DTensor)
+            if param.grad.placements != param.placements:
+                found.append(f"{name}: {param.grad.placements} instead of {param.placements}")
+            found += _difference(f"grad of {name}", whole(param.grad), wanted)
+    return found
+
+
+def value_differences(sharded: Iterable[tuple[str, nn.Parameter]], oracle: Oracle) -> list[str]:
+    """Tell which parameters are not those of the oracle."""
+    wanted = dict(oracle.model.named_parameters())
+    return [
+        text
+        for name, param in sharded
+        for text in _difference(name, whole(param.detach()), wanted[name].detach())
+    ]
+
+
+def _difference(name: str, got: torch.Tensor, wanted: torch.Tensor) -> list[str]:
+    if got.dtype != wanted.dtype or got.shape != wanted.shape:
+        return [f"{name}: {got.dtype} {got.shape} instead of {wanted.dtype} {wanted.shape}"]
+    largest = max(1.0, wanted.double().abs().max().item() if wanted.numel() else 0.0)
+    if torch.allclose(got, wanted, rtol=0, atol=TOLERANCE[got.dtype] * largest):
+        return []
+    return [f"{name}: off by {(got.double() - wanted.double()).abs().max():.3g} of {largest:.3g}"]

@@ -1,0 +1,145 @@
+"""Parameters that are DTensors on a mesh of all axes, the data-parallel ones named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from composable_shard import DataParallelMeshDims, fully_shard
+from composable_shard.testing import run_ranks
+from meshes.compare import whole
+
+WIDTH = 6
+HIDDEN = 10
+
+
+class TwoLayers(nn.Module):
+    """A column-parallel layer and a row-parallel one, on DTensors throughout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(HIDDEN, WIDTH))
+        self.down = nn.Parameter(torch.randn(WIDTH, HIDDEN))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(F.linear(x * self.scale, self.up)), self.down)
+
+
+Axes = tuple[tuple[int, ...], tuple[str, ...]]
+
+
+def distribute(model: TwoLayers, mesh: DeviceMesh) -> None:
+    """Cut the weights over the axis ``tp``, replicate them over all others."""
+    assert mesh.mesh_dim_names is not None
+    for name, dim in (("up", 0), ("down", 1), ("scale", None)):
+        placements: list[Placement] = [
+            Shard(dim) if axis == "tp" and dim is not None else Replicate()
+            for axis in mesh.mesh_dim_names
+        ]
+        param = model.get_parameter(name)
+        setattr(model, name, nn.Parameter(distribute_tensor(param.data, mesh, placements)))
+
+
+def train(axes: Axes, dims: DataParallelMeshDims, dim: int) -> list[object]:
+    """Train on rows that are spread over the data-parallel axes; tell what differs."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", axes[0], mesh_dim_names=axes[1])
+    model, oracle = TwoLayers(), TwoLayers()
+    oracle.load_state_dict(model.state_dict())
+    distribute(model, mesh)
+    fully_shard(
+        model,
+        mesh=mesh,
+        dp_mesh_dims=dims,
+        shard_placement_fn=lambda p: Shard(dim) if p.ndim > 1 else None,
+    )
+    model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    rows: list[Placement] = [Replicate() if axis == "tp" else Shard(0) for axis in axes[1]]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, oracle)]
+    found: list[object] = []
+    for step in range(3):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        out = model(distribute_tensor(x, mesh, rows))
+        loss = out.square().sum()
+        assert isinstance(loss, DTensor)
+        loss.full_tensor().backward()
+        oracle(x).square().sum().backward()
+        for name, param in model.named_parameters():
+            got, wanted = whole(param.grad), oracle.get_parameter(name).grad
+            assert param.grad.placements == param.placements
+            if not torch.allclose(got, wanted, rtol=1e-4, atol=1e-4):
+                found.append((step, name, (got - wanted).abs().max().item()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        if not torch.allclose(whole(param), oracle.get_parameter(name), rtol=1e-4, atol=1e-4):
+            found.append(name)
+    return found
+
+
+CASES = [
+    (((2, 2), ("dp", "tp")), DataParallelMeshDims(shard="dp")),
+    (((2, 2), ("dp", "tp")), DataParallelMeshDims(replicate="dp")),
+    (((2, 2, 1), ("rep", "dp", "tp")), DataParallelMeshDims(shard="dp", replicate="rep")),
+    (((2, 1, 2), ("rep", "dp", "tp")), DataParallelMeshDims(shard="dp", replicate="rep")),
+    (((2, 2, 1), ("dp", "cp", "tp")), DataParallelMeshDims(shard=("dp", "cp"))),
+    (((2, 1, 2), ("dp", "cp", "tp")), DataParallelMeshDims(shard=("dp", "cp"))),
+    (((2, 2, 1), ("a", "b", "tp")), DataParallelMeshDims(replicate=("a", "b"))),
+]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("axes", "dims"), CASES)
+def test_training_equals_that_of_the_oracle(
+    axes: Axes, dims: DataParallelMeshDims, dim: int
+) -> None:
+    assert run_ranks(train, 4, axes, dims, dim, timeout=30) == [[]] * 4
+
+
+def placements(axes: Axes, dims: DataParallelMeshDims) -> list[object]:
+    mesh = init_device_mesh("cpu", axes[0], mesh_dim_names=axes[1])
+    model = TwoLayers()
+    distribute(model, mesh)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    rows: list[Placement] = [Replicate() if axis == "tp" else Shard(0) for axis in axes[1]]
+    with model.no_sync():  # type: ignore[operator]
+        loss = model(distribute_tensor(torch.ones(8, WIDTH), mesh, rows)).sum()
+        loss.full_tensor().backward()
+    up = model.up
+    return [str(up.placements), up.device_mesh.ndim, up.grad.placements]  # type: ignore[union-attr]
+
+
+def test_axes_that_shard_act_as_one() -> None:
+    average = Partial("avg")
+    assert (
+        run_ranks(placements, 4, *CASES[0])
+        == [["(_StridedShard(dim=0, sf=2), Shard(dim=0))", 2, (average, Shard(0))]] * 4
+    )
+    assert (
+        run_ranks(placements, 4, *CASES[5])
+        == [["(_StridedShard(dim=0, sf=2), Shard(dim=0))", 2, (average, Shard(0))]] * 4
+    )
+    assert (
+        run_ranks(placements, 4, *CASES[3])
+        == [
+            [
+                "(Replicate(), _StridedShard(dim=0, sf=2), Shard(dim=0))",
+                3,
+                (average, average, Shard(0)),
+            ]
+        ]
+        * 4
+    )

@@ -1,0 +1,249 @@
+"""Hybrid sharding: shards within the rows of a mesh, replicas between them."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from parity.cases import reproducible
+from parity.models import build, inputs_for, shard
+from parity.programs import NUM_PARAMS, TREE
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_shard.insight.trace import trace
+from composable_shard.testing import run_ranks
+from meshes.compare import Oracle, gradient_differences, value_differences, whole
+
+Step = Literal["sync", "no_all_reduce", "no_sync", "step", "zero_grad"]
+BACKWARDS = ("sync", "no_all_reduce", "no_sync")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to do, which parameters each rank uses in each step, and the extents of the mesh."""
+
+    steps: tuple[Step, ...]
+    used: tuple[tuple[tuple[bool, ...], ...], ...]
+    extents: tuple[int, int] = (2, 2)
+    reshard_after_forward: bool | int | None = None
+    divisor: float | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.extents[0] * self.extents[1]
+
+
+def hybrid_mesh(extents: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", extents, mesh_dim_names=("replicate", "shard"))
+
+
+def follow(program: Program) -> list[str]:
+    """Follow the program with both models; return what differs, at every reduction."""
+    model = build(TREE)
+    oracle = Oracle(model)
+    shard(
+        model,
+        TREE,
+        mesh=hybrid_mesh(program.extents),
+        reshard_after_forward=program.reshard_after_forward,
+    )
+    assert isinstance(model, FSDPModule)
+    if program.divisor is not None:
+        oracle.num_ranks = program.divisor  # type: ignore[assignment]
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(program.divisor)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
+    found: list[str] = []
+    for place, step in enumerate(program.steps):
+        x, used = inputs_for(place, dist.get_rank()), program.used[place][dist.get_rank()]
+        if step in BACKWARDS:
+            model.set_requires_all_reduce(step != "no_all_reduce")
+            with model.no_sync() if step == "no_sync" else contextlib.nullcontext():
+                for either in (model, oracle.model):
+                    either(x, (True, *used[1:])).square().mean().backward()
+            oracle.take()
+            if step == "sync":
+                oracle.reduce()
+        elif step == "zero_grad":
+            model.zero_grad()
+            oracle.local, oracle.reduced = {}, {}
+        elif not oracle_waits(oracle):  # "step"
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            oracle.step(optimizers[1])
+        model.reshard()
+        if not oracle_waits(oracle):
+            differs = gradient_differences(dict(model.named_parameters()), oracle)
+            differs += value_differences(model.named_parameters(), oracle)
+            found += [f"step {place} ({step}): {text}" for text in differs]
+    return found
+
+
+def oracle_waits(oracle: Oracle) -> bool:
+    heard = [False] * dist.get_world_size()
+    dist.all_gather_object(heard, bool(oracle.local))
+    return any(heard)
+
+
+def assert_same(program: Program) -> None:
+    assert run_ranks(follow, program.num_ranks, program, timeout=30) == [[]] * program.num_ranks
+
+
+ALL = (True,) * NUM_PARAMS
+ONE_GROUP = (True, True, True, False, False, False)
+OTHER_GROUP = (True, False, False, True, True, True)
+EVEN = tuple(index % 2 == 0 for index in range(NUM_PARAMS))
+
+
+@pytest.mark.parametrize("extents", [(2, 2), (2, 1), (1, 2), (3, 1)])
+def test_training_on_a_hybrid_mesh_equals_unsharded_training(extents: tuple[int, int]) -> None:
+    steps: tuple[Step, ...] = ("sync", "step", "sync", "sync", "step")
+    num_ranks = extents[0] * extents[1]
+    assert_same(Program(steps, (((ALL,) * num_ranks),) * len(steps), extents))
+
+
+@pytest.mark.parametrize("extents", [(2, 2), (2, 1), (3, 1)])
+def test_without_all_reduce_microbatches_may_use_different_parameters(
+    extents: tuple[int, int],
+) -> None:
+    num_ranks = extents[0] * extents[1]
+    used = [(of_step,) * num_ranks for of_step in (ONE_GROUP, EVEN, OTHER_GROUP)]
+    assert_same(Program(("no_all_reduce", "no_all_reduce", "sync"), tuple(used), extents))
+    differing = tuple((ONE_GROUP, OTHER_GROUP, EVEN, ALL)[:num_ranks] for _ in range(3))
+    assert_same(Program(("no_all_reduce", "no_all_reduce", "sync"), differing, extents))
+    assert_same(Program(("sync", "no_all_reduce", "sync"), differing, extents))
+    assert_same(Program(("no_all_reduce", "no_sync", "sync"), differing, extents))
+    assert_same(Program(("sync", "no_sync", "sync"), differing, extents))
+    assert_same(Program(("no_sync", "no_all_reduce", "sync"), differing, extents))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    extents = draw(st.sampled_from([(2, 2), (2, 2), (2, 1), (3, 1)]))
+    ranks = extents[0] * extents[1]
+    steps = draw(
+        st.lists(
+            st.sampled_from(["sync", "no_all_reduce", "no_sync", "step", "zero_grad"]),
+            min_size=2,
+            max_size=6,
+        )
+    )
+    use = st.lists(st.booleans(), min_size=NUM_PARAMS, max_size=NUM_PARAMS).map(tuple)
+    used = tuple(tuple(draw(use) for _ in range(ranks)) for _ in steps)
+    reshard = draw(st.sampled_from([None, True, False]))
+    return Program((*steps, "sync"), (*used, (ALL,) * ranks), extents, reshard)
+
+
+@reproducible(40)
+@given(programs())
+def test_any_program_on_a_hybrid_mesh_gives_the_gradients_of_the_oracle(program: Program) -> None:
+    assert_same(program)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_a_custom_divide_factor_divides_the_sum_over_all_ranks(divisor: float) -> None:
+    steps: tuple[Step, ...] = ("sync", "step", "no_all_reduce", "no_sync", "sync")
+    assert_same(Program(steps, ((ALL,) * 4,) * 5, (2, 2), None, divisor))
+    assert_same(Program(steps, ((ALL,) * 2,) * 5, (1, 2), None, divisor))
+    assert_same(Program(steps, ((ALL,) * 2,) * 5, (2, 1), None, divisor))
+
+
+# Placements and events -----------------------------------------------------------------------
+
+
+def placements_on_the_way() -> list[object]:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 6, bias=False), mesh=hybrid_mesh((2, 2)))
+    x = inputs_for(0, dist.get_rank())[:, :4]
+    seen: list[object] = [model.weight.placements, tuple(model.weight.to_local().shape)]
+    with model.no_sync():
+        model(x).sum().backward()
+    seen.append(model.weight.grad.placements)
+    model.set_requires_all_reduce(False)
+    model(x).sum().backward()
+    seen.append(model.weight.grad.placements)
+    visible = whole(model.weight.grad)
+    model.set_requires_all_reduce(True)
+    model.zero_grad()
+    model(x).sum().backward()
+    seen.append(model.weight.grad.placements)
+    seen.append(torch.allclose(visible, 2 * whole(model.weight.grad)))
+    return seen
+
+
+def test_the_placements_of_a_gradient_tell_how_far_it_has_come() -> None:
+    average = Partial("avg")
+    expected = [
+        (Replicate(), Shard(0)),
+        (3, 4),
+        (average, average),
+        (average, Shard(0)),
+        (Replicate(), Shard(0)),
+        True,
+    ]
+    assert run_ranks(placements_on_the_way, 4) == [expected] * 4
+
+
+def events(all_reduces: bool) -> list[tuple[str, str]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = hybrid_mesh((2, 1))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_requires_all_reduce(all_reduces)
+    model(torch.ones(2, 4)).sum().backward()
+    with trace(
+        model, "reduce_scatter", "wait_for_reduce_scatter", "all_reduce", "wait_for_all_reduce"
+    ) as recorded:
+        model(torch.ones(2, 4)).sum().backward()
+    return recorded
+
+
+def test_the_all_reduce_of_a_group_overlaps_the_backward_of_the_next() -> None:
+    expected = [
+        ("reduce_scatter", "1"),
+        ("wait_for_reduce_scatter", "1"),
+        ("all_reduce", "1"),
+        ("reduce_scatter", "0"),
+        ("wait_for_reduce_scatter", "0"),
+        ("all_reduce", "0"),
+        ("wait_for_all_reduce", "1"),
+        ("wait_for_all_reduce", "0"),
+    ]
+    assert run_ranks(events, 2, True) == [expected] * 2
+    only_shards = [event for event in expected if "all" not in event[0]]
+    assert run_ranks(events, 2, False) == [only_shards] * 2
+
+
+# Precision -----------------------------------------------------------------------------------
+
+
+def reduced_in_float32() -> float:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6, bias=False)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    oracle = Oracle(model.to(torch.float32))
+    fully_shard(model, mesh=hybrid_mesh((2, 2)), mp_policy=policy)
+    x = inputs_for(0, dist.get_rank())[:, :4]
+    model(x).float().sum().backward()
+    low = oracle.model.to(torch.bfloat16)
+    low(x.to(torch.bfloat16)).float().sum().backward()
+    oracle.local = {"weight": low.weight.grad.float()}
+    oracle.reduce()
+    grad = model.weight.grad
+    assert isinstance(grad, DTensor) and grad.dtype == torch.float32
+    return (whole(grad) - oracle.reduced["weight"]).abs().max().item()
+
+
+def test_both_stages_reduce_in_the_reduce_dtype() -> None:
+    assert max(run_ranks(reduced_in_float32, 4)) < 1e-6

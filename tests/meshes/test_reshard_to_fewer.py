@@ -1,0 +1,202 @@
+"""After forward, parameters may stay sharded over fewer ranks, from which backward gathers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.two_tensors import two_tensor_hooks, two_tensor_mlp
+from parity.models import build, inputs_for, shard
+from parity.programs import TREE
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_shard.core import collectives
+from composable_shard.insight.trace import trace
+from composable_shard.testing import fake_ranks, run_ranks
+from meshes.compare import Oracle, gradient_differences, value_differences
+
+
+def train(num_ranks: int, policy: MixedPrecisionPolicy) -> list[str]:
+    """Train the tree, with small, big, inner-sharded and frozen parameters; tell what differs."""
+    model = build(TREE)
+    oracle = Oracle(model)
+    shard(model, TREE, reshard_after_forward=num_ranks, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
+    found: list[str] = []
+    for step in range(3):
+        x = inputs_for(step, dist.get_rank())
+        for either in (model, oracle.model):
+            first = either(x)
+            (first + either(x.sin())).square().mean().backward()
+        oracle.take()
+        oracle.reduce()
+        found += gradient_differences(dict(model.named_parameters()), oracle)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        oracle.step(optimizers[1])
+        found += value_differences(model.named_parameters(), oracle)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "num_ranks"), [(4, 2), (4, 4), (2, 1), (3, 3)])
+def test_training_equals_that_of_the_oracle(ranks: int, num_ranks: int) -> None:
+    policy = MixedPrecisionPolicy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run_ranks(train, ranks, num_ranks, policy, timeout=30) == [[]] * ranks
+
+
+def two_layers(reshard: int | bool) -> list[torch.Tensor]:
+    """Train layers whose weights are tensor subclasses; return the shards."""
+    torch.manual_seed(0)
+    with two_tensor_hooks():
+        model = two_tensor_mlp(alike=False, dim=6)
+        for layer in model:
+            fully_shard(layer, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        for step in range(3):
+            seed = torch.Generator().manual_seed(step + 7 * dist.get_rank())
+            model(torch.randn(4, 6, generator=seed)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [inner for param in model.parameters() for inner in (local(param).a, local(param).b)]
+
+
+def local(param: nn.Parameter) -> Any:
+    assert isinstance(param, DTensor)
+    return param.to_local()
+
+
+def test_tensor_subclasses_gather_from_fewer_ranks() -> None:
+    few, all_of_them = run_ranks(two_layers, 4, 2), run_ranks(two_layers, 4, True)
+    for rank in range(4):
+        for got, wanted in zip(few[rank], all_of_them[rank], strict=True):
+            assert torch.equal(got, wanted)
+
+
+def gathers(reshard: int) -> list[tuple[int, int, int]]:
+    """Return the ranks that each gather was over, and the bytes sent and received."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model)
+    seen = []
+    launch = collectives.DirectAllGather.launch
+
+    def watched(self: Any, outputs: Any, inputs: Any, group: Any, tag: int) -> Any:
+        seen.append((group.size(), sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)))
+        return launch(self, outputs, inputs, group, tag)
+
+    collectives.DirectAllGather.launch = watched  # type: ignore[method-assign]
+    try:
+        model(torch.ones(2, 64)).sum().backward()
+    finally:
+        collectives.DirectAllGather.launch = launch  # type: ignore[method-assign]
+    return seen
+
+
+def test_backward_gathers_from_the_neighbours_only() -> None:
+    full = 64 * 64 * 4
+    forward, backward = (4, full // 4, full), (2, full // 2, full)
+    for seen in run_ranks(gathers, 4, 2):
+        assert seen == [forward, forward, backward, backward]
+
+
+def states_between_forward_and_backward() -> list[object]:
+    model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=2)
+    with trace(model) as events:
+        loss = model(torch.ones(2, 4)).sum()
+        shape = tuple(model.weight.to_local().shape)
+        loss.backward()
+    return [shape, [event for event, _ in events]]
+
+
+def test_the_registered_parameters_are_the_sharded_ones_in_between() -> None:
+    events = [
+        "pre_forward",
+        "all_gather",
+        "wait_for_all_gather",
+        "post_forward",
+        "reshard",
+        "pre_backward",
+        "all_gather",
+        "wait_for_all_gather",
+        "post_backward",
+        "reshard",
+        "reduce_scatter",
+        "wait_for_reduce_scatter",
+    ]
+    assert run_ranks(states_between_forward_and_backward, 4) == [[(1, 4), events]] * 4
+
+
+def num_groups_made() -> int:
+    made = []
+    new_group = dist.new_group
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        return new_group(*args, **kwargs)
+
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # of which nobody has made parts
+    dist.new_group = counted
+    try:
+        models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+        for model in models:
+            for layer in model:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+            fully_shard(model, mesh=mesh, reshard_after_forward=2)
+            model(torch.ones(2, 4)).sum().backward()
+    finally:
+        dist.new_group = new_group
+    return len(made)
+
+
+def test_process_groups_are_made_once_for_all_calls() -> None:
+    assert run_ranks(num_groups_made, 4) == [1] * 4
+
+
+def test_the_number_of_all_shards_means_true_and_1_means_false() -> None:
+    with fake_ranks(4):
+        model = fully_shard(nn.Linear(4, 4), reshard_after_forward=4)
+        model(torch.ones(2, 4))
+        assert tuple(model.weight.shape) == (4, 4) and hasattr(model.weight, "to_local")
+        with pytest.warns(UserWarning) as caught:
+            model = fully_shard(nn.Linear(4, 4), reshard_after_forward=1)
+        assert [str(one.message) for one in caught] == [
+            "reshard_after_forward=1 keeps all parameters on every rank after forward; "
+            "pass False to say so"
+        ]
+        model(torch.ones(2, 4))
+        assert not hasattr(model.weight, "to_local")
+
+
+def changed_without_resharding() -> bool:
+    """The kept parts are those of forward; a step in between does not mix into the backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    oracle = Oracle(model)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=2)
+    fully_shard(model)
+    x = torch.ones(2, 4)
+    loss, wanted = model(x).sum(), oracle.model(x).sum()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2.0)
+    loss.backward()
+    wanted.backward()
+    oracle.take()
+    oracle.reduce()
+    return gradient_differences(dict(model.named_parameters()), oracle) == []
+
+
+def test_a_change_between_forward_and_backward_leaves_the_kept_parts_alone() -> None:
+    assert run_ranks(changed_without_resharding, 4) == [True] * 4
