@@ -25,7 +25,13 @@ from checkpoint.models import (
     train,
 )
 from checkpoint.optimizers import OPTIMIZERS
-from composable_shard import MaterializationError, ShardError, StaleParameterError, fully_shard
+from composable_shard import (
+    FSDPModule,
+    MaterializationError,
+    ShardError,
+    StaleParameterError,
+    fully_shard,
+)
 from composable_shard.insight.trace import trace
 from composable_shard.testing import RankError, run_ranks
 
@@ -42,6 +48,18 @@ both_ways = pytest.mark.parametrize("assign", [False, True], ids=["copy", "assig
 def plain_model(seed: int = 1, columns: int = 7) -> Model:
     torch.manual_seed(seed)
     return Model(columns)
+
+
+def evaluate_and_keep(model: nn.Module) -> None:
+    """Evaluate; a sharded model then has its parameters unsharded."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_forward(False)
+    evaluate(model)
+    model.train()
+    if isinstance(model, FSDPModule):
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
+        model.set_reshard_after_forward(True)
+        model.set_reshard_after_forward(False, recurse=False)
 
 
 def sharded_model(seed: int = 0, columns: int = 7, **kwargs: Any) -> Model:
@@ -75,11 +93,10 @@ def taken() -> None:
     optimizers = OPTIMIZERS["adam-foreach"](model)
     plain_optimizers = OPTIMIZERS["adam-foreach"](plain)
     loss = None
-    for moment in ("new", "evaluated", "forward", "backward", "step"):
-        if moment == "evaluated":
+    for moment in ("new", "kept", "forward", "backward", "step"):
+        if moment == "kept":
             for one in (plain, model):
-                evaluate(one)
-                one.train()
+                evaluate_and_keep(one)
         elif moment == "forward":
             loss, plain_loss = (m(same_on_all_ranks(0)).square().sum() for m in (model, plain))
         elif moment == "backward":
@@ -93,8 +110,9 @@ def taken() -> None:
             kept = model.state_dict(keep_vars=True)
             below = model.outer.state_dict(prefix="outer.")
         assert launched == []
-        # What is unsharded, which is the root, is freed, and nothing is gathered.
-        assert events == ([("reshard", "")] if moment in ("evaluated", "forward") else [])
+        # What is unsharded is freed, and nothing is gathered.
+        freed = {"kept": ["", "outer", "outer.inner"], "forward": [""]}.get(moment, [])
+        assert events == [("reshard", name) for name in freed], (moment, events)
         assert list(state) == list(plain.state_dict())
         for name, tensor in tensors(below).items():
             assert_equal(tensor, state[name], name, exact=True)
@@ -146,13 +164,13 @@ def loaded(kind: str, assign: bool, moment: str) -> None:
         state = cut_as(model, state)
     if moment == "trained":
         train(model, OPTIMIZERS["adam-foreach"](model), 0, 2)
-    elif moment == "evaluated":
-        evaluate(model)
-        model.train()
+    elif moment == "kept":
+        evaluate_and_keep(model)
     with counted() as launched, trace(model) as events:
         result = model.load_state_dict(state, assign=assign)
     assert launched == []
-    assert events == ([("reshard", "")] if moment == "evaluated" else [])
+    freed = ["", "outer", "outer.inner"] if moment == "kept" else []
+    assert events == [("reshard", name) for name in freed]
     assert result.missing_keys == result.unexpected_keys == []
     assert model.epochs == 3 and model.head.weight is model.tied.weight
     other.epochs = 3
@@ -168,7 +186,7 @@ def loaded(kind: str, assign: bool, moment: str) -> None:
 @both_ways
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_load_state_dict(num_ranks: int, assign: bool, kind: str) -> None:
-    for moment in ("new", "evaluated", "trained"):
+    for moment in ("new", "kept", "trained"):
         run_ranks(loaded, num_ranks, kind, assign, moment)
 
 
