@@ -1,6 +1,6 @@
 """State dicts: shards go out as they are; full tensors that come in are cut to shards.
 
-Nothing here communicates, so that one rank alone may look at the state of its shards.
+Nothing here communicates, but for loading DTensors that are cut in another way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup, Unsharded, Unsharding
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.errors import ShardError
 
@@ -38,21 +38,27 @@ def install_state_dict_hooks(group: ParamGroup) -> None:
         ):
             handle.hooks_dict_ref().move_to_end(handle.id, last=False)
         owner.register_load_state_dict_pre_hook(partial(_before_load, group, params))
-        owner.register_load_state_dict_post_hook(partial(_after_load, params))
+        owner.register_load_state_dict_post_hook(partial(_after_load, group, params))
+
+
+def _owned(group: ParamGroup, params: Params) -> Params:
+    """Leave out what the group has given back: another one owns it, and has hooks of its own."""
+    own = {id(param) for param in group.params}
+    return {attribute: param for attribute, param in params.items() if id(param) in own}
 
 
 # Out ----------------------------------------------------------------------------------------
 
 
 def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
-    """Show the sharded parameters: to what follows, or in the middle of compute to this call."""
-    if not isinstance(group.state, (Unsharding, Unsharded)):
+    """Show the sharded parameters: for good, or in the middle of compute for this call."""
+    if not group.is_unsharded:
         return
     if not any(_is_computing(one) for one in group.context.groups):
         group.reshard()
-    elif group.is_unsharded:
-        for attribute, param in params.items():
-            module._parameters[attribute] = param.sharded
+        return
+    for attribute, param in _owned(group, params).items():
+        module._parameters[attribute] = param.sharded
 
 
 def _after_save(
@@ -68,10 +74,8 @@ def _after_save(
     A DTensor reports its local tensor's storage offset as its own, and what saves tensors takes
     one with an offset for a tensor with data of its own.
     """
-    for attribute, param in params.items():
+    for attribute, param in _owned(group, params).items():
         value = state_dict.get(prefix + attribute)
-        if not param.slots:  # given back: another group owns what is registered here
-            continue
         if isinstance(value, DTensor) and value is not module._parameters.get(attribute):
             state_dict[prefix + attribute] = _torch.from_local_at_start(value)
         if group.is_unsharded and param.unsharded is not None:
@@ -111,22 +115,25 @@ def _before_load(
         )
     group.reshard()
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    for attribute, param in params.items():
+    for attribute, param in _owned(group, params).items():
         key, current = prefix + attribute, module._parameters.get(attribute)
         value = state_dict.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):
             continue
-        if value.shape != param.spec.shape or not param.slots:
+        if param.shape == () and value.shape == (1,):
+            value = value[0]  # as torch has it, which no longer can when this is a shard
+        if value.shape != param.shape:
             continue
         if not isinstance(value, DTensor):
             state_dict[key] = _shard_of(param, value, current, assign)
-        elif assign and value.device_mesh != param.spec.mesh:
+        elif value.device_mesh != param.spec.mesh:
+            state_dict[key] = current
             error_messages: list[str] = rest[-1]
             error_messages.append(
                 f'Expected a DTensor for "{key}" on {param.spec.mesh}, got one on '
-                f"{value.device_mesh}; pass its full_tensor(), or load without assign=True."
+                f"{value.device_mesh}; pass its full_tensor()."
             )
-        elif assign and value.placements != param.spec.placements:
+        elif value.placements != param.spec.placements:
             state_dict[key] = value.redistribute(placements=param.spec.placements)
 
 
@@ -135,17 +142,17 @@ def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign:
     local = param.shard_of(full)
     if assign:
         device = _torch.local_tensor(current).device
-        if device.type == "meta" and local.device.type != "meta":
-            device = param.device
-        elif local.device.type == "meta":
+        if local.device.type == "meta":
             device = local.device
-        local = local.to(device, copy=True, memory_format=torch.contiguous_format)
+        elif device.type == "meta":
+            device = param.device
+        local = local.to(device, copy=True)
     return _torch.from_local(local, _torch.spec_with_dtype(param.spec, full.dtype))
 
 
-def _after_load(params: Params, module: nn.Module, *_: object) -> None:
+def _after_load(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
     """Register an assigned parameter wherever the one that it replaces is registered."""
-    for attribute, param in params.items():
+    for attribute, param in _owned(group, params).items():
         current = module._parameters.get(attribute)
         if len(param.slots) > 1 and isinstance(current, DTensor):
             for slot in param.slots:

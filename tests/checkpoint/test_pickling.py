@@ -1,0 +1,157 @@
+"""State dicts as things: pickled, copied, mapped into memory, and what their shards are."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+from dist.models import full
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from checkpoint.models import Model, assert_equal, is_exact, shard, train
+from checkpoint.optimizers import OPTIMIZERS
+from checkpoint.test_plain import evaluate, plain_model, sharded_model, tensors
+from composable_shard.testing import run_ranks
+
+all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
+WAYS: dict[str, dict[str, Any]] = {
+    "anything": {"weights_only": False},
+    "weights-only": {"weights_only": True},
+    "mapped": {"weights_only": True, "mmap": True},
+}
+
+
+def pickled(folder: Path, way: dict[str, Any]) -> None:
+    """Save each rank's own shards, model's and optimizer's, and load them into other models."""
+    model = sharded_model(0)
+    optimizers = OPTIMIZERS["groups"](model)
+    train(model, optimizers, 0, 2)
+    evaluate(model)
+    file = folder / f"{dist.get_rank()}.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizers[0].state_dict()}, file)
+    for assign in (False, True):
+        target = sharded_model(5)
+        target_optimizers = OPTIMIZERS["groups"](target)
+        state = torch.load(file, **way)
+        assert all(isinstance(state["model"][n], DTensor) for n, _ in target.named_parameters())
+        target.load_state_dict(state["model"], assign=assign)
+        assert_equal(target.state_dict(), model.state_dict())
+        if assign:
+            target_optimizers = OPTIMIZERS["groups"](target)
+        target_optimizers[0].load_state_dict(state["optimizer"])
+        assert_equal(target_optimizers[0].state_dict(), optimizers[0].state_dict())
+        both = ((model, optimizers), (target, target_optimizers)) if assign else ()
+        for one, its_optimizers in both:
+            train(one.train(), its_optimizers, 2, 3)
+        assert_equal(target.state_dict(), model.state_dict())
+
+
+@all_ranks
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_shards_are_pickled(tmp_path: Path, num_ranks: int, way: dict[str, Any]) -> None:
+    run_ranks(pickled, num_ranks, tmp_path, way)
+
+
+def size_of(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getbuffer().nbytes
+
+
+def sizes() -> list[int]:
+    """Shards of one group share memory, so that one of them alone brings the others along."""
+    model = sharded_model(0)
+    theirs = shard(plain_model(0, columns=6), torch_fully_shard)
+    state = {name: t for name, t in model.state_dict().items() if isinstance(t, DTensor)}
+    name = "wide.weight"
+    return [
+        size_of({n: t for n, t in theirs.state_dict().items() if isinstance(t, DTensor)}),
+        size_of(state),
+        size_of({name: state[name]}),
+        size_of({name: state[name].clone()}),
+    ]
+
+
+def test_sizes() -> None:
+    for theirs, whole, one, cloned in run_ranks(sizes, 2):
+        assert whole < theirs * 1.1  # shards are not written several times
+        assert cloned <= one <= whole
+
+
+def copied() -> None:
+    """A deep copy of a state stays as it is while the model goes on."""
+    plain, model = plain_model(0), sharded_model(0)
+    states = []
+    for one in (plain, model):
+        optimizers = OPTIMIZERS["adam-foreach"](one)
+        train(one, optimizers, 0, 1)
+        state = copy.deepcopy(one.state_dict())
+        optimizer_state = copy.deepcopy(optimizers[0].state_dict())
+        train(one, optimizers, 1, 3)
+        assert not torch.equal(full(state["wide.weight"]), full(one.wide.weight).detach())
+        states.append(state)
+        one.load_state_dict(state)
+        optimizers[0].load_state_dict(optimizer_state)
+        train(one, optimizers, 1, 2)
+    assert_equal(states[1], states[0], exact=is_exact())
+    assert_equal(model.state_dict(), plain.state_dict(), exact=is_exact())
+
+
+@all_ranks
+def test_deep_copies(num_ranks: int) -> None:
+    run_ranks(copied, num_ranks)
+
+
+def shards() -> None:
+    """What writes local tensors itself (safetensors) finds this rank's rows, contiguous."""
+    torch.manual_seed(0)
+    plain, model = Model(7), sharded_model(0)
+    expected = tensors(plain.state_dict())
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for name, tensor in tensors(model.state_dict()).items():
+        if not isinstance(tensor, DTensor):
+            assert torch.equal(tensor, expected[name])
+            continue
+        local, (placement,) = tensor.to_local(), tensor.placements
+        assert local.is_contiguous() and type(local) is torch.Tensor
+        chunks = expected[name].chunk(num_ranks, placement.dim)
+        own = chunks[rank] if rank < len(chunks) else expected[name].narrow(placement.dim, 0, 0)
+        assert torch.equal(local, own), name
+        assert tensor.storage_offset() == 0  # of the DTensor, which has no memory of its own
+        written = bytes(local.view(torch.uint8).flatten().tolist())
+        assert written == bytes(own.contiguous().view(torch.uint8).flatten().tolist())
+        begin, end = local.storage_offset(), local.storage_offset() + local.numel()
+        assert end * local.itemsize <= local.untyped_storage().nbytes(), (begin, end)
+
+
+@all_ranks
+def test_shards_are_contiguous_rows(num_ranks: int) -> None:
+    run_ranks(shards, num_ranks)
+
+
+def gathered() -> None:
+    """Full tensors that are kept do not follow the model, on more ranks than one."""
+    model = sharded_model(0)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    before = {name: tensor.clone() for name, tensor in tensors(state).items()}
+    train(model, OPTIMIZERS["adam-foreach"](model), 0, 1)
+    params = dict(model.named_parameters())
+    follows = [not torch.equal(state[name], before[name]) for name in params if name != FROZEN]
+    # On one rank torch gathers nothing and copies nothing: the full tensor is the shard.
+    assert all(follows) if dist.get_world_size() == 1 else not any(follows)
+
+
+FROZEN = "outer.inner.up.weight"
+
+
+@all_ranks
+def test_full_tensors(num_ranks: int) -> None:
+    run_ranks(gathered, num_ranks)

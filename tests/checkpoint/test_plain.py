@@ -1,0 +1,485 @@
+"""``state_dict`` and ``load_state_dict`` themselves: no communication, and torch's own words."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.models import full
+from dist.test_state import counted
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from checkpoint.models import (
+    Model,
+    State,
+    assert_equal,
+    is_exact,
+    same_on_all_ranks,
+    shard,
+    train,
+)
+from checkpoint.optimizers import OPTIMIZERS
+from composable_shard import (
+    FSDPModule,
+    MaterializationError,
+    ShardError,
+    StaleParameterError,
+    fully_shard,
+)
+from composable_shard.insight.trace import trace
+from composable_shard.testing import RankError, run_ranks
+
+TEXTS = {
+    name: f"Expected to load parameters of {group} before or after its forward and backward, got "
+    "a load_state_dict in the middle of one; load it when that has ended"
+    for name, group in {"forward": "group 'outer'", "backward": "the root group"}.items()
+}
+
+all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
+both_ways = pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+
+
+def plain_model(seed: int = 1, columns: int = 7) -> Model:
+    torch.manual_seed(seed)
+    return Model(columns)
+
+
+def evaluate_and_keep(model: nn.Module) -> None:
+    """Evaluate; a sharded model then has its parameters unsharded."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_forward(False)
+    evaluate(model)
+    model.train()
+    if isinstance(model, FSDPModule):
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
+        model.set_reshard_after_forward(True)
+        model.set_reshard_after_forward(False, recurse=False)
+
+
+def sharded_model(seed: int = 0, columns: int = 7, **kwargs: Any) -> Model:
+    return shard(plain_model(seed, columns), **kwargs)
+
+
+def tensors(state: State) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def cut_as(model: nn.Module, state: State) -> State:
+    """Return the state with DTensors where the model has them."""
+    cut = dict(state)
+    for name, tensor in tensors(model.state_dict()).items():
+        if isinstance(tensor, DTensor):
+            cut[name] = distribute_tensor(state[name], tensor.device_mesh, tensor.placements)
+    return cut
+
+
+def evaluate(model: nn.Module, step: int = 0) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(same_on_all_ranks(step))
+
+
+# Out ----------------------------------------------------------------------------------------
+
+
+def taken() -> None:
+    """Take the state before, between and after passes; count what is launched, list events."""
+    plain, model = plain_model(0), sharded_model(0)
+    optimizers = OPTIMIZERS["adam-foreach"](model)
+    plain_optimizers = OPTIMIZERS["adam-foreach"](plain)
+    loss = None
+    for moment in ("new", "kept", "forward", "backward", "step"):
+        if moment == "kept":
+            for one in (plain, model):
+                evaluate_and_keep(one)
+        elif moment == "forward":
+            loss, plain_loss = (m(same_on_all_ranks(0)).square().sum() for m in (model, plain))
+        elif moment == "backward":
+            loss.backward()
+            plain_loss.backward()
+        elif moment == "step":
+            for optimizer in (*optimizers, *plain_optimizers):
+                optimizer.step()
+        with counted() as launched, trace(model) as events:
+            state = model.state_dict()
+            kept = model.state_dict(keep_vars=True)
+            below = model.outer.state_dict(prefix="outer.")
+        assert launched == []
+        # What is unsharded is freed, and nothing is gathered.
+        freed = {"kept": ["", "outer", "outer.inner"], "forward": [""]}.get(moment, [])
+        assert events == [("reshard", name) for name in freed], (moment, events)
+        assert list(state) == list(plain.state_dict())
+        for name, tensor in tensors(below).items():
+            assert_equal(tensor, state[name], name, exact=True)
+        for name, param in model.named_parameters():
+            assert kept[name] is param
+            assert isinstance(state[name], DTensor) and not state[name].requires_grad
+            assert state[name].placements == param.placements
+        assert_equal(state, plain.state_dict(), moment, exact=is_exact())
+
+
+@all_ranks
+def test_a_state_dict_is_sharded_and_needs_no_communication(num_ranks: int) -> None:
+    run_ranks(taken, num_ranks)
+
+
+def held() -> None:
+    """A state that is held follows the model in place, as that of an unsharded model does."""
+    plain, model = plain_model(0), sharded_model(0)
+    states = []
+    for one in (plain, model):
+        optimizers = OPTIMIZERS["adam-foreach"](one)
+        train(one, optimizers, 0, 1)
+        state = one.state_dict()
+        train(one, optimizers, 1, 3)
+        assert_equal(state, one.state_dict())
+        states.append(state)
+    assert_equal(states[1], states[0], exact=is_exact())
+    for state in states:
+        state["wide.weight"].zero_()
+    assert torch.equal(full(model.wide.weight).detach(), torch.zeros(6, 7, dtype=torch.float64))
+    plain.eval()
+    assert torch.equal(evaluate(model), plain(same_on_all_ranks(0))) or not is_exact()
+
+
+@all_ranks
+def test_a_state_that_is_held_follows_the_model(num_ranks: int) -> None:
+    run_ranks(held, num_ranks)
+
+
+# In -----------------------------------------------------------------------------------------
+
+
+def loaded(kind: str, assign: bool, moment: str) -> None:
+    """Load another model's values at any moment between passes; train both on."""
+    model, other = sharded_model(0), plain_model(1)
+    state = {name: t.clone() for name, t in tensors(other.state_dict()).items()}
+    state["_extra_state"] = 3
+    if kind == "sharded":
+        state = cut_as(model, state)
+    if moment == "trained":
+        train(model, OPTIMIZERS["adam-foreach"](model), 0, 2)
+    elif moment == "kept":
+        evaluate_and_keep(model)
+    with counted() as launched, trace(model) as events:
+        result = model.load_state_dict(state, assign=assign)
+    assert launched == []
+    freed = ["", "outer", "outer.inner"] if moment == "kept" else []
+    assert events == [("reshard", name) for name in freed]
+    assert result.missing_keys == result.unexpected_keys == []
+    assert model.epochs == 3 and model.head.weight is model.tied.weight
+    other.epochs = 3
+    assert_equal(model.state_dict(), other.state_dict())
+    optimizers = [OPTIMIZERS["adam-foreach"](one) for one in (model, other)]
+    for one, optimizer in zip((model, other), optimizers, strict=True):
+        train(one, optimizer, 0, 2)
+    assert_equal(model.state_dict(), other.state_dict(), exact=is_exact())
+    assert torch.equal(evaluate(model), evaluate(other)) or not is_exact()
+
+
+@all_ranks
+@both_ways
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_load_state_dict(num_ranks: int, assign: bool, kind: str) -> None:
+    for moment in ("new", "kept", "trained"):
+        run_ranks(loaded, num_ranks, kind, assign, moment)
+
+
+def said(model: nn.Module, state: State, **kwargs: Any) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(state, **kwargs)
+    return str(caught.value)
+
+
+def wrong(assign: bool) -> list[str]:
+    """Return what is said of states that do not fit, which is what an unsharded model says."""
+    texts = []
+    changes: list[Callable[[State], object]] = [
+        lambda state: state.pop("first.weight"),
+        lambda state: state.update(other=torch.ones(1)),
+        lambda state: state.update({"first.weight": torch.ones(6, 5)}),
+        lambda state: state.update({"first.weight": torch.ones(6)}),
+        lambda state: state.update({"first.weight": "six by four"}),
+        lambda state: (state.pop("tied.weight"), state.update({"scale": torch.ones(2)})),
+    ]
+    for change in changes:
+        pair = []
+        for model in (plain_model(0), sharded_model(0)):
+            state = plain_model(1).state_dict()
+            change(state)
+            pair.append(said(model, state, assign=assign))
+        assert pair[1] == pair[0].replace("for Model:", "for FSDPModel:")
+        texts.append(pair[1].split("\n\t", 1)[1])
+    return texts
+
+
+@both_ways
+def test_what_does_not_fit_is_said_as_torch_says_it(assign: bool) -> None:
+    for texts in run_ranks(wrong, 3, assign):
+        assert texts[0] == 'Missing key(s) in state_dict: "first.weight". '
+        assert texts[1] == 'Unexpected key(s) in state_dict: "other". '
+        assert texts[2] == (
+            "size mismatch for first.weight: copying a param with shape torch.Size([6, 5]) from "
+            "checkpoint, the shape in current model is torch.Size([6, 4])."
+        )
+        assert len(texts) == 6
+
+
+def not_strict(assign: bool) -> None:
+    plain, model, other = plain_model(0), sharded_model(0), plain_model(1)
+    state = other.state_dict()
+    del state["first.weight"]
+    state["other"] = torch.ones(1)
+    keys = [m.load_state_dict(dict(state), strict=False, assign=assign) for m in (plain, model)]
+    assert keys[0] == keys[1]
+    assert keys[1].missing_keys == ["first.weight"] and keys[1].unexpected_keys == ["other"]
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@both_ways
+def test_not_strict(assign: bool) -> None:
+    run_ranks(not_strict, 2, assign)
+
+
+def one_name_of_a_tied_weight(name: str, assign: bool) -> None:
+    """A checkpoint with either name alone fills the parameter, which stays tied."""
+    model = sharded_model(0)
+    value = torch.arange(24.0, dtype=torch.float64).view(4, 6)
+    for state in ({name: value}, {name: 2 * value}):
+        model.load_state_dict(state, strict=False, assign=assign)
+        assert model.tied.weight is model.head.weight
+        assert_equal(model.tied.weight.detach(), state[name])
+        evaluate(model)
+        model.reshard()
+        assert model.tied.weight is model.head.weight
+        assert_equal(model.tied.weight.detach(), state[name])
+
+
+@both_ways
+@pytest.mark.parametrize("name", ["tied.weight", "head.weight"])
+def test_one_name_of_a_tied_weight_is_enough(name: str, assign: bool) -> None:
+    run_ranks(one_name_of_a_tied_weight, 2, name, assign)
+
+
+def of_another_dtype(kind: str) -> None:
+    """Copying keeps the parameter's dtype, assigning takes that of the state."""
+    for assign in (False, True):
+        model, other = sharded_model(0), plain_model(1)
+        evaluate(model)
+        state = {name: t.float() for name, t in tensors(other.state_dict()).items()}
+        other.load_state_dict(dict(state), assign=assign, strict=False)
+        if kind == "sharded":
+            state = cut_as(model, state)
+        model.load_state_dict(state, assign=assign, strict=False)
+        expected = torch.float32 if assign else torch.float64
+        assert {p.dtype for p in model.parameters()} == {expected}
+        assert_equal(tensors(model.state_dict()), tensors(other.state_dict()))
+        x = same_on_all_ranks(0).to(expected)
+        assert torch.equal(model.eval()(x), other.eval()(x))
+        model.reshard()
+        assert {p.dtype for p in model.parameters()} == {expected}
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_dtypes(kind: str) -> None:
+    run_ranks(of_another_dtype, 2, kind)
+
+
+def placed_otherwise(assign: bool) -> str:
+    """DTensors cut in another way become what the parameter is; on another mesh they are told."""
+    model, other = sharded_model(0), plain_model(1)
+    mesh = model.wide.weight.device_mesh
+    state = tensors(other.state_dict())
+    for name in dict(model.named_parameters(remove_duplicate=False)):
+        placement = Replicate() if state[name].ndim == 1 else Shard(1 - ("wide" in name))
+        state[name] = distribute_tensor(state[name], mesh, [placement])
+    model.load_state_dict(state, assign=assign, strict=False)
+    assert_equal(tensors(model.state_dict()), tensors(other.state_dict()))
+    assert model.wide.weight.placements == (Shard(1),)
+    assert model.first.weight.placements == (Shard(0),)
+    assert torch.equal(evaluate(model), evaluate(other))
+    names = ("a", "b")
+    other_mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
+    weight = distribute_tensor(other.first.weight.detach(), other_mesh, [Replicate(), Shard(0)])
+    text = said(model, {"first.weight": weight}, assign=assign, strict=False)
+    assert text == (
+        'Error(s) in loading state_dict for FSDPModel:\n\tExpected a DTensor for "first.weight" '
+        f"on {mesh}, got one on {other_mesh}; pass its full_tensor()."
+    )
+    return text
+
+
+@both_ways
+def test_dtensors_of_other_placements(assign: bool) -> None:
+    run_ranks(placed_otherwise, 2, assign)
+
+
+def onto_meta(assign: bool, emptied: bool, kind: str) -> list[str]:
+    """Load into a model without memory, or with memory that holds nothing yet."""
+    other = plain_model(1)
+    with torch.device("meta"):
+        model = shard(Model(7))
+    if emptied:
+        model.to_empty(device="cpu")
+    for name, buffer in model.outer.norm._buffers.items():
+        model.outer.norm._buffers[name] = torch.ones_like(buffer, device="cpu")
+    model.outer._buffers["scratch"] = torch.ones(2)
+    state = {name: t.clone() for name, t in tensors(other.state_dict()).items()}
+    if kind == "sharded":
+        state = cut_as(model, state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.load_state_dict(state, assign=assign, strict=False)
+    if assign or emptied:
+        assert_equal(tensors(model.state_dict()), tensors(other.state_dict()))
+        assert model.head.weight is model.tied.weight
+        train(model, OPTIMIZERS["adam-foreach"](model), 0, 2)
+        train(other, OPTIMIZERS["adam-foreach"](other), 0, 2)
+        assert_equal(model.state_dict(), other.state_dict(), exact=is_exact())
+    else:
+        with pytest.raises(MaterializationError):
+            evaluate(model)
+    return [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_from_the_meta_device(num_ranks: int, kind: str) -> None:
+    for assign, emptied in ((True, False), (False, True), (True, True)):
+        assert run_ranks(onto_meta, num_ranks, assign, emptied, kind) == [[]] * num_ranks
+    for said_of in run_ranks(onto_meta, num_ranks, False, False, kind):
+        assert len(said_of) == len(list(Model().named_parameters(remove_duplicate=False)))
+        assert all("copying from a non-meta parameter" in text for text in said_of)
+
+
+# In the middle ------------------------------------------------------------------------------
+
+
+def between(assign: bool, reshard_after_forward: bool) -> None:
+    """Load after a forward whose backward is to come: the gradients would be of no function."""
+    model = sharded_model(0, reshard_after_forward=reshard_after_forward)
+    loss = model(same_on_all_ranks(0)).square().sum()
+    model.load_state_dict(plain_model(1).state_dict(), assign=assign)
+    loss.backward()
+
+
+@both_ways
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+def test_loading_between_forward_and_backward(assign: bool, reshard_after_forward: bool) -> None:
+    for num_ranks in (1, 2):
+        with pytest.raises(RankError) as caught:
+            run_ranks(between, num_ranks, assign, reshard_after_forward)
+        failure = caught.value.agreed()
+        assert failure.type_name.endswith(StaleParameterError.__name__)
+        assert failure.message.startswith("Expected the parameters of the root group in backward")
+
+
+def within(when: str) -> str:
+    """Load from a hook that runs in the middle of a forward or a backward."""
+    model, plain = sharded_model(0), plain_model(0)
+    state = plain_model(1).state_dict()
+    if when == "forward":
+        part, prefix = model.outer, "outer."
+        part.norm.register_forward_hook(lambda *_: part.load_state_dict(own(state, prefix)))
+        with pytest.raises(ShardError) as caught:
+            model(same_on_all_ranks(0))
+        part.norm._forward_hooks.clear()
+    else:
+        out = model(same_on_all_ranks(0))
+        out.register_hook(lambda _: model.load_state_dict(state))
+        with pytest.raises(ShardError) as caught:
+            out.square().sum().backward()
+    # Nothing was loaded, and the next step is an ordinary one.
+    model.zero_grad()
+    assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
+    model.load_state_dict(plain.state_dict())
+    for one in (model, plain):
+        train(one, OPTIMIZERS["adam-foreach"](one), 0, 1)
+    assert_equal(model.state_dict(), plain.state_dict())
+    return str(caught.value)
+
+
+def own(state: State, prefix: str) -> State:
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_loading_in_the_middle_is_refused(num_ranks: int, when: str) -> None:
+    assert run_ranks(within, num_ranks, when) == [TEXTS[when]] * num_ranks
+
+
+def what_is_not_in_use() -> None:
+    """Load a group in the forward of another, before its own: what it computes with is new."""
+    model, other = sharded_model(0), plain_model(1)
+    inner = model.outer.inner
+    state = own(other.state_dict(), "outer.inner.")
+    expected = plain_model(0)
+    expected.outer.inner.load_state_dict(state)
+    model.register_forward_pre_hook(lambda *_: inner.load_state_dict(state) and None)
+    for _ in range(2):  # in the second forward the group has been gathered ahead
+        assert torch.equal(evaluate(model), evaluate(expected))
+
+
+def test_loading_a_group_before_its_forward() -> None:
+    run_ranks(what_is_not_in_use, 2)
+
+
+def swapped() -> None:
+    """Put averaged weights in for an evaluation, and the trained ones back, by assignment."""
+    model, other = sharded_model(0), plain_model(1)
+    before = model.state_dict()
+    values = {name: full(t).clone() for name, t in tensors(before).items()}
+    expected = evaluate(model)
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(evaluate(model), evaluate(other))
+    model.load_state_dict(before, assign=True)
+    assert_equal(tensors(model.state_dict()), values)
+    assert torch.equal(evaluate(model), expected)
+
+
+def test_states_are_swapped_by_assignment() -> None:
+    run_ranks(swapped, 2)
+    run_ranks(swapped, 1)
+
+
+def with_swap_tensors(kind: str) -> None:
+    """``torch.__future__.set_swap_module_params_on_conversion`` exchanges what a parameter is."""
+    model, other = sharded_model(0), plain_model(1)
+    state = tensors(other.state_dict())
+    if kind == "sharded":
+        state = cut_as(model, state)
+    params = dict(model.named_parameters())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(state, strict=False)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(param is params[name] for name, param in model.named_parameters())
+    assert_equal(tensors(model.state_dict()), tensors(other.state_dict()))
+    assert torch.equal(evaluate(model), evaluate(other))
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_parameters_that_are_swapped(kind: str) -> None:
+    run_ranks(with_swap_tensors, 2, kind)
+
+
+def module_in_a_module() -> None:
+    """The root of the state may be a plain module around sharded ones."""
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    other = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    state = {name: t.clone() for name, t in other.state_dict().items()}
+    fully_shard(plain[0])
+    plain.load_state_dict(state)
+    assert_equal(plain.state_dict(), state)
+    assert torch.equal(plain(torch.ones(1, 4)), other(torch.ones(1, 4)))
+
+
+def test_a_plain_root() -> None:
+    run_ranks(module_in_a_module, 2)
