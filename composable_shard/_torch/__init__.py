@@ -21,7 +21,6 @@ from composable_shard._torch.dtensors import (
     cut,
     flat_axis,
     from_local,
-    from_local_at_start,
     is_wrapper_subclass,
     leaves,
     local_tensor,
@@ -58,6 +57,7 @@ from composable_shard._torch.tensors import (
     norms_of_all,
     preserved_version,
     set_versions,
+    with_own_storage,
 )
 
 __all__ = [
@@ -81,7 +81,6 @@ __all__ = [
     "flat_axis",
     "fresh_storage_view",
     "from_local",
-    "from_local_at_start",
     "gradient_hooks",
     "has_grad_hooks",
     "is_batch_norm",
@@ -107,4 +106,5 @@ __all__ = [
     "symmetric_memory_of_nccl",
     "waited",
     "will_run",
+    "with_own_storage",
 ]

@@ -50,6 +50,7 @@ class BackwardPass:
         self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, by when they were entered
         self._to_need: dict[ParamGroup, None] = {}  # the same, by when they were left
         self._owing: dict[ParamGroup, None] = {}  # accumulated without sync
+        self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
         self._needed: set[ParamGroup] = set()
         self._complete: set[ParamGroup] = set()
         self._in_flight: deque[ParamGroup] = deque()
@@ -222,6 +223,11 @@ class BackwardPass:
             return
         while len(self._in_flight) >= self._max_in_flight():
             self._wait_for_oldest()
+        self._context.check_order("reduction", group)
+        if group.settings.reduction.all_reduces:
+            self._unreplicated.pop(group, None)
+        elif any(mesh.num_replicas > 1 for mesh in group.channels):
+            self._unreplicated[group] = None
         group.gradients.reduce()
         self._in_flight.append(group)
         self._context.emit("reduce_scatter", group)
@@ -285,6 +291,20 @@ class BackwardPass:
         """The groups that accumulated without sync and were not reduced since."""
         return list(self._owing)
 
+    def synchronize(self) -> None:
+        """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle."""
+        left = [*reversed(self._to_reduce), *reversed(self._owing), *reversed(self._unreplicated)]
+        for group in dict.fromkeys(left):
+            reduction = group.settings.reduction
+            before, reduction.all_reduces = reduction.all_reduces, True
+            self._launch(group)
+            while self._in_flight:
+                self._wait_for_oldest()
+            reduction.all_reduces = before
+        while self._in_flight:
+            self._wait_for_oldest()
+        self._wait_for_replicas()
+
     def settle(self) -> None:
         """Reduce what backwards have left, without another; wait, and free.
 
@@ -316,10 +336,14 @@ class BackwardPass:
                 self._launch(group)
             elif group in self._to_reduce:
                 self._accumulate(group)
+        for group in list(reversed(self._unreplicated)):
+            if group.settings.reduction.all_reduces and group.settings.requires_gradient_sync:
+                self._launch(group)
         while self.is_last and self._in_flight:
             self._wait_for_oldest()
         if self.is_last:
             self._wait_for_replicas()
+        self._context.check_order("end of a backward", self._context.root)
         for group in self._context.groups:
             if group.settings.reshard_after_backward:
                 group.reshard()

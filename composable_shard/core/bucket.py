@@ -97,9 +97,15 @@ class ParamBucket:
         self._unpacked: list[torch.Tensor] = []
 
     def local_view(self, index: int) -> torch.Tensor:
-        """Return the place of a parameter's local shard in the sharded buffer."""
+        """Return the place of a parameter's local shard in the sharded buffer.
+
+        A DTensor reports the storage offset of its local tensor as its own, and what copies and
+        saves tensors takes one with an offset for a tensor with data of its own. So the shard has a
+        storage object of its own that begins where it does, in the same memory.
+        """
         start = self.layout.shard_offsets[index]
-        return self.params[index].form.local(self.sharded[start:], self.mesh.shard_rank)
+        shard = self.params[index].form.local(self.sharded[start:], self.mesh.shard_rank)
+        return _torch.with_own_storage(shard)
 
     def start_gather(self) -> Transfer:
         if self.unsharded is None:

@@ -12,6 +12,7 @@ from composable_shard.core.backward import BackwardPass
 from composable_shard.core.forward import ForwardPass
 from composable_shard.core.freed import FreedParameters
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.order_check import OrderCheck, is_asked_for
 from composable_shard.core.streams import wait_for_event
 from composable_shard.core.ties import refuse_unowned
 
@@ -42,6 +43,7 @@ class Context:
         self.opened: set[ParamGroup] = set()
         self._agreed = False
         self._ties_checked = False
+        self._order_check = OrderCheck() if is_asked_for() else None
         self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:
             group.context = self
@@ -54,6 +56,11 @@ class Context:
             self._freed.unmark(group)
         if self.listener is not None:
             self.listener(event, group.name)
+
+    def check_order(self, act: str, group: ParamGroup) -> None:
+        """Compare with the other ranks what comes next, if that is asked for."""
+        if self._order_check is not None:
+            self._order_check.agree(group, act)
 
     def check_ties(self) -> None:
         """Raise once if a tied parameter has no owner; see refuse_unowned."""

@@ -197,6 +197,7 @@ class ParamGroup:
         self._launch(transfers, state.version, state.num_ranks)
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
+        self.context.check_order("all-gather", self)
         works, owned = [], []
         for mesh, channel in self.channels.items():
             members = [transfer for over, transfer in transfers if over is mesh or over == mesh]

@@ -42,9 +42,7 @@ def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         managed: Its modules and all below, but those of nested groups.
     """
     hooks = ModuleHooks(group, managed)
-    owner = weakref.ref(group)
-    for module in managed:
-        _owners[module] = owner
+    hooks.claim_modules()
     for module in group.modules:
         module.__dict__[_HOOKS] = hooks
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
@@ -58,11 +56,17 @@ def owner_of(module: nn.Module) -> ParamGroup | None:
     return None if owner is None else owner()
 
 
+def hooks_of(module: nn.Module) -> ModuleHooks:
+    """Return the hooks of a sharded module."""
+    hooks: ModuleHooks = module.__dict__[_HOOKS]
+    return hooks
+
+
 def run_as_forward(
     module: nn.Module, method: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Any:
     """Call ``method`` between the hooks of a sharded module, as its forward is called."""
-    hooks: ModuleHooks = module.__dict__[_HOOKS]
+    hooks = hooks_of(module)
     try:
         args, kwargs = hooks.pre_forward(module, args, kwargs)
         output = method(*args, **kwargs)
@@ -119,6 +123,12 @@ class ModuleHooks:
         buffers = CastBuffers(managed, group.policy.buffer_dtype)
         self._lenders = (buffers, PreciseNormWeights(managed))
         self._stored: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def claim_modules(self) -> None:
+        """Have :func:`owner_of` find the group of the modules."""
+        owner = weakref.ref(self._group)
+        for module in self._managed:
+            _owners[module] = owner
 
     @torch.compiler.disable
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

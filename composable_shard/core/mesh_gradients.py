@@ -73,7 +73,8 @@ class MeshGradients:
         self._policy = policy
         self._settings = settings
         self._reductions: list[_Reduction] = []
-        self._all_reduces = False
+        self._holds = False  # the running reduction leaves gradients to be averaged over replicas
+        self._all_reduces = False  # the running reduction has a second stage to come
         self._buckets: dict[Any, GradBucket] = {}
         self._recipes = GradRecipes(channel.mesh)
 
@@ -97,8 +98,10 @@ class MeshGradients:
         with or without gradients of their own.
         """
         trainable = [param for param in self._params if param.sharded.requires_grad]
-        self._all_reduces = self._mesh.num_replicas > 1 and self._settings.all_reduces
-        if self._mesh.num_replicas > 1 and not self._all_reduces:
+        has_replicas = self._mesh.num_replicas > 1
+        self._holds = has_replicas and not self._settings.all_reduces
+        self._all_reduces = has_replicas and self._settings.all_reduces
+        if self._holds:
             for param in trainable:
                 hold_for_replicas(param)
         dtypes = [self._reduce_dtype(param) for param in trainable]
@@ -255,8 +258,7 @@ class MeshGradients:
     def _hand_out(self, reduction: _Reduction) -> None:
         bucket, transfer, flat = reduction.bucket, reduction.transfer, reduction.transfer.result
         wanted = bucket.anybody_has(transfer)
-        held = self._mesh.num_replicas > 1 and not self._settings.all_reduces
-        if not held:
+        if not self._holds:
             dtypes = {self._grad_dtype(param) for param, _ in reduction.members}
             if len(dtypes) == 1:
                 flat = flat.to(dtypes.pop())
@@ -266,16 +268,16 @@ class MeshGradients:
             if not is_wanted and not (self._settings.hook is not None and shard.any()):
                 continue
             if name is None:
-                self._put(param, shard, held)
+                self._put(param, shard)
                 continue
             recipe, parts = self._recipes.of(param), inner.setdefault(param, {})
             assert recipe is not None
             parts[name] = shard.clone()  # subclasses may demand equal storage offsets
             if len(parts) == len(recipe.names):
-                self._put(param, recipe.rebuild(parts), held)
+                self._put(param, recipe.rebuild(parts))
 
-    def _put(self, param: ShardedParam, shard: torch.Tensor, held: bool) -> None:
-        if not held:
+    def _put(self, param: ShardedParam, shard: torch.Tensor) -> None:
+        if not self._holds:
             deliver(param, shard.to(self._grad_dtype(param)))
             return
         present = unreplicated(param)

@@ -219,6 +219,10 @@ class ShardedParam:
             spec = self._specs[key] = _torch.make_spec(self.placement.mesh, placements, like)
         return spec
 
+    def __deepcopy__(self, memo: object) -> ShardedParam:
+        """Return itself: who copies its group has made the copy; left are those given back."""
+        return self
+
     def __repr__(self) -> str:
         return f"ShardedParam({self.name}, shape={tuple(self.shape)}, {self.placement.sharded})"
 
