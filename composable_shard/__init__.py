@@ -1,6 +1,6 @@
 """Fully sharded data parallelism for PyTorch: per module, composable, in place."""
 
-from composable_shard.api import fully_shard
+from composable_shard.api import fully_shard, register_fsdp_forward_method
 from composable_shard.core.custom import AllGather, ReduceScatter
 from composable_shard.errors import (
     ExtensionError,
@@ -12,6 +12,10 @@ from composable_shard.errors import (
 from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
 from composable_shard.module import FSDPModule, UnshardHandle
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from composable_shard.train.clip import clip_grad_norm_
+from composable_shard.train.synchronize import sync_module_states
+from composable_shard.train.unsharded import unsharded
+from composable_shard.train.wrap import apply_fully_shard
 
 __all__ = [
     "AllGather",
@@ -28,5 +32,10 @@ __all__ = [
     "ShardPlacementResult",
     "StaleParameterError",
     "UnshardHandle",
+    "apply_fully_shard",
+    "clip_grad_norm_",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "sync_module_states",
+    "unsharded",
 ]

@@ -22,6 +22,7 @@ from composable_shard.core.convert import (
     plan_params,
     top_modules,
 )
+from composable_shard.core.forward_method import register_forward_method
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import install
 from composable_shard.core.offload import check_offload
@@ -135,3 +136,47 @@ def _adopt(group: ParamGroup, managed: Managed) -> None:
     for module in group.modules:
         make_sharded(module, group)
     join_tree(group, group_of)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a sharded module be called as its forward is.
+
+    The parameters of the module's group are gathered before the method runs and freed after it,
+    inputs and outputs are cast as the policy says, and a backward through its outputs reduces the
+    gradients: what calling the module itself does, but for forward hooks that users registered.
+
+    Args:
+        module: A module; nothing happens if it is not sharded.
+        method_name: Name of the method, such as ``"generate"`` or ``"encode"``.
+
+    Raises:
+        ValueError: If the module is sharded and has no such method.
+
+    Collective: none here; those of a forward when the method is called.
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
+
+    Example:
+        >>> import torch
+        >>> from composable_shard.testing import fake_ranks
+        >>> class Encoder(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(8, 8)
+        ...     def encode(self, x):
+        ...         return self.layer(x)
+        ...     def forward(self, x):
+        ...         return self.encode(x).sum()
+        >>> with fake_ranks(4):
+        ...     encoder = fully_shard(Encoder())
+        ...     register_fsdp_forward_method(encoder, "encode")
+        ...     encoder.encode(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+    if group_of(module) is None:
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(
+            f"Expected {type(module).__name__} to have a method '{method_name}', got none; "
+            "register a method that it has"
+        )
+    register_forward_method(module, method_name)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
+from composable_shard.core.grad_norm import clip_grad_norm
 from composable_shard.core.group import ParamGroup, group_of, set_group
+from composable_shard.core.pipeline import answer_schedules
 from composable_shard.core.sharded_grad import is_partial
 from composable_shard.errors import ShardError
 from composable_shard.module_communication import ModuleCommunication
@@ -22,6 +24,7 @@ _sharded_classes: dict[type, type] = {}
 def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     """Give a module its group and mix :class:`FSDPModule` into its class."""
     set_group(module, group)
+    answer_schedules(module, group)
     original = type(module)
     sharded = _sharded_classes.get(original)
     if sharded is None:
@@ -52,9 +55,17 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         Args:
             async_op: Return a handle instead of waiting; forward waits by itself.
 
+        Raises:
+            ShardError: If called inside of :func:`composable_shard.unsharded`.
+
         Collective: one all-gather of the group's bytes, none if it is unsharded already.
         """
         group = self._group()
+        if group in group.context.opened:
+            raise ShardError(
+                f"Expected unshard() of {group.label} outside of unsharded(), got it inside, where "
+                "the parameters are full"
+            )
         group.unshard()
         if async_op:
             return UnshardHandle(group)
@@ -78,6 +89,41 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         context.clean_up()
         for group in context.groups:
             group.gradients.discard_partial()
+
+    # Training -------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Scale all gradients below so that their norm is at most ``max_norm``.
+
+        What :func:`composable_shard.clip_grad_norm_` does with ``self.parameters()``.
+
+        Args:
+            max_norm: The norm to scale down to.
+            norm_type: Order of the norm; ``float("inf")`` for the largest absolute value.
+            error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
+            foreach: ``False`` to treat gradients one by one.
+
+        Returns:
+            The norm before, a scalar tensor that is bitwise the same on all ranks.
+
+        Raises:
+            ShardError: On all ranks, if the norm is not finite and ``error_if_nonfinite``.
+
+        Collective: one all-gather of a few scalars for each mesh axis gradients are sharded on.
+        """
+        return clip_grad_norm(
+            cast(nn.Module, self).parameters(),
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
 
     # nn.Module ------------------------------------------------------------------------------
 

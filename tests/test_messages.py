@@ -1,8 +1,8 @@
 """The text of every error: exact, and the same on all ranks where ranks could differ.
 
 Those that need real ranks are in ``tests/dist``: in ``test_state_errors.py``,
-``test_mismatches.py`` and ``test_extension_errors.py``. The last test finds every ``raise`` of the
-package in one of the four.
+``test_mismatches.py`` and ``test_extension_errors.py``; those of what a training loop calls are in
+``tests/train``. The last test finds every ``raise`` of the package in one of them.
 """
 
 from __future__ import annotations

@@ -277,8 +277,19 @@ class BackwardPass:
 
     def finish_inside(self) -> None:
         """Reduce what backwards within a forward left, as none of that forward itself will come."""
-        if not self._ran_inside:
-            return
+        if self._ran_inside:
+            self.settle()
+
+    @property
+    def owing(self) -> list[ParamGroup]:
+        """The groups that accumulated without sync and were not reduced since."""
+        return list(self._owing)
+
+    def settle(self) -> None:
+        """Reduce what backwards have left, without another; wait, and free.
+
+        Collective: a reduction of each group that ran forward or owes, but those without sync.
+        """
         for group in dict.fromkeys([*reversed(self._to_reduce), *reversed(self._owing)]):
             if group.settings.requires_gradient_sync:
                 self._launch(group)
@@ -288,6 +299,9 @@ class BackwardPass:
             self._wait_for_oldest()
         if self.is_last:
             self._wait_for_replicas()
+        for group in self._context.groups:
+            if group.settings.reshard_after_backward and not self._context.forward.holds(group):
+                group.reshard()
         self._reset()
 
     def close(self) -> None:

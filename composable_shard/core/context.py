@@ -28,6 +28,7 @@ class Context:
         backward: The running backward pass.
         listener: Called with ``(event, group name)``, if set.
         post_optim_event: What the next gather waits for besides the compute stream.
+        opened: Groups whose modules hold full parameters, inside of ``unsharded()``.
     """
 
     def __init__(self, root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
@@ -38,6 +39,7 @@ class Context:
         self.listener: Listener | None = None
         self.post_optim_event: torch.Event | None = None
         self._freed = FreedParameters()
+        self.opened: set[ParamGroup] = set()
         self._agreed = False
         self._ties_checked = False
         self._below: dict[ParamGroup, set[nn.Module]] = {}

@@ -95,11 +95,3 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         return tuple(rebuilt)
 
     return flat, rebuild
-
-
-def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that a tensor is made of: itself, unless it is a subclass."""
-    if not _torch.is_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [leaf for name in names for leaf in leaves(getattr(tensor, name))]

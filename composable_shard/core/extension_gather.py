@@ -24,7 +24,6 @@ from composable_shard.core.extension import (
     bound_hook,
     flatten,
     has_extension,
-    leaves,
 )
 from composable_shard.core.param import ShardedParam
 from composable_shard.errors import ExtensionError
@@ -240,8 +239,8 @@ class ExtensionGather:
 
     def _storages_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
         """Return the storages behind tensors, by address, but those of the local shard."""
-        own = {leaf.untyped_storage().data_ptr() for leaf in leaves(self.param.local)}
-        storages = [leaf.untyped_storage() for tensor in tensors for leaf in leaves(tensor)]
+        own = {leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(self.param.local)}
+        storages = [leaf.untyped_storage() for tensor in tensors for leaf in _torch.leaves(tensor)]
         return {s.data_ptr(): s for s in storages if s.size() and s.data_ptr() not in own}
 
     def _overwrite(self, fill: Any) -> None:
@@ -292,6 +291,6 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _copy_unless_same(out: torch.Tensor, source: torch.Tensor) -> None:
-    pairs = zip(leaves(out), leaves(source), strict=True)
+    pairs = zip(_torch.leaves(out), _torch.leaves(source), strict=True)
     if any(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs):
         out.copy_(source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,7 @@ class ForwardPass:
     def enter(self, group: ParamGroup) -> bool:
         """Gather ``group`` for a forward; return whether that opens the pass."""
         context = self._context
-        interrupted = self._frame is not None and not _is_running(self._frame)
+        interrupted = self._frame is not None and not _torch.is_executing(self._frame)
         if interrupted or context.backward.was_aborted:
             context.clean_up()
         opens = self._outermost is None
@@ -129,6 +128,10 @@ class ForwardPass:
         keeps_part = not isinstance(reshard, bool) and torch.is_grad_enabled()
         group.reshard(reshard if keeps_part else None)
 
+    def holds(self, group: ParamGroup) -> bool:
+        """Tell whether a running forward is in ``group``."""
+        return group in self._depths
+
     def release(self, group: ParamGroup) -> None:
         """Free ``group``, whose backward within this forward has ended, unless it is needed."""
         if group in self._depths or not group.settings.reshard_after_backward:
@@ -174,17 +177,3 @@ class ForwardPass:
         self._to_run.clear()
         self._prefetched.clear()
         self._kept.clear()
-
-
-def _is_running(frame: FrameType | None) -> bool:
-    """Tell whether ``frame`` is on this thread's stack.
-
-    An exception in a forward is seen by the hooks that are always called; an interrupt is not, and
-    leaves a pass open that nobody will close.
-    """
-    current: FrameType | None = sys._getframe()
-    while current is not None:
-        if current is frame:
-            return True
-        current = current.f_back
-    return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.buffers import CastBuffers, PreciseNormWeights
@@ -27,6 +28,9 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
+_HOOKS = "_composable_shard_hooks"
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParamGroup]] = weakref.WeakKeyDictionary()
+
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
@@ -38,10 +42,55 @@ def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         managed: Its modules and all below, but those of nested groups.
     """
     hooks = ModuleHooks(group, managed)
+    owner = weakref.ref(group)
+    for module in managed:
+        _owners[module] = owner
     for module in group.modules:
+        module.__dict__[_HOOKS] = hooks
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(hooks.post_forward, always_call=True)
-    group.on_gradient = partial(_arrive, group)
+    group.on_gradient = Arrival(group)
+
+
+def owner_of(module: nn.Module) -> ParamGroup | None:
+    """Return the group that holds the parameters of a module that is sharded or inside of one."""
+    owner = _owners.get(module)
+    return None if owner is None else owner()
+
+
+def run_as_forward(
+    module: nn.Module, method: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> Any:
+    """Call ``method`` between the hooks of a sharded module, as its forward is called."""
+    hooks: ModuleHooks = module.__dict__[_HOOKS]
+    try:
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
+        output = method(*args, **kwargs)
+    except Exception:
+        hooks.leave(module, None, failed=True)
+        raise
+    return hooks.leave(module, output, failed=False)
+
+
+_torch.count_as_module_call(run_as_forward)
+
+
+class Arrival:
+    """Told that autograd has accumulated into an unsharded parameter of a group."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+
+    def __call__(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            raise ShardError(
+                f"Expected a backward into the parameters of {self.group.label} without "
+                "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
+                "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+        self.group.context.backward.arrive(self.group)
 
 
 @dataclass
@@ -76,6 +125,9 @@ class ModuleHooks:
         """Gather the group; cast inputs; mark where gradients leave it."""
         group = self._group
         context = group.context
+        if group in context.opened:
+            _check_can_run_opened(group)
+            return args, kwargs
         if _torch.current_backward() != -1:  # recomputation by an activation checkpoint
             group.unshard()
             group.wait_for_unshard()
@@ -101,6 +153,13 @@ class ModuleHooks:
 
         Also called, without output, when forward raised.
         """
+        return self.leave(module, output, failed=output is None and sys.exc_info()[0] is not None)
+
+    @torch.compiler.disable
+    def leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Do what :meth:`post_forward` does, knowing whether forward raised."""
+        if self._group in self._group.context.opened:
+            return output
         calls = self._group.calls
         call = calls.pop() if calls else Call()  # none if forward could not begin
         if not calls:
@@ -111,7 +170,6 @@ class ModuleHooks:
         group, has_grad = self._group, torch.is_grad_enabled()
         is_watched = self._watch(call, output) if has_grad else False
         if _torch.current_backward() == -1:
-            failed = output is None and sys.exc_info()[0] is not None
             if has_grad:
                 group.context.backward.expect(group)
             group.context.forward.leave(group, module, failed=failed, has_backward=is_watched)
@@ -179,14 +237,19 @@ class ModuleHooks:
         self._group.context.backward.need(self._group, boundaries)
 
 
-def _arrive(group: ParamGroup, *_: object) -> None:
+def _check_can_run_opened(group: ParamGroup) -> None:
+    """Raise if a group that is open cannot run as a plain module."""
     if torch.is_grad_enabled():
         raise ShardError(
-            f"Expected a backward into the parameters of {group.label} without create_graph=True, "
-            "got one with it, whose graph ends where gradients are reduced; take gradients of "
-            "inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
+            f"Expected no forward of {group.label} with gradients inside of unsharded(), got one; "
+            "run it under torch.no_grad(), or after the context"
         )
-    group.context.backward.arrive(group)
+    for param in group.params:
+        if any(isinstance(slot.get(), DTensor) for slot in param.slots):
+            raise ShardError(
+                f"Expected full parameters in a forward of {group.label} inside of unsharded(), "
+                f"got '{param.name}' sharded; open the sharded module itself, on all ranks"
+            )
 
 
 def _arrive_at_boundary(
@@ -195,8 +258,11 @@ def _arrive_at_boundary(
     group.context.backward.arrive_at_boundary(group, token)
     if torch.is_grad_enabled():  # with create_graph: a backward may start from these gradients
         for grad in grads:
-            if grad is not None and grad.requires_grad:
-                grad.register_hook(partial(_need, group))
+            if grad is None or not grad.requires_grad:
+                continue
+            for tensor in (grad, grad._base):
+                if tensor is not None and tensor.requires_grad:
+                    tensor.register_hook(partial(_need, group))
 
 
 def _need(group: ParamGroup, _: torch.Tensor) -> None:

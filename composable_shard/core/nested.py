@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, ValuesView
-from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -57,7 +57,7 @@ def map_tensors(change: _Change, value: Any) -> Any:
         return _map_mapping(change, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(change, value)
-    return _torch.map_registered_container(partial(map_tensors, change), value)
+    return _map_registered(change, value)
 
 
 def _map_sequence(change: _Change, value: Any) -> Any:
@@ -118,6 +118,15 @@ def _map_dataclass(change: _Change, value: Any) -> Any:
     return copied
 
 
+def _map_registered(change: _Change, value: Any) -> Any:
+    found = _torch.registered_container(value)
+    if found is None:
+        return value
+    children, make = found
+    items = [map_tensors(change, child) for child in children]
+    return value if all(map(operator.is_, items, children)) else make(items)
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in ``value``: in all that :func:`map_tensors` goes into."""
     if isinstance(value, torch.Tensor):
@@ -135,7 +144,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             if hasattr(value, field.name):
                 yield from tensors_in(getattr(value, field.name))
     else:
-        for item in _torch.registered_children(value):
+        children, _ = _torch.registered_container(value) or ((), None)
+        for item in children:
             yield from tensors_in(item)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
@@ -87,13 +88,17 @@ def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
 
 
 def assign(param: ShardedParam, grad: torch.Tensor) -> None:
-    """Set the gradient, also to a dtype that torch would refuse by itself."""
-    sharded = param.sharded
-    if sharded.grad_dtype is not None and sharded.grad_dtype != grad.dtype:
-        param.remember_grad_dtype()
-        sharded.grad = None
-        sharded.grad_dtype = None
-    sharded.grad = grad
+    """Set the gradient, of whatever dtype; remember which dtype the user asked for."""
+    param.remember_grad_dtype()
+    assign_grad(param.sharded, grad)
+
+
+def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set ``param.grad``, also to a dtype that torch would refuse by itself."""
+    if param.grad_dtype is not None and param.grad_dtype != grad.dtype:
+        param.grad = None
+        param.grad_dtype = None
+    param.grad = grad
 
 
 def _is_unreplicated(param: ShardedParam, grad: DTensor) -> bool:

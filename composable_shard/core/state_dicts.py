@@ -102,10 +102,7 @@ def _before_load(
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    *rest: Any,
 ) -> None:
     """Replace full tensors by this rank's rows of them; the dict is the loader's own copy.
 
@@ -131,7 +128,8 @@ def _before_load(
             state_dict[key] = _shard_of(param, value, current, assign)
         elif value.device_mesh != param.spec.mesh:
             state_dict[key] = current
-            error_msgs.append(
+            error_messages: list[str] = rest[-1]
+            error_messages.append(
                 f'Expected a DTensor for "{key}" on {param.spec.mesh}, got one on '
                 f"{value.device_mesh}; pass its full_tensor()."
             )

@@ -127,6 +127,7 @@ class GroupUnits:
     def give_back(self, param: ShardedParam) -> None:
         """Let go of a parameter."""
         self.params.remove(param)
+        param.slots = ()
         self._rebuild()
 
     def _extended_since_built(self) -> bool:

@@ -130,9 +130,9 @@ def test_the_registered_parameters_are_the_sharded_ones_in_between() -> None:
         "all_gather",
         "wait_for_all_gather",
         "post_backward",
-        "reshard",
         "reduce_scatter",
         "wait_for_reduce_scatter",
+        "reshard",
     ]
     assert run_ranks(states_between_forward_and_backward, 4) == [[(1, 4), events]] * 4
 

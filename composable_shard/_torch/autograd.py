@@ -1,0 +1,66 @@
+"""Autograd: what is running, what will run, hooks on leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+
+def current_backward() -> int:
+    """Return the id of the running backward, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def will_run(node: Node) -> bool:
+    """Tell whether the running backward will execute ``node``."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf of autograd.grad: its gradient is returned, not accumulated
+        return False
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward has finished; drop it if it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def gradient_hooks(param: torch.Tensor) -> Iterable[Any]:
+    """Return what is called when a gradient has been accumulated into ``param``."""
+    return (param._post_accumulate_grad_hooks or {}).values()
+
+
+def accumulate_node(param: nn.Parameter) -> Node:
+    """Return the node that accumulates into the ``grad`` of a leaf."""
+    with torch.inference_mode(False):
+        return get_gradient_edge(param).node
+
+
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let the hooks of a leaf, and the handles that remove them, act on another leaf too."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+def has_grad_hooks(param: torch.Tensor) -> bool:
+    """Tell whether users put hooks for its gradient on a leaf."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+def call_grad_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Pass a gradient through what ``register_hook`` put on a leaf; return what comes out."""
+    for hook in list((param._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
+def call_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
+    """Call what ``register_post_accumulate_grad_hook`` put on a leaf."""
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+        hook(param)

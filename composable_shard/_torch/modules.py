@@ -1,0 +1,54 @@
+"""Calls of modules, and the containers that they pass on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import SUPPORTED_NODES
+
+_call_codes = {nn.Module._call_impl.__code__}
+
+COMPOSABLE_STATE = STATE_KEY
+"""Where functions of torch keep what they know of a module."""
+
+
+def count_as_module_call(function: Any) -> None:
+    """Have the frames of ``function`` found by :func:`module_call_frame`."""
+    _call_codes.add(function.__code__)
+
+
+def module_call_frame() -> FrameType | None:
+    """Return the frame of the innermost running ``Module.__call__``, which outlives its hooks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _call_codes:
+        frame = frame.f_back
+    return frame
+
+
+def is_executing(frame: FrameType) -> bool:
+    """Tell whether ``frame`` has not ended, on whatever thread; lets go of its locals if it has."""
+    try:
+        frame.clear()
+    except RuntimeError:  # an executing frame cannot be cleared
+        return True
+    return False
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a batch norm of any number of dims, synchronized or not."""
+    return isinstance(module, _BatchNorm)
+
+
+def registered_container(value: Any) -> tuple[Sequence[Any], Callable[..., Any]] | None:
+    """Return what a container registered as a node of trees holds, and what makes another."""
+    node = SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), lambda changed: node.unflatten_fn(changed, context)

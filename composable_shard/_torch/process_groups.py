@@ -1,0 +1,87 @@
+"""Collectives and memory of process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
+
+_ALL_GATHER = (
+    "all_gather_single_coalesced"
+    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+    else "allgather_into_tensor_coalesced"
+)
+_REDUCE_SCATTER = (
+    "reduce_scatter_single_coalesced"
+    if hasattr(dist.ProcessGroup, "reduce_scatter_single_coalesced")
+    else "reduce_scatter_tensor_coalesced"
+)
+
+
+def all_gather_flat(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """All-gather each input into its output, all in one launch."""
+    return cast(dist.Work, getattr(group, _ALL_GATHER)(outputs, inputs))
+
+
+def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather ``own`` [numel] of all ranks into ``output`` [ranks, numel], and wait for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output.view(-1), own, group=group)
+
+
+def reduce_scatter_flat(
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    group: dist.ProcessGroup,
+    op: Any,
+) -> dist.Work:
+    """Reduce-scatter each input into its output, all in one launch."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    return cast(dist.Work, getattr(group, _REDUCE_SCATTER)(outputs, inputs, options))
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name the backend that serves ``device`` in ``group``: gloo, nccl, fake, threaded, ..."""
+    with contextlib.suppress(RuntimeError, AttributeError, TypeError):
+        name = group._get_backend(device).name()
+        if name not in ("custom", "undefined"):
+            return str(name).lower()
+    return str(dist.get_backend(group)).lower()
+
+
+def average_is_supported(backend: str) -> bool:
+    """Tell whether ``ReduceOp.AVG`` exists in a backend's reduce-scatter."""
+    return backend in ("nccl", "xccl", "threaded", "fake")
+
+
+def backend_allocator(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
+    """Return what allocates memory that a backend likes best; ``None`` if it has no opinion."""
+    backend = group._get_backend(device)
+    with contextlib.suppress(AttributeError, RuntimeError):
+        if backend.supports_tensor_alloc(device):
+            return lambda shape, dtype, where: backend.allocate_tensor(
+                math.prod(shape), dtype=dtype, device=where
+            ).view(tuple(shape))
+    return None
+
+
+def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[torch.Tensor, dist.ProcessGroup], Any]]:
+    """Return what allocates symmetric memory, and what makes it known to a process group."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    symmetric.set_backend("NCCL")
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)

@@ -1,0 +1,55 @@
+"""Storages, version counters and fused kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """View the storage of ``storage_of``, shaped as ``like``, with a version counter of its own.
+
+    Writing the storage through another tensor does not count as a change of this one, so autograd
+    accepts saved views of it after they have been freed and gathered again.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        view = torch.empty(0, dtype=storage_of.dtype, device=storage_of.device)
+        return view.set_(storage_of.untyped_storage(), offset, like.shape, like.stride())
+
+
+def preserved_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Leave the version counter of ``tensor`` as it was, whatever is written in between."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set version counters; autograd refuses saved tensors whose counter has moved."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def chunk_cat_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Cut each tensor along dim 0 into ``len(out)`` padded chunks; row i gets all chunks i.
+
+    One fused kernel that pads with zeros and casts to the dtype of ``out``.
+    """
+    torch._chunk_cat(list(tensors), dim=0, num_chunks=out.shape[0], out=out)
+
+
+def divide_all_(tensors: list[torch.Tensor], divisor: float) -> None:
+    """Divide tensors in place, in one kernel where the device has one."""
+    torch._foreach_div_(tensors, divisor)
+
+
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors in place by a scalar tensor, in one kernel where the device has one."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norms_of_all(
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """Take the norm of each tensor, computed in ``dtype``, in one kernel where there is one."""
+    return list(torch._foreach_norm(tensors, order, dtype))

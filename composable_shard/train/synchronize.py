@@ -1,0 +1,255 @@
+"""Making all ranks start from the values of one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.errors import MaterializationError, RankMismatchError, ShardError
+from composable_shard.module import FSDPModule
+
+DEFAULT_BUCKET_NBYTES = 32 * 2**20
+
+
+class _State(NamedTuple):
+    name: str
+    tensor: torch.Tensor
+
+
+@torch.no_grad()
+def sync_module_states(
+    module: nn.Module,
+    *,
+    src_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    keep_shards: bool = False,
+    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+) -> None:
+    """Overwrite the parameters and buffers of a module by those of one rank, in place.
+
+    Call it before ``fully_shard``, which keeps each rank's own rows of its own values. A module
+    that some ranks built on the meta device is made real there first, by ``to_empty``.
+
+    What is sharded already cannot be had from one rank: the rows it gave away are gone. That is
+    refused, unless ``keep_shards`` says that shards are right as they are; then buffers, plain
+    parameters, and shards of which there are replicas are synchronized.
+
+    Args:
+        module: The module, the same on all ranks but for its values.
+        src_rank: The global rank whose values win; among replicas of a shard, the first does.
+        process_group: The ranks to synchronize; all of them if absent.
+        keep_shards: Whether sharded parameters keep their rows.
+        bucket_nbytes: How many bytes are sent at a time, and what is needed for that.
+
+    Raises:
+        ValueError: If ``src_rank`` is not in the group, or ``bucket_nbytes`` not positive.
+        MaterializationError: On all ranks, if something is on the meta device on one.
+        RankMismatchError: On all ranks, if names, shapes or dtypes differ between them.
+        ShardError: On all ranks, if a parameter is sharded and ``keep_shards`` is not set.
+
+    Collective: broadcasts of all bytes, in buckets; before, an all-gather of a small object.
+    Memory: one bucket; besides, the largest tensor that is not contiguous.
+    Source: ``sync_module_states`` of ``FullyShardedDataParallel`` (FSDP1).
+
+    Example:
+        >>> from composable_shard import fully_shard
+        >>> from composable_shard.testing import run_threads
+        >>> def start():
+        ...     layer = nn.Linear(2, 2, bias=False)
+        ...     nn.init.constant_(layer.weight, dist.get_rank() + 1)
+        ...     sync_module_states(layer)
+        ...     return fully_shard(layer).weight.to_local().tolist()
+        >>> run_threads(start, 2)
+        [[[1.0, 1.0]], [[1.0, 1.0]]]
+    """
+    group = dist.group.WORLD if process_group is None else process_group
+    assert group is not None
+    ranks = _ranks_of(group)
+    if src_rank not in ranks:
+        raise ValueError(f"Expected src_rank to be in the process group, got {src_rank} of {ranks}")
+    if bucket_nbytes < 1:
+        raise ValueError(f"Expected bucket_nbytes of at least 1, got {bucket_nbytes}")
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()
+    plain, sharded = _states(module)
+    _agree(module, [*plain, *sharded], keep_shards, group)
+    if len(ranks) > 1:
+        tensors = [state.tensor for state in plain]
+        _broadcast(tensors, group, ranks.index(src_rank), bucket_nbytes)
+    for state in sharded:
+        _sync_replicas(state.tensor, bucket_nbytes)
+
+
+def _states(module: nn.Module) -> tuple[list[_State], list[_State]]:
+    """Return parameters and buffers, each once: plain ones, and DTensors."""
+    found = [*module.named_parameters(), *module.named_buffers()]
+    states = [_State(name, tensor) for name, tensor in found]
+    return (
+        [state for state in states if not isinstance(state.tensor, DTensor)],
+        [state for state in states if isinstance(state.tensor, DTensor)],
+    )
+
+
+def _sync_replicas(tensor: torch.Tensor, bucket_nbytes: int) -> None:
+    """Give all replicas of a shard the values of the first. Collective: over their axes."""
+    assert isinstance(tensor, DTensor)
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
+            group = tensor.device_mesh.get_group(axis)
+            _broadcast([_torch.local_tensor(tensor)], group, 0, bucket_nbytes)
+
+
+# Agreement ------------------------------------------------------------------------------------
+
+
+def _agree(
+    module: nn.Module, states: Sequence[_State], keep_shards: bool, group: dist.ProcessGroup
+) -> None:
+    """Raise the same error on all ranks if the states of one cannot be synchronized."""
+    facts = [_fact(state) for state in states]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    own = (digest, _first(states, _is_sharded), _first(states, _is_meta))
+    heard = _gather_objects(own, group)
+    for rank, (_, sharded, on_meta) in zip(_ranks_of(group), heard, strict=True):
+        if sharded is not None and not keep_shards:
+            raise ShardError(
+                f"Expected {type(module).__name__} before it is sharded, got '{sharded}' sharded "
+                f"on rank {rank}; call sync_module_states before fully_shard, or set "
+                "keep_shards=True to synchronize only what is not sharded"
+            )
+        if on_meta is not None:
+            raise MaterializationError(
+                f"Expected materialized parameters and buffers on all ranks, got '{on_meta}' on "
+                f"the meta device on rank {rank}; call module.to_empty(device=...) there first"
+            )
+    if len({said for said, *_ in heard}) > 1:
+        _raise_first_difference(facts, group)
+
+
+def _raise_first_difference(facts: list[str], group: dist.ProcessGroup) -> None:
+    heard = _gather_objects(facts, group)
+    ranks = _ranks_of(group)
+    first = heard[0]
+    place = next(place for place, theirs in enumerate(heard) if theirs != first)
+    theirs = heard[place]
+    index = next(
+        (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b),
+        min(len(first), len(theirs)),
+    )
+    said = [own[index] if index < len(own) else "nothing more" for own in (first, theirs)]
+    raise RankMismatchError(
+        f"Expected the same parameters and buffers on all ranks, got on rank {ranks[0]}: "
+        f"{said[0]}; on rank {ranks[place]}: {said[1]}"
+    )
+
+
+def _first(states: Sequence[_State], what: Callable[[torch.Tensor], bool]) -> str | None:
+    return next((state.name for state in states if what(state.tensor)), None)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def _gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    heard: list[Any] = [None] * group.size()
+    dist.all_gather_object(heard, own, group=group)
+    return heard
+
+
+def _fact(state: _State) -> str:
+    tensor = state.tensor
+    kind = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"'{state.name}' of shape {list(tensor.shape)}, {tensor.dtype}{kind}"
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return any(mesh.size(axis) > 1 and not p.is_replicate() for axis, p in enumerate(placements))
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return any(leaf.is_meta for leaf in _leaves(tensor))
+
+
+def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return _torch.leaves(local)
+
+
+# Buckets --------------------------------------------------------------------------------------
+
+
+def _broadcast(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int, bucket_nbytes: int
+) -> None:
+    """Send the bytes of tensors in buckets; what fills one by itself is sent in place."""
+    for pieces in _buckets(tensors, bucket_nbytes):
+        device = _communication_device(pieces[0].device, group)
+        if len(pieces) == 1 and pieces[0].device == device:
+            dist.broadcast(pieces[0], group=group, group_src=source)
+            continue
+        bucket = torch.cat([piece.to(device) for piece in pieces])
+        dist.broadcast(bucket, group=group, group_src=source)
+        for piece, sent in zip(pieces, bucket.split([len(p) for p in pieces]), strict=True):
+            piece.copy_(sent)
+
+
+def _buckets(tensors: Sequence[torch.Tensor], bucket_nbytes: int) -> Iterator[list[torch.Tensor]]:
+    """Yield lists of byte views, of one device and ``bucket_nbytes`` at most.
+
+    A tensor that is not contiguous is copied, and written when its last bytes have come.
+    """
+    bucket: list[torch.Tensor] = []
+    numel = 0
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for leaf in [leaf for tensor in tensors for leaf in _leaves(tensor)]:
+        flat = leaf.contiguous()
+        if flat.data_ptr() != leaf.data_ptr():
+            copies.append((leaf, flat))
+        left = flat.view(-1).view(torch.uint8)
+        if bucket and bucket[0].device != left.device:
+            yield bucket
+            bucket, numel = [], 0
+        while len(left):
+            piece, left = left[: bucket_nbytes - numel], left[bucket_nbytes - numel :]
+            bucket.append(piece)
+            numel += len(piece)
+            if numel == bucket_nbytes:
+                yield bucket
+                bucket, numel = [], 0
+                _write(copies, flat if len(left) else None)
+    if bucket:
+        yield bucket
+    _write(copies, None)
+
+
+def _write(
+    copies: list[tuple[torch.Tensor, torch.Tensor]], unfinished: torch.Tensor | None
+) -> None:
+    """Write the copies whose bytes have all come, and let go of them."""
+    kept = [(leaf, flat) for leaf, flat in copies if flat is unfinished]
+    for leaf, flat in copies:
+        if flat is not unfinished:
+            leaf.copy_(flat)
+    copies[:] = kept
+
+
+def _communication_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Return where ``group`` can send what is on ``device``: there, or on the accelerator."""
+    config = dist.distributed_c10d.get_backend_config(group)
+    served = {item.partition(":")[0] for item in config.split(",") if ":" in item}
+    if device.type in served or not served:
+        return device
+    accelerator = torch.accelerator.current_accelerator()
+    return device if accelerator is None else torch.device(accelerator.type)

@@ -1,0 +1,208 @@
+"""Applying ``fully_shard`` to many modules at once, by a policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from composable_shard.api import fully_shard
+from composable_shard.core.convert import top_modules
+from composable_shard.module import FSDPModule
+
+Policy = (
+    int
+    | type[nn.Module]
+    | set[type[nn.Module]]
+    | frozenset[type[nn.Module]]
+    | tuple[type[nn.Module], ...]
+    | Callable[[nn.Module], bool | dict[str, Any]]
+)
+
+
+def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Module:
+    """Apply ``fully_shard`` to the submodules that a policy picks, then to the module itself.
+
+    Inner modules come before outer ones, and the module itself last. What is sharded already stays
+    as it is, a module that is registered several times counts once, and containers without a
+    forward (``ModuleList``, ``ModuleDict``) are never picked.
+
+    Args:
+        module: The root.
+        policy: Which modules have a group of their own. One of
+
+            - a module class, or a set or tuple of classes: their instances;
+            - a function of a module: those for which it returns ``True``, or a dict of arguments
+              for ``fully_shard`` that replace ``kwargs`` there. A dict for the root counts too;
+            - an int, the number of parameter elements a group should have at least: modules are
+              collected from the inside out, siblings together, until they have as many. No group
+              has twice as many, unless a single module brings them itself; what is left over
+              belongs to the module around, and at last to the root. A module that is registered
+              in several others has a group of its own.
+        kwargs: Arguments for every ``fully_shard``.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: If ``policy`` is none of these, or its function returns something else. Nothing
+            is sharded then.
+        ValueError: If the budget is not positive, or from ``fully_shard``.
+
+    Collective: none.
+    Memory: that of ``fully_shard`` for one group at a time.
+    Source: the wrap policies of FSDP1 (``torch.distributed.fsdp.wrap``).
+
+    Example:
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        ...     _ = apply_fully_shard(model, nn.Linear)
+        ...     [type(part).__name__ for part in model.modules()]
+        ['FSDPSequential', 'FSDPLinear', 'FSDPLinear', 'FSDPLinear']
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Expected module to be an nn.Module, got {type(module).__name__}")
+    top_modules(module)  # a root that cannot be sharded is refused before anything is
+    if isinstance(policy, int) and not isinstance(policy, bool):
+        ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
+        picked = [(group, kwargs) for group in _plan_groups(module, policy, ignored)]
+        own = kwargs
+    else:
+        chosen = _choose(module, _as_function(policy))
+        own = {**kwargs, **chosen.pop(module, {})}
+        picked = [([inner], {**kwargs, **changed}) for inner, changed in chosen.items()]
+    for modules, arguments in picked:
+        fully_shard(modules, **arguments)
+    return fully_shard(module, **own)
+
+
+# By class or function -------------------------------------------------------------------------
+
+
+def _as_function(policy: object) -> Callable[[nn.Module], object]:
+    classes = policy if isinstance(policy, (set, frozenset, tuple)) else (policy,)
+    if classes and all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+        return lambda module: isinstance(module, tuple(classes))
+    if not callable(policy) or isinstance(policy, type):
+        raise TypeError(
+            "Expected policy to be module classes, a function of a module or a number of "
+            f"elements, got {type(policy).__name__}: {policy!r}"
+        )
+    return policy
+
+
+def _choose(
+    module: nn.Module, policy: Callable[[nn.Module], object]
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules that are picked, inner ones first, with their arguments."""
+    chosen: dict[nn.Module, dict[str, Any]] = {}
+    for inner in _inside_out(module, set()):
+        answer = policy(inner)
+        if not isinstance(answer, (bool, dict)):
+            raise TypeError(
+                "Expected policy to return a bool or a dict of arguments for fully_shard, got "
+                f"{type(answer).__name__} for {type(inner).__name__}"
+            )
+        if answer is not False and _has_forward(inner):
+            chosen[inner] = answer if isinstance(answer, dict) else {}
+    return chosen
+
+
+def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield all modules, children before parents; go into no sharded one."""
+    if module in seen or isinstance(module, FSDPModule):
+        return
+    seen.add(module)
+    for child in module.children():
+        yield from _inside_out(child, seen)
+    yield module
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+# By number of elements ------------------------------------------------------------------------
+
+
+@dataclass
+class _Rest:
+    """What is left of a module when its groups are taken out.
+
+    Attributes:
+        pieces: Modules that may become part of a group, each with its elements, in their order.
+        loose: Elements that only a module around can take: those of containers.
+    """
+
+    pieces: list[tuple[nn.Module, int]] = field(default_factory=list)
+    loose: int = 0
+
+
+def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list[nn.Module]]:
+    """Return the groups inside of a module, inner ones first; the rest is the module's own."""
+    if budget < 1:
+        raise ValueError(f"Expected a number of elements of at least 1, got {budget}")
+    num_places = Counter(child for parent in module.modules() for child in parent.children())
+    shared = {child for child, count in num_places.items() if count > 1}
+    planner = _Planner(budget, ignored, shared)
+    planner.visit(module, is_root=True)
+    return planner.groups
+
+
+class _Planner:
+    def __init__(self, budget: int, ignored: set[int], shared: set[nn.Module]) -> None:
+        self.groups: list[list[nn.Module]] = []
+        self._shared = shared
+        self._budget = budget
+        self._counted = set(ignored)
+        self._seen: set[nn.Module] = set()
+
+    def visit(self, module: nn.Module, *, is_root: bool = False) -> _Rest:
+        if module in self._seen or isinstance(module, FSDPModule):
+            return _Rest()
+        self._seen.add(module)
+        rest = _Rest()
+        for child in module.children():
+            below = self.visit(child)
+            rest.pieces += below.pieces
+            rest.loose += below.loose
+        rest.loose += self._own_numel(module)
+        if not (is_root or _has_forward(module)):
+            if module in self._shared:
+                self.groups += [[piece] for piece, _ in rest.pieces]
+                rest.pieces = []
+            return rest
+        numel = rest.loose + sum(count for _, count in rest.pieces)
+        if numel >= 2 * self._budget:
+            numel = rest.loose + self._gather(rest.pieces)
+        if is_root:
+            return _Rest()
+        if numel >= self._budget or (numel and module in self._shared):
+            self.groups.append([module])
+            return _Rest()
+        return _Rest([(module, numel)] if numel else [])
+
+    def _gather(self, pieces: list[tuple[nn.Module, int]]) -> int:
+        """Make groups of neighbours; return the elements that are left over."""
+        group: list[nn.Module] = []
+        numel = 0
+        for module, count in pieces:
+            group.append(module)
+            numel += count
+            if numel >= self._budget:
+                self.groups.append(group)
+                group, numel = [], 0
+        return numel
+
+    def _own_numel(self, module: nn.Module) -> int:
+        """Count the parameters registered on the module itself, each one once in the whole."""
+        numel = 0
+        for param in module.parameters(recurse=False):
+            if id(param) not in self._counted:
+                self._counted.add(id(param))
+                numel += param.numel()
+        return numel

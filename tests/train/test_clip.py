@@ -1,0 +1,537 @@
+"""Clipping by norm against torch on the unsharded gradients, on any mix of meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.models import Net, assert_same, full, own_input, shard_net, train_step, two_nets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from composable_shard import ShardError, _torch, clip_grad_norm_
+from composable_shard.testing import RankError, run_ranks
+
+torch_clip = torch.nn.utils.clip_grad_norm_
+
+# How one gradient lies: the shape of its mesh (of four ranks; () for a plain tensor), and where.
+Place = tuple[tuple[int, ...], tuple[str, ...]]
+PLACEMENTS: dict[str, Any] = {
+    "S0": Shard(0),
+    "S1": Shard(1),
+    "R": Replicate(),
+    "SS0": _StridedShard(0, split_factor=2),
+    "sum": Partial("sum"),
+    "avg": Partial("avg"),
+}
+PLACES: list[Place] = [
+    ((), ()),
+    ((4,), ("S0",)),
+    ((4,), ("S1",)),
+    ((4,), ("R",)),
+    ((4,), ("avg",)),
+    ((2, 2), ("R", "S0")),
+    ((2, 2), ("S0", "R")),
+    ((2, 2), ("S0", "S1")),
+    ((2, 2), ("SS0", "S0")),
+    ((2, 2), ("S1", "sum")),
+    ((2, 2), ("avg", "S0")),
+    ((2, 2), ("avg", "sum")),
+    ((1, 4), ("S0", "S0")),
+]
+ORDERS = [2.0, 1.0, 3.5, math.inf, -math.inf, -1.0, 0.0]
+
+
+def meshes(places: Sequence[Place]) -> dict[tuple[int, ...], DeviceMesh]:
+    return {shape: init_device_mesh("cpu", shape) for shape in sorted({s for s, _ in places if s})}
+
+
+def laid_out(whole: torch.Tensor, mesh: DeviceMesh | None, names: Sequence[str]) -> torch.Tensor:
+    """Lay out a gradient that all ranks know; this rank's share of a pending one is random."""
+    if mesh is None:
+        return whole.clone()
+    placements = [PLACEMENTS[name] for name in names]
+    settled = [Replicate() if p.is_partial() else p for p in placements]
+    local = distribute_tensor(whole, mesh, settled, src_data_rank=None).to_local().clone()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(placements):
+        if not placement.is_partial():
+            continue
+        # Every other rank of the axis adds a part; this one takes them away from its own.
+        size = mesh.size(axis)
+        parts = [torch.full_like(local, 0.25 * (rank + 1)) for rank in range(size)]
+        parts[-1] = -sum(parts[:-1])  # type: ignore[call-overload]
+        scale = 1 if placement.reduce_op == "avg" else 1 / size
+        local = local * scale + parts[coordinate[axis]]
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def own_gradient(shape: Sequence[int], index: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def with_gradients(
+    places: Sequence[Place],
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype = torch.float64,
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return parameters with gradients laid out as asked, and plain ones with the same."""
+    found = meshes(places)
+    laid, plain = [], []
+    for index, ((mesh_shape, names), shape) in enumerate(zip(places, shapes, strict=True)):
+        whole = own_gradient(shape, index, dtype)
+        grad = laid_out(whole, found.get(mesh_shape), names)
+        settled = grad
+        if isinstance(grad, DTensor):
+            placements = [Replicate() if p.is_partial() else p for p in grad.placements]
+            settled = grad.redistribute(placements=placements)
+            if names == ("avg",):  # as an accumulated gradient of a sharded parameter
+                settled = settled.redistribute(placements=[Shard(0)])
+        laid.append(nn.Parameter(torch.zeros_like(settled)))
+        laid[-1].grad = grad
+        plain.append(nn.Parameter(torch.zeros_like(whole)))
+        plain[-1].grad = whole
+    return laid, plain
+
+
+def clip_both(
+    places: Sequence[Place], shapes: Sequence[Sequence[int]], order: float, foreach: bool | None
+) -> list[float]:
+    laid, plain = with_gradients(places, shapes)
+    expected = torch_clip(plain, 0.5, order)
+    total = clip_grad_norm_(iter(laid), 0.5, order, foreach=foreach)
+    assert type(total) is torch.Tensor and total.shape == () and total.dtype == torch.float64
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+    for param, reference, place in zip(laid, plain, places, strict=True):
+        assert param.grad is not None
+        if isinstance(param.grad, DTensor):  # it is where it was
+            assert param.grad.placements == tuple(PLACEMENTS[name] for name in place[1])
+        torch.testing.assert_close(full(param.grad), reference.grad, rtol=1e-10, atol=1e-12)
+    return [total.item()]
+
+
+def assert_ranks_agree(results: list[list[float]]) -> None:
+    assert all(result == results[0] for result in results), results  # the same bits
+
+
+SHAPES = [(6, 4), (3, 5), (2, 2), (5, 1), (1, 3), (7, 6), (2, 9), (4, 4), (9, 2), (3, 3)]
+SHAPES += [(8, 2), (4, 2), (5, 5)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_mix_of_meshes_and_placements(order: float) -> None:
+    assert_ranks_agree(run_ranks(clip_both, 4, PLACES, SHAPES, order, None))
+
+
+def test_gradients_one_by_one() -> None:
+    together = run_ranks(clip_both, 4, PLACES, SHAPES, 2.0, True)
+    assert run_ranks(clip_both, 4, PLACES, SHAPES, 2.0, False) == together
+
+
+shapes_and_places = st.lists(
+    st.tuples(st.sampled_from(PLACES), st.tuples(st.integers(1, 9), st.integers(1, 5))),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(shapes_and_places, st.sampled_from(ORDERS))
+def test_generated_gradients(drawn: list[tuple[Place, tuple[int, int]]], order: float) -> None:
+    places, shapes = [place for place, _ in drawn], [shape for _, shape in drawn]
+    assert_ranks_agree(run_ranks(clip_both, 4, places, shapes, order, None))
+
+
+# What is communicated ------------------------------------------------------------------------
+
+
+def count_gathers(places: Sequence[Place]) -> tuple[int, list[int]]:
+    """Return how many values each all-gather carried."""
+    laid, _ = with_gradients(places, [(4, 4)] * len(places))
+    numels: list[int] = []
+    gather = _torch.all_gather_rows
+
+    def counted(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        numels.append(own.numel())
+        gather(output, own, group)
+
+    _torch.all_gather_rows = counted
+    try:
+        clip_grad_norm_(laid, 1.0)
+    finally:
+        _torch.all_gather_rows = gather
+    return len(laid), numels
+
+
+GRID = (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("places", "numels"),
+    [
+        ([((4,), ("S0",))] * 50, [1]),
+        ([((), ()), ((4,), ("R",)), (GRID, ("R", "R"))], []),
+        ([(GRID, ("R", "S0"))] * 3, [1]),
+        # Over the first axis go what is sharded on it alone and what is sharded on both; what is
+        # left of the latter then joins what is sharded on the second axis alone.
+        ([(GRID, ("S0", "S1")), (GRID, ("S0", "R")), (GRID, ("R", "S0"))] * 9, [2, 1]),
+        ([((1, 4), ("S0", "S0")), ((4,), ("S1",))], [1]),
+    ],
+)
+def test_one_gather_for_each_axis(places: list[Place], numels: list[int]) -> None:
+    assert run_ranks(count_gathers, 4, places) == [(len(places), numels)] * 4
+
+
+def expert_meshes(order: float) -> list[float]:
+    """Clip parameters of all ranks together with experts, of which each pair of ranks has its own.
+
+    The rows of the experts are sharded within a pair, and which experts on the other axis.
+    """
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
+    line = init_device_mesh("cpu", (4,))
+    laid, plain = [], []
+    for index, (mesh, placements) in enumerate(
+        [(line, [Shard(0)]), (grid, [Shard(0), Shard(1)]), (grid["shard"], [Shard(1)])]
+    ):
+        whole = own_gradient((4, 6), index, torch.float64)
+        laid.append(nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
+        laid[-1].grad = laid[-1].detach().clone()
+        plain.append(nn.Parameter(whole))
+        plain[-1].grad = whole.clone()
+    expected = torch_clip(plain, 1.0, order)
+    total = clip_grad_norm_(laid, 1.0, order)
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+    for param, reference in zip(laid, plain, strict=True):
+        torch.testing.assert_close(full(param.grad), reference.grad, rtol=1e-12, atol=0)
+    return [total.item()]
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_slice_of_a_mesh_beside_the_whole(order: float) -> None:
+    assert_ranks_agree(run_ranks(expert_meshes, 4, order))
+
+
+# Sharded models ------------------------------------------------------------------------------
+
+
+def clip_method(model: nn.Module, max_norm: float) -> torch.Tensor:
+    return model.clip_grad_norm_(max_norm)  # type: ignore[operator]
+
+
+def clip_function(model: nn.Module, max_norm: float) -> torch.Tensor:
+    return clip_grad_norm_(model.parameters(), max_norm)
+
+
+def clip_checked(model: Any, max_norm: float) -> torch.Tensor:
+    return model.clip_grad_norm_(max_norm=max_norm, norm_type=2.0, error_if_nonfinite=True)
+
+
+def train_clipped(clip: Callable[[nn.Module, float], torch.Tensor]) -> list[float]:
+    reference, model = two_nets()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    totals = []
+    for step in range(3):
+        for one in (reference, model):
+            train_step(one, step, None)
+        expected = torch_clip(reference.parameters(), 0.5)
+        total = clip(model, 0.5)
+        torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+        assert expected > 0.5  # or nothing was clipped
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        for param, other in pairs:
+            torch.testing.assert_close(full(param), other.detach(), rtol=1e-5, atol=1e-6)
+        totals.append(total.item())
+    return totals
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("clip", [clip_method, clip_function, clip_checked])
+def test_training_with_clipping(clip: Callable[..., torch.Tensor], num_ranks: int) -> None:
+    assert_ranks_agree(run_ranks(train_clipped, num_ranks, clip))
+
+
+def clip_accumulated(order: float) -> list[float]:
+    """Clip what was accumulated without sync, then go on and sync it."""
+    reference, model = two_nets()
+    with model.no_sync():
+        train_step(model, 0, None)
+    train_step(reference, 0, None)
+    grads = {name: param.grad.placements for name, param in model.named_parameters()}
+    if dist.get_world_size() > 1:
+        assert set(grads.values()) == {(Partial("avg"),)}
+    expected = torch_clip(reference.parameters(), 0.5, order)
+    total = clip_grad_norm_(model.parameters(), 0.5, order)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+    assert {name: param.grad.placements for name, param in model.named_parameters()} == grads
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-4, atol=1e-6)
+    train_step(model, 1, None)
+    before = [param.grad for param in reference.parameters()]
+    reference.zero_grad()
+    train_step(reference, 1, None)
+    for param, earlier in zip(reference.parameters(), before, strict=True):
+        param.grad.add_(earlier)
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-4, atol=1e-5)
+    return [total.item()]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_accumulated_gradients_count_as_what_they_stand_for(num_ranks: int, order: float) -> None:
+    assert_ranks_agree(run_ranks(clip_accumulated, num_ranks, order))
+
+
+def clip_while_unsharded() -> list[float]:
+    """Clip what ``parameters()`` gives while the modules hold unsharded parameters."""
+    reference, model = two_nets()
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    for one in (reference, model):
+        train_step(one, 0, None)
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    expected = torch_clip(reference.parameters(), 0.5)
+    total = clip_grad_norm_(model.parameters(), 0.5)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    for module in (model, *model.blocks):
+        module.reshard()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-5, atol=1e-7)
+    return [total.item()]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_unsharded_parameters_stand_for_the_sharded_ones(num_ranks: int) -> None:
+    assert_ranks_agree(run_ranks(clip_while_unsharded, num_ranks))
+
+
+def clip_some() -> list[float]:
+    """Parameters that are frozen or not reached have no gradient; a group may have none at all."""
+    reference, model = two_nets()
+    for one in (reference, model):
+        one.inp.requires_grad_(False)
+        one.blocks[0](torch.ones(2, 6)).sum().backward()
+    total = clip_grad_norm_(model.parameters(), 1e-3)
+    torch.testing.assert_close(total, torch_clip(reference.parameters(), 1e-3), rtol=1e-6, atol=0)
+    assert model.inp.weight.grad is None and model.out.weight.grad is None
+    return [total.item()]
+
+
+def test_parameters_without_a_gradient_are_passed_over() -> None:
+    assert_ranks_agree(run_ranks(clip_some, 2))
+
+
+# Dtypes and special values -------------------------------------------------------------------
+
+
+def sharded_param(value: torch.Tensor) -> nn.Parameter:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
+    param.grad = param.detach().clone()
+    return param
+
+
+def clip_dtypes() -> None:
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(5, 3, generator=generator)
+    for dtypes in (
+        [torch.bfloat16],
+        [torch.float16, torch.float16],
+        [torch.float16, torch.bfloat16],
+        [torch.float32, torch.bfloat16],
+        [torch.float64, torch.float32],
+        [torch.complex64],
+        [torch.complex128, torch.float32],
+    ):
+        values = [whole.to(dtype) * (1 + 1j if dtype.is_complex else 1) for dtype in dtypes]
+        params = [sharded_param(value) for value in values]
+        plain = [nn.Parameter(value.clone()) for value in values]
+        for param, value in zip(plain, values, strict=True):
+            param.grad = value.clone()
+        wide = [
+            with_grad(value.to(torch.promote_types(dtype, torch.float64)))
+            for value, dtype in zip(values, dtypes, strict=True)
+        ]
+        total, expected = clip_grad_norm_(params, 0.5), torch_clip(plain, 0.5)
+        assert total.dtype == expected.dtype
+        # Torch rounds the norm of each gradient to half precision; here they stay wide.
+        torch.testing.assert_close(total, torch_clip(wide, 0.5).to(total.dtype))
+        for param, other in zip(params, wide, strict=True):
+            torch.testing.assert_close(full(param.grad), other.grad.to(param.dtype))
+
+
+def test_dtypes_are_those_of_torch() -> None:
+    run_ranks(clip_dtypes, 2)
+
+
+def clip_wide() -> None:
+    """Half precision: a norm that float16 cannot hold still scales as it should."""
+    param = sharded_param(torch.full((4, 4), 30000.0, dtype=torch.float16))
+    total = clip_grad_norm_(param, 1.0)
+    assert total.dtype == torch.float16 and total.isinf()
+    assert torch.equal(full(param.grad), torch.full((4, 4), 0.25, dtype=torch.float16))
+
+
+def test_a_norm_beyond_half_precision() -> None:
+    run_ranks(clip_wide, 2)
+
+
+def no_gradients() -> None:
+    param = sharded_param(torch.ones(2, 2))
+    param.grad = None
+    for parameters in ([param], param, [], iter([])):
+        total = clip_grad_norm_(parameters, 1.0)
+        assert torch.equal(total, torch.tensor(0.0)) and total.dtype == torch.float32
+    small = sharded_param(torch.full((2, 2), 0.25))
+    torch.testing.assert_close(clip_grad_norm_(small, 1.0), torch.tensor(0.5))
+    # The coefficient is at most 1, so what is small enough stays bit by bit.
+    assert torch.equal(full(small.grad), torch.full((2, 2), 0.25))
+    empty = sharded_param(torch.ones(0, 2))
+    for order in ORDERS:
+        torch.testing.assert_close(
+            clip_grad_norm_([small, empty], 1.0, order),
+            torch_clip(with_grad(torch.full((2, 2), 0.25)), 1.0, order),
+        )
+
+
+def with_grad(value: torch.Tensor) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros_like(value))
+    param.grad = value
+    return param
+
+
+def test_no_gradient_small_ones_and_empty_ones() -> None:
+    run_ranks(no_gradients, 3)
+
+
+# Errors --------------------------------------------------------------------------------------
+
+NON_FINITE = (
+    "Expected gradients of a finite norm of order {}, got {}; "
+    "set error_if_nonfinite=False to scale them by it all the same"
+)
+PRODUCT = (
+    "Expected gradients that are pending as one of ('sum', 'avg', 'max', 'min'), got P(product); "
+    "redistribute them before clipping"
+)
+SUBCLASS = (
+    "Expected gradients whose norm is a plain tensor, got TwoTensor, whose norm is a TwoTensor; "
+    "clip its inner tensors by themselves"
+)
+OUTSIDE = (
+    "Expected this rank to be on the mesh of every gradient, got rank {} and {}; "
+    "leave its parameter out on this rank"
+)
+TEXTS = [NON_FINITE.format(2.0, math.inf), PRODUCT, SUBCLASS, OUTSIDE.format(1, "mesh")]
+
+
+def non_finite(order: float, value: float, method: bool, error: bool) -> tuple[float, list[Any]]:
+    """One rank alone has a gradient that is not finite."""
+    model = shard_net(Net(1))
+    model(own_input()).sum().backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model.blocks[0].norm.weight.grad.to_local()[-1] = value
+    before = [param.grad.to_local().clone() for param in model.parameters()]
+    try:
+        if method:
+            total = model.clip_grad_norm_(1.0, order, error)
+        else:
+            total = clip_grad_norm_(model.parameters(), 1.0, order, error)
+    except ShardError:
+        pairs = zip(model.parameters(), before, strict=True)
+        assert all(torch.equal(p.grad.to_local().nan_to_num(), b.nan_to_num()) for p, b in pairs)
+        raise
+    grads = [param.grad.to_local().flatten().tolist() for param in model.parameters()]
+    return total.item(), grads
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("method", [True, False])
+def test_a_norm_that_is_not_finite_raises_on_all_ranks(
+    order: float, value: float, method: bool
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(non_finite, 2, order, value, method, True)
+    failure = caught.value.agreed()
+    assert failure.type_name.endswith("ShardError")
+    assert failure.message == NON_FINITE.format(order, value)
+
+
+def test_a_norm_that_is_not_finite_scales_as_in_torch() -> None:
+    for total, grads in run_ranks(non_finite, 2, 2.0, math.nan, True, False):
+        assert math.isnan(total)
+        assert all(math.isnan(value) for grad in grads for value in grad)
+    for total, grads in run_ranks(non_finite, 2, 2.0, math.inf, True, False):
+        assert total == math.inf
+        assert all(value == 0 or math.isnan(value) for grad in grads for value in grad)
+
+
+def clip_product() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()], src_data_rank=None))
+    param.grad = DTensor.from_local(torch.ones(2), mesh, [Partial("product")], run_check=False)
+    clip_grad_norm_(param, 1.0)
+
+
+def clip_two_tensors() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    param = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+    param.grad = TwoTensor(torch.ones(2), torch.ones(2))
+    clip_grad_norm_(param, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "text"),
+    [(clip_product, "ValueError", PRODUCT), (clip_two_tensors, "TypeError", SUBCLASS)],
+)
+def test_gradients_that_have_no_norm(fn: Callable[[], None], kind: str, text: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, 2)
+    failure = caught.value.agreed()
+    assert failure.type_name.endswith(kind)
+    assert failure.message == text
+
+
+def outside_of_the_mesh() -> str:
+    mesh = DeviceMesh("cpu", [0])
+    param = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)], src_data_rank=None))
+    param.grad = param.detach().clone()
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(clip_grad_norm_(param, 1.0), torch.tensor(2.0).sqrt())
+        return ""
+    with pytest.raises(ValueError) as caught:
+        clip_grad_norm_(param, 1.0)
+    assert str(caught.value) == OUTSIDE.format(1, mesh)
+    return str(caught.value)
+
+
+def test_a_rank_outside_of_the_mesh() -> None:
+    assert run_ranks(outside_of_the_mesh, 2)[0] == ""
+
+
+def same_bits() -> None:
+    """Clipping is exact where every step of it is: powers of two."""
+    param = sharded_param(torch.full((4, 4), 2.0))
+    assert clip_grad_norm_(param, 8.0, math.inf).item() == 2.0
+    assert_same(param.grad, torch.full((4, 4), 2.0))
+
+
+def test_nothing_is_rounded_without_need() -> None:
+    run_ranks(same_bits, 2)

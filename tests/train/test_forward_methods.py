@@ -1,0 +1,410 @@
+"""Methods that are called as a forward is: what they compute, what happens when, what fails."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from dist.models import (
+    Block,
+    assert_parity,
+    average_gradients,
+    full,
+    own_input,
+)
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from composable_shard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from composable_shard.insight.trace import Event, trace
+from composable_shard.testing import fake_ranks, run_ranks
+
+
+class Encoder(nn.Module):
+    """A model of which one usually calls other methods than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 6)
+        self.block = Block(6)
+        self.out = nn.Linear(6, 3)
+        self.fail: BaseException | None = None
+
+    def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        """Encode without the last layer."""
+        hidden = self.block(self.inp(x))
+        if self.fail is not None:
+            raise self.fail
+        return hidden * scale
+
+    def decode(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"decoded": self.out(hidden)}
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) + self(2 * x) + self.out(self.inp(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))["decoded"]
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+    @staticmethod
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def nothing(self) -> None:
+        assert not isinstance(self.inp.weight, DTensor)
+
+
+METHODS = ("encode", "decode", "again", "nothing")
+
+
+def shard_encoder(model: Encoder, **kwargs: Any) -> Encoder:
+    fully_shard(model.block, **kwargs)
+    fully_shard(model, **kwargs)
+    for name in METHODS:
+        register_fsdp_forward_method(model, name)
+    return model
+
+
+def pair(**kwargs: Any) -> tuple[Encoder, Encoder]:
+    reference = Encoder()
+    return reference, shard_encoder(copy.deepcopy(reference), **kwargs)
+
+
+Use = Callable[[Encoder, torch.Tensor], torch.Tensor]
+
+
+def encode(model: Encoder, x: torch.Tensor) -> torch.Tensor:
+    return model.encode(x, scale=3.0)
+
+
+def encode_twice(model: Encoder, x: torch.Tensor) -> torch.Tensor:
+    return model.encode(x) + model.encode(x=x, scale=0.5)
+
+
+def encode_and_decode(model: Encoder, x: torch.Tensor) -> torch.Tensor:
+    return model.decode(model.encode(x))["decoded"]
+
+
+def call_within(model: Encoder, x: torch.Tensor) -> torch.Tensor:
+    return model.again(x)
+
+
+def checkpointed(model: Encoder, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(model.encode, x, use_reentrant=False)
+
+
+def checkpointed_twice(model: Encoder, x: torch.Tensor) -> torch.Tensor:
+    hidden = checkpoint(model.encode, x.requires_grad_(), use_reentrant=True)
+    return checkpoint(lambda h: model.decode(h)["decoded"], hidden, use_reentrant=True)
+
+
+def step(model: Encoder, use: Use, number: int) -> float:
+    loss = use(model, own_input(number)).square().sum()
+    loss.backward()
+    if not any(isinstance(param, DTensor) for param in model.parameters()):
+        average_gradients(model.parameters())
+    return loss.item()
+
+
+def train(use: Use, reshard_after_forward: bool | None) -> None:
+    reference, model = pair(reshard_after_forward=reshard_after_forward)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (reference, model)]
+    for number in range(3):
+        losses = []
+        for one in (reference, model):
+            losses.append(step(one, use, number))
+            if one is model:
+                assert_parity(model, reference)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("reshard_after_forward", [None, True])
+@pytest.mark.parametrize(
+    "use",
+    [encode, encode_twice, encode_and_decode, call_within, checkpointed, checkpointed_twice],
+)
+def test_training_by_methods(use: Use, reshard_after_forward: bool | None, num_ranks: int) -> None:
+    run_ranks(train, num_ranks, use, reshard_after_forward)
+
+
+def evaluated() -> None:
+    reference, model = pair(reshard_after_forward=True)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(encode(model, own_input()), encode(reference, own_input()))
+            assert torch.equal(call_within(model, own_input()), call_within(reference, own_input()))
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def test_evaluation_by_methods() -> None:
+    run_ranks(evaluated, 2)
+
+
+def low_precision() -> list[str]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    reference, model = pair(mp_policy=policy)
+    low = copy.deepcopy(reference).bfloat16()
+    with torch.no_grad():
+        got = model.encode(own_input())
+        inner = low.block(low.inp(own_input().bfloat16()).bfloat16()).double().bfloat16()
+    assert torch.equal(got, inner.double() * 1.0)
+    return [str(got.dtype), str(model.decode(own_input()[:, :1].repeat(1, 6))["decoded"].dtype)]
+
+
+def test_inputs_and_outputs_are_cast() -> None:
+    assert run_ranks(low_precision, 2) == [["torch.float64", "torch.float64"]] * 2
+
+
+class Scaled(nn.Module):
+    """Uses a buffer before and after it calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 1.5))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.scale.dtype)
+        return self.layer(x * self.scale)
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        y = self(x)
+        self.seen.append(self.scale.dtype)
+        return self.layer(y * self.scale)
+
+
+def buffers_within() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    reference = Scaled()
+    model = fully_shard(copy.deepcopy(reference), mp_policy=policy)
+    register_fsdp_forward_method(model, "twice")
+    reference.bfloat16()
+    x = own_input()
+    assert torch.equal(model.twice(x), reference.twice(x.bfloat16()))
+    assert model.seen == [torch.bfloat16] * 2
+    assert model.scale.dtype == torch.float32
+
+
+def test_buffers_are_cast_until_the_outer_call_ends() -> None:
+    run_ranks(buffers_within, 2)
+
+
+# Events --------------------------------------------------------------------------------------
+
+
+def events_of(use: Use) -> list[list[Event]]:
+    """Return the events of forward and backward of the second iteration."""
+    _, model = pair(reshard_after_forward=True)
+    step(model, use, 0)
+    with trace(model) as forward:
+        loss = use(model, own_input(1)).sum()
+    with trace(model) as backward:
+        loss.backward()
+    return [forward, backward]
+
+
+def calls_of(use: Use) -> list[list[Event]]:
+    """The same for a module whose forward is the method."""
+    _, model = pair(reshard_after_forward=True)
+    model.__dict__.pop("encode")
+    type(model).forward, forward = Encoder.encode, type(model).forward
+    try:
+        step(model, use, 0)
+        with trace(model) as events:
+            loss = use(model, own_input(1)).sum()
+        with trace(model) as backward:
+            loss.backward()
+        return [events, backward]
+    finally:
+        type(model).forward = forward
+
+
+def call(model: Encoder, x: torch.Tensor) -> torch.Tensor:
+    return model(x, scale=3.0)
+
+
+def test_events_are_those_of_a_forward() -> None:
+    first, second = run_ranks(events_of, 2, encode)
+    assert first == second
+    assert run_ranks(calls_of, 2, call) == [first, second]
+    forward, backward = first
+    assert forward == [
+        ("pre_forward", ""),
+        ("all_gather", ""),
+        ("wait_for_all_gather", ""),
+        ("all_gather", "block"),
+        ("pre_forward", "block"),
+        ("wait_for_all_gather", "block"),
+        ("post_forward", "block"),
+        ("reshard", "block"),
+        ("post_forward", ""),
+        ("reshard", ""),
+    ]
+    assert [event for event in backward if event[0] in ("all_gather", "reduce_scatter")] == [
+        ("all_gather", ""),
+        ("all_gather", "block"),
+        ("reduce_scatter", "block"),
+        ("reduce_scatter", ""),
+    ]
+
+
+def test_a_forward_within_gathers_nothing_anew() -> None:
+    for forward, backward in run_ranks(events_of, 2, call_within):
+        gathered = [name for event, name in forward if event == "all_gather"]
+        assert gathered == ["", "block", "block"]  # the block is freed between its two calls
+        freed = [name for event, name in forward if event == "reshard"]
+        assert freed == ["block", "block"]  # the root ends forward and begins backward
+        reduced = [name for event, name in backward if event == "reduce_scatter"]
+        assert reduced == ["block", ""]
+
+
+# Failures ------------------------------------------------------------------------------------
+
+
+def fails(error: BaseException, grad: bool) -> None:
+    """A method that raised leaves what a forward that raised leaves: a model that goes on."""
+    reference, model = pair()
+    for use in (encode, encode_and_decode):
+        model.fail = error
+        with pytest.raises(type(error)), torch.set_grad_enabled(grad):
+            use(model, own_input(0))
+        if isinstance(error, Exception):
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+        model.fail = None
+        with trace(model, "all_gather") as gathered:
+            for one in (reference, model):
+                step(one, use, 1)
+        assert ("all_gather", "") in gathered
+        assert_parity(model, reference)
+        reference.zero_grad()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()])
+@pytest.mark.parametrize("grad", [True, False])
+def test_after_an_exception_the_next_iteration_is_right(error: BaseException, grad: bool) -> None:
+    run_ranks(fails, 2, error, grad)
+
+
+def returns_nothing() -> None:
+    """A method without result that is called while an exception is handled has not failed."""
+    reference, model = pair()
+    loss = model.encode(own_input()).square().sum()
+    try:
+        raise ValueError
+    except ValueError:
+        assert model.nothing() is None
+    with trace(model, "pre_backward") as recorded:
+        loss.backward()
+    assert recorded == [("pre_backward", ""), ("pre_backward", "block")]
+    step(reference, lambda one, x: one.encode(x), 0)
+    assert_parity(model, reference)
+
+
+def test_no_result_is_no_failure() -> None:
+    run_ranks(returns_nothing, 2)
+
+
+# What is registered --------------------------------------------------------------------------
+
+NO_METHOD = "Expected FSDPEncoder to have a method '{}', got none; register a method that it has"
+TEXTS = [NO_METHOD.format("generate")]
+
+
+def test_what_is_not_there() -> None:
+    with fake_ranks(2):
+        model = shard_encoder(Encoder())
+        model.number = 3  # type: ignore[assignment]
+        for name in ("generate", "number"):
+            with pytest.raises(ValueError) as caught:
+                register_fsdp_forward_method(model, name)
+            assert str(caught.value) == NO_METHOD.format(name)
+
+
+def test_a_module_that_is_not_sharded_stays() -> None:
+    model = Encoder()
+    before = dict(model.__dict__)
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model, "there is none")
+    assert model.__dict__ == before
+
+
+def test_a_registered_method_looks_like_itself() -> None:
+    with fake_ranks(2):
+        model = shard_encoder(Encoder())
+        registered = model.encode
+        assert model.encode.__name__ == "encode"
+        assert model.encode.__doc__ == Encoder.encode.__doc__
+        assert model.encode.__self__ is model
+        register_fsdp_forward_method(model, "encode")
+        assert model.encode == registered  # not once more around itself
+        assert "encode" not in Encoder().__dict__
+
+
+def all_kinds() -> None:
+    """Class methods, static ones, those of an instance, those that come from elsewhere."""
+    _, model = pair()
+    inner = nn.Linear(4, 4)
+    model.__dict__["own"] = MethodType(lambda self, x: self.inp(x), model)
+    model.__dict__["loose"] = lambda x: model.inp(x)
+    type(model).__getattr__, kept = _delegating(inner), type(model).__getattr__
+    try:
+        for name in ("name", "doubled", "own", "loose", "extra_repr_of_inner"):
+            register_fsdp_forward_method(model, name)
+        x = own_input()
+        with trace(model, "pre_forward") as recorded:
+            assert model.name() == "FSDPEncoder"
+            assert torch.equal(model.doubled(x), 2 * x)
+            expected = full(model.inp.weight.detach()), full(model.inp.bias.detach())
+            for method in (model.own, model.loose):
+                torch.testing.assert_close(method(x), nn.functional.linear(x, *expected))
+            assert model.extra_repr_of_inner() == inner.extra_repr()
+    finally:
+        type(model).__getattr__ = kept  # type: ignore[method-assign]
+    assert recorded == [("pre_forward", "")] * 5
+
+
+def _delegating(inner: nn.Module) -> Any:
+    def get(self: nn.Module, name: str) -> Any:
+        if name == "extra_repr_of_inner":
+            return inner.extra_repr
+        return nn.Module.__getattr__(self, name)
+
+    return get
+
+
+def test_methods_of_all_kinds() -> None:
+    run_ranks(all_kinds, 2)
+
+
+def of_a_copy() -> None:
+    """A deep copy of the method belongs to the copy of its module."""
+    _, model = pair()
+    other = shard_encoder(Encoder())
+    copied = copy.deepcopy(model.encode, {id(model): other})
+    assert copied.__self__ is other
+    with trace(model) as silent, trace(other, "pre_forward") as recorded:
+        got = copied(own_input(), scale=2.0)
+    assert silent == []
+    assert recorded == [("pre_forward", ""), ("pre_forward", "block")]
+    assert torch.equal(got, other.encode(own_input(), scale=2.0))
+    assert inspect.signature(copied) is not None
+
+
+def test_a_deep_copy_is_bound_to_the_copy() -> None:
+    run_ranks(of_a_copy, 2)

@@ -1,0 +1,277 @@
+"""One rank's values on all of them: before sharding, from the meta device, in small buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.models import Net, assert_parity, full, shard_net, train_step
+from dist.two_tensors import two_tensor_mlp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from composable_shard import FSDPModule, sync_module_states
+from composable_shard.testing import RankError, run_ranks
+from composable_shard.train import synchronize
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of many dtypes and layouts, tied, empty and scalar ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.conv = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.low = nn.Parameter(torch.randn(7).bfloat16())
+        self.transposed = nn.Parameter(torch.randn(5, 3).t())
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("flags", torch.randn(9) > 0)
+        self.register_buffer("counts", torch.randint(0, 9, (3,)))
+        self.register_buffer("waves", torch.randn(3, dtype=torch.complex64), persistent=False)
+
+
+def own_values(make: Callable[[], nn.Module], rank: int) -> nn.Module:
+    torch.manual_seed(100 + rank)
+    module = make()
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(rank)
+    return module
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def synchronized(src_rank: int, bucket_nbytes: int) -> list[int]:
+    """Synchronize, and compare with what the source has; return how much was sent at a time."""
+    expected = tensors_of(own_values(Everything, src_rank))
+    module = own_values(Everything, dist.get_rank())
+    before, versions = tensors_of(module), {}
+    for name, tensor in before.items():
+        versions[name] = tensor._version, tensor.stride()
+    sent: list[int] = []
+    broadcast = dist.broadcast
+
+    def counted(tensor: torch.Tensor, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return broadcast(tensor, **kwargs)
+
+    synchronize.dist.broadcast = counted
+    try:
+        sync_module_states(module, src_rank=src_rank, bucket_nbytes=bucket_nbytes)
+    finally:
+        synchronize.dist.broadcast = broadcast
+    for name, tensor in tensors_of(module).items():
+        assert tensor is before[name]
+        assert tensor.stride() == versions[name][1]
+        assert torch.equal(tensor, expected[name]), name
+        if dist.get_rank() != src_rank and tensor.numel():
+            assert tensor._version > versions[name][0], name
+    return sent
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(st.integers(2, 3), st.integers(1, 3), st.integers(16, 1500))
+def test_buckets_of_any_size(num_ranks: int, from_end: int, bucket_nbytes: int) -> None:
+    src_rank = max(num_ranks - from_end, 0)
+    total = sum(tensor.nbytes for tensor in tensors_of(Everything()).values())
+    whole, rest = divmod(total, bucket_nbytes)
+    expected = [bucket_nbytes] * whole + [rest] * bool(rest)
+    results = run_ranks(synchronized, num_ranks, src_rank, bucket_nbytes)
+    assert results == [expected] * num_ranks
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert run_ranks(synchronized, 1, 0, 100) == [[]]
+
+
+def subclasses() -> None:
+    module = own_values(partial(two_tensor_mlp, alike=False), dist.get_rank())
+    expected = tensors_of(own_values(partial(two_tensor_mlp, alike=False), 0))
+    sync_module_states(module, bucket_nbytes=100)
+    for name, tensor in tensors_of(module).items():
+        assert torch.equal(tensor.a, expected[name].a) and torch.equal(tensor.b, expected[name].b)
+
+
+def test_tensor_subclasses() -> None:
+    run_ranks(subclasses, 2)
+
+
+def within_a_group() -> list[float]:
+    """Two pairs of ranks, each from its second rank."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = dist.get_rank() // 2
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, dist.get_rank())
+    sync_module_states(module, src_rank=2 * own + 1, process_group=pairs[own])
+    return [module.weight.item()]
+
+
+def test_within_a_process_group() -> None:
+    assert run_ranks(within_a_group, 4) == [[1.0], [1.0], [3.0], [3.0]]
+
+
+def trained(on_meta: bool) -> None:
+    """Shard after synchronizing: training is that of the model of rank 0."""
+    reference = own_values(Net, 0)
+    if on_meta and dist.get_rank() > 0:
+        with torch.device("meta"):
+            model = Net()
+        model.to_empty(device="cpu")
+    else:
+        model = own_values(Net, dist.get_rank())  # type: ignore[assignment]
+    sync_module_states(model)
+    shard_net(model)
+    for step in range(2):
+        for one in (model, reference):
+            train_step(one, step, torch.optim.SGD(one.parameters(), lr=0.01))
+        assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_training_from_the_values_of_one_rank(on_meta: bool, num_ranks: int) -> None:
+    run_ranks(trained, num_ranks, on_meta)
+
+
+class WithBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.register_buffer("mean", torch.randn(4))
+
+
+def shards_kept(used: bool) -> None:
+    """Buffers are synchronized, rows stay those of their ranks."""
+    rank = dist.get_rank()
+    models = [shard_net(own_values(WithBuffer, source)) for source in (rank, rank, 0)]
+    model, own, first = models
+    if used:
+        model(torch.ones(1, 4))
+    sync_module_states(model, keep_shards=True)
+    assert torch.equal(model.mean, first.mean)
+    for param, before in zip(model.parameters(), own.parameters(), strict=True):
+        assert torch.equal(param.to_local(), before.to_local())
+    expected = {name: full(param.detach()) for name, param in own.named_parameters()}
+    got = model(torch.ones(1, 4))
+    reference = Net(1)
+    reference.load_state_dict(expected)
+    assert torch.equal(got, reference(torch.ones(1, 4)))
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_shards_that_are_kept(used: bool) -> None:
+    run_ranks(shards_kept, 2, used)
+
+
+def replicas() -> list[list[list[float]]]:
+    """Each row of ranks has replicas of the shards of the first row."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    own = torch.arange(4.0) + 10 * dist.get_rank()
+    module = nn.Module()
+    for name, placements in (
+        ("hybrid", [Replicate(), Shard(0)]),
+        ("copies", [Replicate(), Replicate()]),
+    ):
+        laid = distribute_tensor(own.clone(), mesh, placements, src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(laid))
+    sync_module_states(module, keep_shards=True)
+    return [param.to_local().tolist() for param in module.parameters()]
+
+
+def test_replicas_of_shards() -> None:
+    first, second = [[0.0, 1.0], [0.0, 1.0, 2.0, 3.0]], [[12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
+    assert run_ranks(replicas, 4) == [first, second, first, second]
+
+
+# Errors --------------------------------------------------------------------------------------
+
+OUTSIDE = "Expected src_rank to be in the process group, got 5 of [0, 1]"
+NO_BUCKET = "Expected bucket_nbytes of at least 1, got 0"
+SHARDED = (
+    "Expected {} before it is sharded, got '{}' sharded on rank {}; call sync_module_states "
+    "before fully_shard, or set keep_shards=True to synchronize only what is not sharded"
+)
+ON_META = (
+    "Expected materialized parameters and buffers on all ranks, got '{}' on the meta device on "
+    "rank {}; call module.to_empty(device=...) there first"
+)
+MISMATCH = (
+    "Expected the same parameters and buffers on all ranks, got on rank 0: {}; on rank {}: {}"
+)
+WEIGHT = "'weight' of shape [{}, 4], torch.float32"
+TEXTS = [
+    OUTSIDE,
+    NO_BUCKET,
+    SHARDED.format("FSDPNet", "inp.weight", 0),
+    ON_META.format("1.bias", 1),
+    MISMATCH.format(WEIGHT.format(4), 1, WEIGHT.format(5)),
+]
+
+
+def on_meta_on_the_last() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model[1].to("meta")
+    sync_module_states(model)
+
+
+def sharded_everywhere() -> None:
+    sync_module_states(shard_net(Net(1)))
+
+
+def sharded_and_used() -> None:
+    model = shard_net(Net(1))
+    model(torch.ones(1, 4))
+    assert isinstance(model, FSDPModule)
+    sync_module_states(model)
+
+
+def other_shape() -> None:
+    sync_module_states(nn.Linear(4, 4 + dist.get_rank()))
+
+
+def one_more() -> None:
+    sync_module_states(nn.Linear(4, 4, bias=dist.get_rank() == 1))
+
+
+@pytest.mark.parametrize(
+    ("use", "kind", "text"),
+    [
+        (partial(sync_module_states, nn.Linear(1, 1), src_rank=5), "ValueError", OUTSIDE),
+        (partial(sync_module_states, nn.Linear(1, 1), bucket_nbytes=0), "ValueError", NO_BUCKET),
+        (sharded_everywhere, "ShardError", SHARDED.format("FSDPNet", "inp.weight", 0)),
+        (sharded_and_used, "ShardError", SHARDED.format("FSDPNet", "inp.weight", 0)),
+        (on_meta_on_the_last, "MaterializationError", ON_META.format("1.weight", 1)),
+        (
+            other_shape,
+            "RankMismatchError",
+            MISMATCH.format(WEIGHT.format(4), 1, WEIGHT.format(5)),
+        ),
+        (
+            one_more,
+            "RankMismatchError",
+            MISMATCH.format("nothing more", 1, "'bias' of shape [4], torch.float32"),
+        ),
+    ],
+)
+def test_what_is_refused_is_refused_on_all_ranks(
+    use: Callable[[], None], kind: str, text: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(use, 2)
+    failure = caught.value.agreed()
+    assert failure.type_name == kind
+    assert failure.message == text

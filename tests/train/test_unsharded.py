@@ -1,0 +1,696 @@
+"""Full parameters for a while: what they are, where edits go, what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.models import (
+    Net,
+    assert_parity,
+    full,
+    own_input,
+    shard_net,
+    train_step,
+    two_nets,
+)
+from dist.two_tensors import two_tensor_hooks, two_tensor_mlp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
+
+from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard, unsharded
+from composable_shard.insight.trace import trace
+from composable_shard.testing import RankError, fake_ranks, run_ranks
+
+
+class Odd(nn.Module):
+    """One row, uneven rows, a tied weight, a frozen one, a module that has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one_row = nn.Linear(4, 1)
+        self.uneven = nn.Linear(1, 5)
+        self.first = nn.Linear(5, 5, bias=False)
+        self.act = nn.Tanh()
+        self.second = nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(5, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.act(self.first(self.uneven(self.one_row(x))))
+        return self.frozen(self.second(hidden))
+
+
+def first_dim(param: nn.Parameter) -> Shard:
+    return Shard(0)
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.ndim - 1)
+
+
+def odd_pair(dim: Callable[[nn.Parameter], Shard], **kwargs: object) -> tuple[Odd, Odd]:
+    reference = Odd()
+    model = copy.deepcopy(reference)
+    fully_shard(model.frozen, shard_placement_fn=dim, **kwargs)
+    return reference, fully_shard(model, shard_placement_fn=dim, **kwargs)
+
+
+def assert_full(model: nn.Module, reference: nn.Module) -> None:
+    pairs = zip(model.named_parameters(), reference.named_parameters(), strict=True)
+    for (name, param), (other_name, other) in pairs:
+        assert name == other_name
+        assert isinstance(param, nn.Parameter) and not isinstance(param, DTensor), name
+        assert param.requires_grad == other.requires_grad and param.is_leaf, name
+        assert param.dtype == other.dtype and torch.equal(param, other), name
+
+
+def assert_sharded(model: nn.Module, reference: nn.Module) -> None:
+    pairs = zip(model.named_parameters(), reference.named_parameters(), strict=True)
+    for (name, param), (_, other) in pairs:
+        assert isinstance(param, DTensor), name
+        assert torch.equal(full(param.detach()), other), name
+
+
+def edit(module: nn.Module) -> None:
+    """Change values in all the ways there are."""
+    for index, param in enumerate(module.parameters()):
+        with torch.no_grad():
+            param.add_(index + 1)
+        param.data.mul_(2)
+        param.data = param.data + 0.5
+
+
+def look_and_edit(dim: Callable[[nn.Parameter], Shard], offload: bool, writeback: bool) -> None:
+    reference, model = odd_pair(dim)
+    objects = list(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()  # the root stays unsharded
+    reference(torch.ones(2, 4))
+    for _ in range(2):
+        with unsharded(model, offload_to_cpu=offload, writeback=writeback):
+            assert_full(model, reference)
+            assert model.first.weight is model.second.weight
+            assert all(param.grad is None for param in model.parameters())
+            edit(model)
+        if writeback:
+            edit(reference)
+        assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+        assert_sharded(model, reference)
+        # What is written is used.
+        expected = reference(torch.ones(2, 4))
+        assert torch.equal(model(torch.ones(2, 4)), expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("dim", [first_dim, last_dim])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("writeback", [False, True])
+def test_full_parameters_and_their_edits(
+    dim: Callable[[nn.Parameter], Shard], offload: bool, writeback: bool, num_ranks: int
+) -> None:
+    run_ranks(look_and_edit, num_ranks, dim, offload, writeback)
+
+
+def train_on() -> None:
+    """Edit between iterations of a training; the state of the optimizer stays."""
+    reference, model = two_nets()
+    optimizers = [
+        torch.optim.Adam(m.parameters(), lr=0.1, foreach=True) for m in (reference, model)
+    ]
+    for step in range(3):
+        for one, optimizer in zip((reference, model), optimizers, strict=True):
+            train_step(one, step, optimizer)
+        state = [dict(optimizers[1].state[param]) for param in model.parameters()]
+        with unsharded(model), torch.no_grad():
+            for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+                param.mul_(0.5)
+                other.mul_(0.5)
+        for param, before in zip(model.parameters(), state, strict=True):
+            assert all(optimizers[1].state[param][key] is before[key] for key in before)
+        assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_goes_on_with_the_edits(num_ranks: int) -> None:
+    run_ranks(train_on, num_ranks)
+
+
+def original_dtype() -> None:
+    """Compute is in bfloat16; full parameters are what the optimizer has."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reference, model = two_nets(mp_policy=policy)
+    model(own_input())
+    assert model.inp.weight.dtype == torch.bfloat16  # the root is still unsharded
+    with unsharded(model):
+        assert_full(model, reference)
+    assert_sharded(model, reference)
+
+
+def test_full_parameters_have_the_original_dtype() -> None:
+    run_ranks(original_dtype, 2)
+
+
+# What is opened ------------------------------------------------------------------------------
+
+
+def kinds(model: nn.Module) -> dict[str, bool]:
+    return {name: isinstance(p, DTensor) for name, p in model.named_parameters()}
+
+
+def opened() -> None:
+    reference, model = two_nets(2)
+    nested = {name for name, _ in model.named_parameters() if name.startswith("blocks")}
+    with unsharded(model, recurse=False):
+        assert {name for name, sharded in kinds(model).items() if sharded} == nested
+    with unsharded(model.blocks[0]):
+        full_names = {name for name, sharded in kinds(model).items() if not sharded}
+        assert full_names == {name for name in nested if name.startswith("blocks.0.")}
+    with unsharded(model.blocks), torch.no_grad():  # a container of sharded modules
+        assert {name for name, sharded in kinds(model).items() if not sharded} == nested
+    with unsharded(model.blocks, recurse=False):
+        assert all(kinds(model).values())
+    with unsharded(model.inp), torch.no_grad():  # a part of the root group
+        assert {n for n, sharded in kinds(model).items() if not sharded} == {
+            "inp.weight",
+            "inp.bias",
+        }
+        model.inp.weight.fill_(1)
+    reference.inp.weight.data.fill_(1)
+    assert_sharded(model, reference)
+    plain = nn.Linear(2, 2)
+    before = plain.weight
+    with unsharded(plain):
+        assert plain.weight is before
+
+
+def test_which_modules_are_opened() -> None:
+    run_ranks(opened, 2)
+
+
+def modules_in_one_group() -> None:
+    torch.manual_seed(1)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(reference)
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    with unsharded(model[0], recurse=False), torch.no_grad():
+        assert [isinstance(layer.weight, DTensor) for layer in model] == [False, True, True]
+        model[0].weight.fill_(2)
+    reference[0].weight.data.fill_(2)
+    assert_sharded(model, reference)
+    assert torch.equal(model(torch.ones(1, 4)), reference(torch.ones(1, 4)))
+
+
+def test_a_part_of_a_group_of_several_modules() -> None:
+    run_ranks(modules_in_one_group, 2)
+
+
+def replaced_and_removed() -> None:
+    """Register another parameter, and take one away."""
+    reference, model = two_nets(1)
+    weight, bias = model.inp.weight, model.inp.bias
+    with unsharded(model):
+        model.inp.weight = nn.Parameter(torch.full((6, 4), 3.0))
+        model.inp.bias = None
+    assert model.inp.weight is weight and model.inp.bias is bias
+    reference.inp.weight.data.fill_(3)
+    assert_sharded(model, reference)
+
+
+def test_parameters_replaced_within() -> None:
+    run_ranks(replaced_and_removed, 2)
+
+
+def two_tensors() -> None:
+    with two_tensor_hooks():
+        model = two_tensor_mlp(alike=False)
+        reference = {n: (p.a.clone(), p.b.clone()) for n, p in model.named_parameters()}
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        model(torch.ones(2, 8))
+        for _ in range(2):
+            with unsharded(model), torch.no_grad():
+                for name, param in model.named_parameters():
+                    assert type(param.data) is TwoTensor
+                    for inner, expected in zip((param.a, param.b), reference[name], strict=True):
+                        assert type(inner) is torch.Tensor and torch.equal(inner, expected)
+                    param.a.add_(1)
+                    param.b.mul_(3)
+            for a, b in reference.values():
+                a.add_(1)
+                b.mul_(3)
+        for name, param in model.named_parameters():
+            start = dist.get_rank() * len(param) // 2
+            rows = slice(start, start + len(param) // 2)
+            local = param.to_local()
+            assert torch.equal(local.a, reference[name][0][rows]), name
+            assert torch.equal(local.b, reference[name][1][rows]), name
+
+
+def test_tensor_subclasses() -> None:
+    run_ranks(two_tensors, 2)
+
+
+def two_axes(rank0_only: bool) -> None:
+    """DTensors that are sharded, strided and replicated over two axes, in a plain module."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = [
+        [Shard(0), Shard(0)],
+        [_StridedShard(0, split_factor=2), Shard(0)],
+        [Replicate(), Shard(1)],
+        [Shard(1), Shard(0)],
+        [Replicate(), Replicate()],
+    ]
+    module = nn.Module()
+    wholes = [torch.arange(35.0).view(7, 5) + index for index in range(len(placements))]
+    for index, (whole, kind) in enumerate(zip(wholes, placements, strict=True)):
+        laid = distribute_tensor(whole.clone(), mesh, kind, src_data_rank=None)
+        module.register_parameter(f"p{index}", nn.Parameter(laid))
+    for step in range(2):
+        with unsharded(module, rank0_only=rank0_only), torch.no_grad():
+            for param, whole in zip(module.parameters(), wholes, strict=True):
+                if rank0_only and dist.get_rank():
+                    assert isinstance(param, DTensor)
+                    continue
+                assert type(param.data) is torch.Tensor and torch.equal(param, whole)
+                param.add_(step + 1)
+        for whole in wholes:
+            whole.add_(step + 1)
+        for index, (param, whole) in enumerate(zip(module.parameters(), wholes, strict=True)):
+            assert torch.equal(param.full_tensor(), whole), index
+            expected = distribute_tensor(whole, mesh, placements[index], src_data_rank=None)
+            assert torch.equal(param.to_local(), expected.to_local()), index
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_any_placements(rank0_only: bool) -> None:
+    run_ranks(two_axes, 4, rank0_only)
+
+
+# One rank alone ------------------------------------------------------------------------------
+
+
+def on_the_first_rank(dim: Callable[[nn.Parameter], Shard], writeback: bool) -> None:
+    reference, model = odd_pair(dim)
+    for one in (model, reference):
+        one(torch.ones(2, 4)).sum().backward()
+    sharded = list(model.parameters())
+    with unsharded(model, rank0_only=True, writeback=writeback, with_grads=True):
+        if dist.get_rank() == 0:
+            assert_full(model, reference)
+            edit(model)
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad = param.grad + 1
+            model.one_row.bias.grad = None
+        else:
+            assert all(a is b for a, b in zip(sharded, model.parameters(), strict=True))
+    if writeback:
+        edit(reference)
+        for param in reference.parameters():
+            if param.grad is not None:
+                param.grad.add_(1)
+        reference.one_row.bias.grad = None
+    assert_sharded(model, reference)
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None)
+        if param.grad is not None:
+            assert param.grad.placements == param.placements
+            torch.testing.assert_close(full(param.grad), other.grad)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("dim", [first_dim, last_dim])
+@pytest.mark.parametrize("writeback", [False, True])
+def test_the_first_rank_alone(
+    dim: Callable[[nn.Parameter], Shard], writeback: bool, num_ranks: int
+) -> None:
+    run_ranks(on_the_first_rank, num_ranks, dim, writeback)
+
+
+def two_tensors_on_the_first_rank() -> None:
+    with two_tensor_hooks():
+        model = two_tensor_mlp(alike=False)
+        reference = {n: (p.a.clone(), p.b.clone()) for n, p in model.named_parameters()}
+        fully_shard(model)
+        with unsharded(model, rank0_only=True), torch.no_grad():
+            if dist.get_rank() == 0:
+                for param in model.parameters():
+                    param.a.add_(1)
+        for name, param in model.named_parameters():
+            start = dist.get_rank() * len(param) // 2
+            rows = slice(start, start + len(param) // 2)
+            assert torch.equal(param.to_local().a, reference[name][0][rows] + 1)
+            assert torch.equal(param.to_local().b, reference[name][1][rows])
+
+
+def test_tensor_subclasses_on_the_first_rank() -> None:
+    run_ranks(two_tensors_on_the_first_rank, 2)
+
+
+# Gradients -----------------------------------------------------------------------------------
+
+
+def with_gradients(accumulated: bool, writeback: bool) -> None:
+    reference, model = two_nets()
+    with model.no_sync() if accumulated else contextlib.nullcontext():
+        train_step(model, 0, None)
+    train_step(reference, 0, None)
+    with unsharded(model, with_grads=True, writeback=writeback):
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert type(param.grad) is torch.Tensor
+            torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-6)
+            param.grad.mul_(2)
+        model.out.bias.grad = None
+        model.out.weight.grad = torch.ones_like(model.out.weight)
+    if not writeback:
+        if not accumulated or dist.get_world_size() == 1:
+            assert_parity(model, reference)
+        else:
+            assert all(p.grad.placements == (Partial("avg"),) for p in model.parameters())
+        return
+    for param in reference.parameters():
+        param.grad.mul_(2)
+    reference.out.bias.grad = None
+    reference.out.weight.grad = torch.ones_like(reference.out.weight)
+    for _ in range(2):
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (param.grad is None) == (other.grad is None)
+            if param.grad is not None:
+                assert param.grad.placements == param.placements
+                torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-6, atol=1e-6)
+        # The next backward adds to them.
+        before = [param.grad for param in reference.parameters()]
+        reference.zero_grad()
+        for one in (model, reference):
+            train_step(one, 1, None)
+        for param, earlier in zip(reference.parameters(), before, strict=True):
+            if earlier is not None:
+                param.grad.add_(earlier)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("writeback", [False, True])
+def test_gradients_are_full_too(accumulated: bool, writeback: bool, num_ranks: int) -> None:
+    run_ranks(with_gradients, num_ranks, accumulated, writeback)
+
+
+def gradients_in_another_dtype() -> None:
+    policy = MixedPrecisionPolicy(grad_dtype=torch.float64)
+    _, model = two_nets(1, mp_policy=policy)
+    train_step(model, 0, None)
+    before = [full(param.grad).clone() for param in model.parameters()]
+    with unsharded(model, with_grads=True):
+        for param, grad in zip(model.parameters(), before, strict=True):
+            assert param.grad.dtype == torch.float64 and torch.equal(param.grad, grad)
+            param.grad = param.grad * 3
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert param.grad.dtype == torch.float64 and torch.equal(full(param.grad), grad * 3)
+
+
+def test_gradients_keep_their_dtype() -> None:
+    run_ranks(gradients_in_another_dtype, 2)
+
+
+# State dicts, events, forward ----------------------------------------------------------------
+
+
+def full_state_dicts() -> None:
+    reference, model = two_nets()
+    with unsharded(model, writeback=False):
+        state = model.state_dict()
+        for name, value in reference.state_dict().items():
+            assert type(state[name]) is torch.Tensor and torch.equal(state[name], value)
+    other = Net(2)
+    with unsharded(model):
+        model.load_state_dict(other.state_dict())
+    assert_sharded(model, other)
+    assert torch.equal(model(own_input()), other(own_input()))
+
+
+def test_state_dicts_within_are_full() -> None:
+    run_ranks(full_state_dicts, 2)
+
+
+def events_of_an_iteration() -> list[list[tuple[str, str]]]:
+    """What is not edited costs no gather that would not have been."""
+    model = shard_net(Net(1))
+    model.set_reshard_after_forward(True)
+    for step in range(2):
+        train_step(model, step, None)
+    parts = []
+    for edits in (False, True):
+        with trace(model) as recorded:
+            with unsharded(model), torch.no_grad():
+                if edits:
+                    model.inp.weight.add_(1)
+            parts.append(list(recorded))
+            train_step(model, 2, None)
+        parts.append([item for item in recorded if item[0] == "all_gather"])
+    return parts
+
+
+def test_events_around_it() -> None:
+    for rank in run_ranks(events_of_an_iteration, 2):
+        gathers = [("all_gather", name) for name in ("", "blocks.0", "", "blocks.0")]
+        assert [sorted(part) for part in rank] == [[], sorted(gathers), [], sorted(gathers)]
+
+
+def between_forward_and_backward() -> None:
+    """A look between forward and backward changes nothing, so backward is as it was."""
+    reference, model = two_nets()
+    loss = model(own_input()).square().sum()
+    with unsharded(model):
+        assert_full(model, reference)
+    loss.backward()
+    train_step(reference, 0, None)
+    assert_parity(model, reference)
+
+
+def test_a_look_between_forward_and_backward() -> None:
+    run_ranks(between_forward_and_backward, 2)
+
+
+def forward_within(recurse: bool) -> list[tuple[str, str]]:
+    reference, model = two_nets(1)
+    with unsharded(model, recurse=recurse), torch.no_grad(), trace(model) as recorded:
+        model.inp.weight.mul_(2)
+        reference.inp.weight.mul_(2)
+        assert torch.equal(model(own_input()), reference(own_input()))
+    assert torch.equal(model(own_input()), reference(own_input()))
+    return recorded
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_forward_within_is_that_of_a_plain_module(num_ranks: int) -> None:
+    assert run_ranks(forward_within, num_ranks, True) == [[]] * num_ranks
+    nested = [
+        ("pre_forward", "blocks.0"),
+        ("all_gather", "blocks.0"),
+        ("wait_for_all_gather", "blocks.0"),
+        ("post_forward", "blocks.0"),
+        ("reshard", "blocks.0"),
+    ]
+    assert run_ranks(forward_within, num_ranks, False) == [nested] * num_ranks
+
+
+# Failures ------------------------------------------------------------------------------------
+
+
+def fails_within() -> None:
+    reference, model = two_nets()
+    objects = list(model.parameters())
+    with pytest.raises(KeyError), unsharded(model):
+        edit(model)
+        raise KeyError("stop")
+    assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+    assert_sharded(model, reference)
+    for one in (model, reference):
+        train_step(one, 0, None)
+    assert_parity(model, reference)
+
+
+def test_an_exception_writes_nothing_back() -> None:
+    run_ranks(fails_within, 2)
+
+
+IN_FORWARD = (
+    "Expected unsharded() outside of forward and backward, got it in a {} of {}; "
+    "use it between iterations"
+)
+NESTED = (
+    "Expected one unsharded() of {} at a time, got one within another; "
+    "the parameters are full already"
+)
+WITH_GRADIENTS = (
+    "Expected no forward of {} with gradients inside of unsharded(), got one; "
+    "run it under torch.no_grad(), or after the context"
+)
+STILL_SHARDED = (
+    "Expected full parameters in a forward of {} inside of unsharded(), got '{}' sharded; "
+    "open the sharded module itself, on all ranks"
+)
+GATHERED = (
+    "Expected unshard() of {} outside of unsharded(), got it inside, where the parameters are full"
+)
+SHAPE = (
+    "Expected 'weight' of Linear to have shape [6, 4] at the end of unsharded(), got [4, 6]; "
+    "edit values only"
+)
+ON_META = (
+    "Expected materialized parameters, got 'weight' of FSDPLinear on meta; call "
+    "module.to_empty(device=...) and initialize them"
+)
+NOT_A_MODULE = "Expected module to be an nn.Module, got list"
+ROOT, BLOCK = "the root group", "group 'blocks.0'"
+TEXTS = [
+    IN_FORWARD.format("forward", ROOT),
+    NESTED.format(ROOT),
+    WITH_GRADIENTS.format(ROOT),
+    STILL_SHARDED.format(ROOT, "inp.bias"),
+    GATHERED.format(BLOCK),
+    SHAPE,
+    ON_META,
+    NOT_A_MODULE,
+]
+
+
+def open_it(module: nn.Module, **kwargs: bool) -> None:
+    with unsharded(module, **kwargs):
+        pass
+
+
+def in_forward(model: Net) -> None:
+    handle = model.blocks[0].register_forward_pre_hook(lambda *_: open_it(model.blocks[0]))
+    try:
+        model(own_input())
+    finally:
+        handle.remove()
+
+
+def in_inner_forward(model: Net) -> None:
+    """The forward of a block is also one of the model around it."""
+    handle = model.blocks[0].register_forward_pre_hook(lambda *_: open_it(model))
+    try:
+        model.blocks[0](torch.ones(1, 6))
+    finally:
+        handle.remove()
+
+
+def in_backward(model: Net) -> None:
+    loss = model(own_input()).sum()
+    hidden = torch.ones((), requires_grad=True) * 1
+    hidden.register_hook(lambda _: open_it(model))
+    (loss + hidden).backward()
+
+
+def within_another(model: Net) -> None:
+    with unsharded(model):
+        open_it(model.inp)
+
+
+def forward_with_gradients(model: Net) -> None:
+    with unsharded(model):
+        model(own_input())
+
+
+def forward_of_a_part(model: Net) -> None:
+    with unsharded(model.inp), torch.no_grad():
+        model.inp.weight.mul_(1)
+        model(own_input())
+
+
+def forward_on_the_first_rank(model: Net) -> None:
+    with unsharded(model, rank0_only=True), torch.no_grad():
+        if dist.get_rank() == 0:
+            raise ShardError(STILL_SHARDED.format(ROOT, "inp.weight"))  # as the others do
+        model(own_input())
+
+
+def unshard_within(model: Net) -> None:
+    with unsharded(model):
+        model.blocks[0].unshard()
+
+
+def transposed(model: Net, rank0_only: bool = False) -> None:
+    with unsharded(model, rank0_only=rank0_only):
+        if not rank0_only or dist.get_rank() == 0:
+            model.out.weight.data.add_(1)
+            model.inp.weight = nn.Parameter(model.inp.weight.detach().t())
+
+
+def transposed_on_the_first_rank(model: Net) -> None:
+    transposed(model, rank0_only=True)
+
+
+def raising(use: Callable[[Net], None]) -> None:
+    """Use it wrongly, and check that the model goes on as if nothing had happened."""
+    reference, model = two_nets(1)
+    try:
+        use(model)
+    except Exception:
+        model.reset_iter_state()
+        model.zero_grad()
+        assert_sharded(model, reference)
+        for one in (model, reference):
+            train_step(one, 0, None)
+        assert_parity(model, reference)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("use", "kind", "text"),
+    [
+        (in_forward, "ShardError", IN_FORWARD.format("forward", BLOCK)),
+        (in_inner_forward, "ShardError", IN_FORWARD.format("forward", ROOT)),
+        (in_backward, "ShardError", IN_FORWARD.format("backward", ROOT)),
+        (within_another, "ShardError", NESTED.format(ROOT)),
+        (forward_with_gradients, "ShardError", WITH_GRADIENTS.format(ROOT)),
+        (forward_of_a_part, "ShardError", STILL_SHARDED.format(ROOT, "out.weight")),
+        (forward_on_the_first_rank, "ShardError", STILL_SHARDED.format(ROOT, "inp.weight")),
+        (unshard_within, "ShardError", GATHERED.format(BLOCK)),
+        (transposed, "ValueError", SHAPE),
+        (transposed_on_the_first_rank, "ValueError", SHAPE),
+    ],
+)
+def test_wrong_uses(use: Callable[[Net], None], kind: str, text: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(raising, 2, use)
+    failure = caught.value.agreed()
+    assert failure.message == text
+    assert failure.type_name == kind
+
+
+def test_what_is_no_module_and_what_has_no_values() -> None:
+    with fake_ranks(2):
+        with pytest.raises(TypeError) as wrong:
+            open_it([nn.Linear(2, 2)])  # type: ignore[arg-type]
+        assert str(wrong.value) == NOT_A_MODULE
+        with torch.device("meta"):
+            model = fully_shard(nn.Linear(4, 4))
+        with pytest.raises(RuntimeError) as on_meta:
+            open_it(model)
+        assert str(on_meta.value) == ON_META
+        assert isinstance(model.weight, DTensor)
+
+
+def attributes() -> None:
+    """What users hung on a parameter is on its full copy."""
+    model = nn.Linear(4, 4)
+    model.weight.tag = "mine"  # type: ignore[attr-defined]
+    fully_shard(model)
+    with unsharded(model):
+        assert model.weight.tag == "mine"
+
+
+def test_attributes_of_parameters() -> None:
+    run_ranks(attributes, 2)

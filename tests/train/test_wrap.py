@@ -1,0 +1,302 @@
+"""Which groups a policy makes, and that what it makes trains as the unsharded model does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from dist.models import Block, Net, assert_parity, own_input, train_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from composable_shard import FSDPModule, apply_fully_shard, fully_shard
+from composable_shard.core.group import ParamGroup
+from composable_shard.insight.trace import trace
+from composable_shard.module import group_of
+from composable_shard.testing import fake_ranks, run_ranks
+
+
+def groups_of(module: nn.Module) -> list[ParamGroup]:
+    found = (group_of(inner) for inner in module.modules())
+    return list(dict.fromkeys(group for group in found if group is not None))
+
+
+def names_of(model: nn.Module) -> list[list[str]]:
+    """Return the names of the modules of each group, the root first."""
+    names = {module: name for name, module in model.named_modules()}
+    return [[names[module] for module in group.modules] for group in groups_of(model)]
+
+
+def numel_of(group: ParamGroup) -> int:
+    return sum(param.layout.numel for param in group.params)
+
+
+def is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+# Classes and functions -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (Block, [[""], ["blocks.0"], ["blocks.1"]]),
+        (is_block, [[""], ["blocks.0"], ["blocks.1"]]),
+        ({Block}, [[""], ["blocks.0"], ["blocks.1"]]),
+        (frozenset({nn.LayerNorm}), [[""], ["blocks.0.norm"], ["blocks.1.norm"]]),
+        (
+            (Block, nn.LayerNorm),
+            [[""], ["blocks.0"], ["blocks.0.norm"], ["blocks.1"], ["blocks.1.norm"]],
+        ),
+        ((nn.ModuleList, nn.Conv1d), [[""]]),  # a container, and what there is not
+        (Net, [[""]]),
+        (lambda module: {}, None),  # a dict picks, whatever is in it
+        (lambda module: True, None),
+    ],
+)
+def test_what_is_picked(policy: Any, names: list[list[str]] | None) -> None:
+    with fake_ranks(2):
+        model = Net(2)
+        expected = names or [
+            [name]
+            for name, module in model.named_modules()
+            if not isinstance(module, nn.ModuleList)
+        ]
+        assert apply_fully_shard(model, policy) is model
+        assert names_of(model) == expected
+
+
+def test_what_is_sharded_already_stays() -> None:
+    with fake_ranks(2):
+        model = Net(2)
+        fully_shard(model.blocks[1])
+        groups = [group_of(model.blocks[1])]
+        asked: list[nn.Module] = []
+        apply_fully_shard(model, lambda module: bool(asked.append(module)) or is_block(module))
+        assert names_of(model) == [[""], ["blocks.0"], ["blocks.1"]]
+        assert groups == [group_of(model.blocks[1])]
+        inside = [m for m in asked if any(m is inner for inner in model.blocks[1].modules())]
+        assert inside == []
+
+
+class Shared(nn.Module):
+    """Two branches that use one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.right = nn.Sequential(self.left[0], nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) + self.right(x)
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (nn.Linear, [[""], ["left.0"], ["right.1"]]),
+        (20, [[""], ["left.0"], ["right.1"]]),
+        (1000, [[""], ["left.0"]]),
+    ],
+)
+def test_a_shared_module_is_one_group(policy: Any, names: list[list[str]]) -> None:
+    with fake_ranks(2):
+        model = apply_fully_shard(Shared(), policy)
+        assert names_of(model) == names
+
+
+def overridden() -> list[tuple[str, str]]:
+    """The first block and the root keep their parameters, the others do not."""
+    model = Net(3)
+    first = model.blocks[0]
+
+    def policy(module: nn.Module) -> bool | dict[str, Any]:
+        if module is first or module is model:
+            return {"reshard_after_forward": False}
+        return is_block(module)
+
+    apply_fully_shard(model, policy, reshard_after_forward=True)
+    with trace(model, "reshard") as recorded:
+        model(own_input())
+    return recorded
+
+
+def test_arguments_for_some() -> None:
+    freed = [("reshard", "blocks.1"), ("reshard", "blocks.2")]
+    assert run_ranks(overridden, 2) == [freed] * 2
+
+
+# Budgets -------------------------------------------------------------------------------------
+
+
+def chain(*sizes: int) -> nn.Sequential:
+    """Make layers of so many elements each."""
+    return nn.Sequential(*(nn.Linear(size, 1, bias=False) for size in sizes))
+
+
+class Around(nn.Module):
+    """A list of layers between an embedding and a head."""
+
+    def __init__(self, first: int, *sizes: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(first, 1, bias=False)
+        self.layers = nn.ModuleList(chain(*sizes))
+        self.head = nn.Linear(first, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "budget", "names"),
+    [
+        (lambda: chain(4, 4, 4), 4, [[""], ["0"], ["1"], ["2"]]),
+        (lambda: chain(4, 4, 4, 4, 4), 8, [[""], ["0", "1"], ["2", "3"]]),
+        (lambda: chain(4, 4, 4), 8, [[""]]),  # cannot be two groups of eight
+        (lambda: chain(4, 4, 4), 100, [[""]]),
+        (lambda: chain(3, 9, 3, 3, 3, 3), 8, [[""], ["1"]]),
+        (lambda: chain(3, 9, 3, 3, 3, 3, 3), 8, [[""], ["1"], ["0", "2", "3"], ["4", "5", "6"]]),
+        (
+            lambda: Around(6, 4, 4, 4, 4, 4, 4),
+            10,
+            [
+                [""],
+                ["embed", "layers.0"],
+                ["layers.1", "layers.2", "layers.3"],
+                ["layers.4", "layers.5", "head"],
+            ],
+        ),
+        # A whole inner module rather than all of its parts, and two of them where one is too small.
+        (lambda: nn.Sequential(chain(4, 4), chain(4, 4)), 8, [[""], ["0"], ["1"]]),
+        (
+            lambda: nn.Sequential(*(chain(2, 3) for _ in range(4))),
+            8,
+            [[""], ["0", "1"], ["2", "3"]],
+        ),
+    ],
+)
+def test_groups_of_a_budget(
+    make: Callable[[], nn.Module], budget: int, names: list[list[str]]
+) -> None:
+    with fake_ranks(2):
+        assert sorted(names_of(apply_fully_shard(make(), budget))) == sorted(names)
+
+
+def test_ignored_parameters_do_not_count() -> None:
+    with fake_ranks(2):
+        model = chain(4, 4, 4, 4)
+        apply_fully_shard(model, 8, ignored_params={model[0].weight})
+        assert names_of(model) == [[""]]
+        assert not isinstance(model[0].weight, torch.distributed.tensor.DTensor)
+
+
+class Node(nn.Module):
+    """A module of any shape: parameters of its own and children, in a list or not."""
+
+    def __init__(self, numel: int, children: list[nn.Module], in_list: bool) -> None:
+        super().__init__()
+        if numel:
+            self.own = nn.Parameter(torch.zeros(numel))
+        if in_list:
+            self.inner = nn.ModuleList(children)
+        else:
+            for index, child in enumerate(children):
+                self.add_module(f"child{index}", child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+trees = st.recursive(
+    st.builds(Node, st.integers(0, 12), st.just([]), st.booleans()),
+    lambda inner: st.builds(Node, st.integers(0, 12), st.lists(inner, max_size=5), st.booleans()),
+    max_leaves=25,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(trees, st.integers(1, 40))
+def test_generated_trees(tree: Node, budget: int) -> None:
+    total = sum(param.numel() for param in tree.parameters())
+    own = {module: sum(p.numel() for p in module.parameters(False)) for module in tree.modules()}
+    with fake_ranks(2):
+        apply_fully_shard(tree, budget)
+        root, *inner = groups_of(tree)
+        assert sum(map(numel_of, (root, *inner))) == total  # each parameter in one group
+        for group in inner:
+            brought = max(own[module] for module in group.modules)
+            assert budget <= numel_of(group) < max(2 * budget, budget + brought)
+        assert numel_of(root) < max(2 * budget, budget + own[tree])
+
+
+# Training ------------------------------------------------------------------------------------
+
+POLICIES: dict[str, Any] = {"class": Block, "function": is_block, "budget": 120, "small": 30}
+
+
+def trained(policy: str) -> list[list[str]]:
+    reference = Net(4)
+    model = apply_fully_shard(copy.deepcopy(reference), POLICIES[policy])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (reference, model)]
+    for step in range(3):
+        for one, optimizer in zip((reference, model), optimizers, strict=True):
+            train_step(one, step, optimizer)
+        assert_parity(model, reference)
+    return names_of(model)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_picked_trains(policy: str, num_ranks: int) -> None:
+    first, *others = run_ranks(trained, num_ranks, policy)
+    assert all(names == first for names in others)
+    assert len(first) > 3
+
+
+# Errors --------------------------------------------------------------------------------------
+
+NOT_A_MODULE = "Expected module to be an nn.Module, got list"
+NOT_A_POLICY = (
+    "Expected policy to be module classes, a function of a module or a number of elements, "
+    "got {}: {}"
+)
+NOT_AN_ANSWER = (
+    "Expected policy to return a bool or a dict of arguments for fully_shard, got NoneType for "
+    "Linear"
+)
+NOT_A_BUDGET = "Expected a number of elements of at least 1, got 0"
+A_CONTAINER = (
+    "Expected a module with a forward, got the container ModuleList; "
+    "call fully_shard on its children, or on a list of them"
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "policy", "kind", "text"),
+    [
+        ([], Block, TypeError, NOT_A_MODULE),
+        (None, "Block", TypeError, NOT_A_POLICY.format("str", "'Block'")),
+        (None, True, TypeError, NOT_A_POLICY.format("bool", "True")),
+        (None, 0.5, TypeError, NOT_A_POLICY.format("float", "0.5")),
+        (None, int, TypeError, NOT_A_POLICY.format("type", "<class 'int'>")),
+        (None, (), TypeError, NOT_A_POLICY.format("tuple", "()")),
+        (None, {3}, TypeError, NOT_A_POLICY.format("set", "{3}")),
+        (None, lambda module: None, TypeError, NOT_AN_ANSWER),
+        (None, 0, ValueError, NOT_A_BUDGET),
+        (nn.ModuleList([nn.Linear(2, 2)]), nn.Linear, ValueError, A_CONTAINER),
+    ],
+)
+def test_wrong_arguments(module: Any, policy: Any, kind: type[Exception], text: str) -> None:
+    with fake_ranks(2):
+        model = chain(2, 2) if module is None else module
+        with pytest.raises(Exception) as caught:
+            apply_fully_shard(model, policy)
+        assert type(caught.value) is kind
+        assert str(caught.value) == text
+        if isinstance(model, nn.Module):
+            assert not any(isinstance(inner, FSDPModule) for inner in model.modules())
