@@ -262,6 +262,9 @@ class MeshGradients:
             dtypes = {self._grad_dtype(param) for param, _ in reduction.members}
             if len(dtypes) == 1:
                 flat = flat.to(dtypes.pop())
+        devices = {param.device for param, _ in reduction.members}
+        if len(devices) == 1:
+            flat = flat.to(devices.pop())
         inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         shards = self._shards(reduction, flat)
         for (param, name), shard, is_wanted in zip(reduction.members, shards, wanted, strict=True):
