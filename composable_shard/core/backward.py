@@ -87,7 +87,7 @@ class BackwardPass:
         self._countdown(group).expect(_torch.current_backward(), boundaries)
         if group not in self._needed:
             self._pass_by_until(group)
-        if group not in self._needed or (group.is_sharded and group.is_read_in_backward):
+        if group not in self._needed or (group.is_read_in_backward and not group.is_unsharded):
             self._gather(group)
 
     def _gather(self, group: ParamGroup) -> None:
