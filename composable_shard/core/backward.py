@@ -58,6 +58,17 @@ class BackwardPass:
         self._is_inside = False  # the running backward lies within a forward
         self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
 
+    @property
+    def in_flight(self) -> deque[ParamGroup]:
+        """The groups whose reductions are launched and not waited for, the oldest first."""
+        return self._in_flight
+
+    def share_in_flight(self, other: BackwardPass) -> None:
+        """Count the reductions of another tree as its own from now on, and wait for them too."""
+        if other.in_flight is not self._in_flight:
+            other.in_flight.extend(self._in_flight)
+            self._in_flight = other.in_flight
+
     # Told by the hooks ----------------------------------------------------------------------
 
     def join(self, group: ParamGroup) -> None:
@@ -355,7 +366,9 @@ class BackwardPass:
         """Forget a backward that failed, and what forwards left for it to do."""
         self.order.abandon()
         self.forget_forwards()
-        self._in_flight.clear()
+        for group in self._context.groups:
+            if group in self._in_flight:
+                self._in_flight.remove(group)
         self._all_reducing = None
         self._reset()
 
