@@ -14,22 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from composable_shard import _torch
-from composable_shard.core.countdown import Boundary, Countdown, Token
+from composable_shard.core.countdown import Boundary, Countdown, End, Token
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.schedule import OrderRecord
 
 if TYPE_CHECKING:
     from composable_shard.core.context import Context
-
-
-class _End:
-    """Called at the end of a backward; dies without being called if the backward fails."""
-
-    def __init__(self, backward: BackwardPass) -> None:
-        self._backward = backward
-
-    def __call__(self) -> None:
-        self._backward.end()
 
 
 class BackwardPass:
@@ -44,7 +34,7 @@ class BackwardPass:
         self.order: OrderRecord[ParamGroup] = OrderRecord()
         self.is_last = True
         self._context = context
-        self._end: weakref.ref[_End] | None = None
+        self._end: weakref.ref[End] | None = None
         self._id = -1
         self._countdowns: dict[ParamGroup, Countdown] = {}
         self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, by when they were entered
@@ -182,7 +172,7 @@ class BackwardPass:
     def _begin(self) -> None:
         self._countdowns.clear()
         self._needed.clear()
-        end = _End(self)
+        end = End(self.end)
         self._end, self._id = weakref.ref(end), _torch.current_backward()
         _torch.on_backward_end(end)
         self._is_inside = self._context.forward.is_running
