@@ -35,6 +35,7 @@ from composable_shard._torch.dtensors import (
 from composable_shard._torch.modules import (
     COMPOSABLE_STATE,
     count_as_module_call,
+    in_functional_call,
     is_batch_norm,
     is_executing,
     module_call_frame,
@@ -58,6 +59,12 @@ from composable_shard._torch.tensors import (
     preserved_version,
     set_versions,
     with_own_storage,
+)
+from composable_shard._torch.transforms import (
+    inner_value,
+    is_transformed,
+    is_transforming,
+    outside_transforms,
 )
 
 __all__ = [
@@ -83,8 +90,12 @@ __all__ = [
     "from_local",
     "gradient_hooks",
     "has_grad_hooks",
+    "in_functional_call",
+    "inner_value",
     "is_batch_norm",
     "is_executing",
+    "is_transformed",
+    "is_transforming",
     "is_wrapper_subclass",
     "leaves",
     "local_tensor",
@@ -93,6 +104,7 @@ __all__ = [
     "multiply_all_",
     "norms_of_all",
     "on_backward_end",
+    "outside_transforms",
     "preserved_version",
     "reduce_scatter_flat",
     "registered_container",

@@ -14,22 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from composable_shard import _torch
-from composable_shard.core.countdown import Boundary, Countdown, Token
+from composable_shard.core.countdown import Boundary, Countdown, End, Token
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.schedule import OrderRecord
 
 if TYPE_CHECKING:
     from composable_shard.core.context import Context
-
-
-class _End:
-    """Called at the end of a backward; dies without being called if the backward fails."""
-
-    def __init__(self, backward: BackwardPass) -> None:
-        self._backward = backward
-
-    def __call__(self) -> None:
-        self._backward.end()
 
 
 class BackwardPass:
@@ -44,7 +34,7 @@ class BackwardPass:
         self.order: OrderRecord[ParamGroup] = OrderRecord()
         self.is_last = True
         self._context = context
-        self._end: weakref.ref[_End] | None = None
+        self._end: weakref.ref[End] | None = None
         self._id = -1
         self._countdowns: dict[ParamGroup, Countdown] = {}
         self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, by when they were entered
@@ -57,6 +47,17 @@ class BackwardPass:
         self._all_reducing: ParamGroup | None = None
         self._is_inside = False  # the running backward lies within a forward
         self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
+
+    @property
+    def in_flight(self) -> deque[ParamGroup]:
+        """The groups whose reductions are launched and not waited for, the oldest first."""
+        return self._in_flight
+
+    def share_in_flight(self, other: BackwardPass) -> None:
+        """Count the reductions of another tree as its own from now on, and wait for them too."""
+        if other.in_flight is not self._in_flight:
+            other.in_flight.extend(self._in_flight)
+            self._in_flight = other.in_flight
 
     # Told by the hooks ----------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class BackwardPass:
     def _begin(self) -> None:
         self._countdowns.clear()
         self._needed.clear()
-        end = _End(self)
+        end = End(self.end)
         self._end, self._id = weakref.ref(end), _torch.current_backward()
         _torch.on_backward_end(end)
         self._is_inside = self._context.forward.is_running
@@ -355,7 +356,9 @@ class BackwardPass:
         """Forget a backward that failed, and what forwards left for it to do."""
         self.order.abandon()
         self.forget_forwards()
-        self._in_flight.clear()
+        for group in self._context.groups:
+            if group in self._in_flight:
+                self._in_flight.remove(group)
         self._all_reducing = None
         self._reset()
 

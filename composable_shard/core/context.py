@@ -54,8 +54,9 @@ class Context:
             self._freed.mark(group)
         elif event == "wait_for_all_gather":
             self._freed.unmark(group)
-        if self.listener is not None:
-            self.listener(event, group.name)
+        listener = group.context.listener  # reductions may be shared with another tree
+        if listener is not None:
+            listener(event, group.name)
 
     def check_order(self, act: str, group: ParamGroup) -> None:
         """Compare with the other ranks what comes next, if that is asked for."""
@@ -98,6 +99,12 @@ class Context:
             group.reshard()
             group.gradients.discard()
             group.freshness.forget_forward()
+
+
+def share_reductions(contexts: Sequence[Context]) -> None:
+    """Let trees that train together count their reductions in flight as one."""
+    for context in contexts[1:]:
+        context.backward.share_in_flight(contexts[0].backward)
 
 
 def join_tree(root: ParamGroup, group_of: Callable[[nn.Module], ParamGroup | None]) -> Context:

@@ -59,7 +59,7 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
             raise TypeError(
                 f"Expected a list of nn.Module, got {type(member).__name__} at index {index}"
             )
-        if type(member).forward is nn.Module.forward:
+        if type(member).forward is nn.Module.forward and "forward" not in vars(member):
             raise ValueError(
                 f"Expected a module with a forward, got the container {type(member).__name__}; "
                 "call fully_shard on its children, or on a list of them"

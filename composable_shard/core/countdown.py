@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.autograd.graph import Node
 
@@ -11,6 +11,16 @@ from composable_shard.core.group import ParamGroup
 
 _TO_THE_END = 1 << 62
 """More nodes than there are: what is waited for ends with the backward."""
+
+
+class End:
+    """Called at the end of a backward; dies without being called if the backward fails."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+
+    def __call__(self) -> None:
+        self._on_end()
 
 
 class Boundary:

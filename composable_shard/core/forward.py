@@ -10,6 +10,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.lent import holds_shards
 from composable_shard.core.schedule import OrderRecord, stays_for_backward
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ class ForwardPass:
 
     The outermost group that is called opens the pass and closes it. Each outermost group has a
     record of its own, since calling an encoder alone is another pass than calling the model.
+
+    Attributes:
+        frees_all: Whether nothing stays unsharded when the running pass closes.
     """
 
     def __init__(self, context: Context) -> None:
@@ -32,6 +36,7 @@ class ForwardPass:
         self._to_run: dict[ParamGroup, set[nn.Module]] = {}
         self._prefetched: dict[ParamGroup, None] = {}
         self._kept: dict[ParamGroup, None] = {}
+        self.frees_all = False
 
     @property
     def is_running(self) -> bool:
@@ -68,7 +73,7 @@ class ForwardPass:
         self._kept.pop(group, None)
         explicit = group.settings.forward_prefetch
         for target in explicit or ([expected] if expected is not None else []):
-            if target.is_sharded:
+            if target.is_sharded and holds_shards(target):
                 target.unshard()
                 self._prefetched[target] = None
 
@@ -163,6 +168,10 @@ class ForwardPass:
             group.reshard()
         self._prefetched.clear()
         self._kept.clear()
+        if self.frees_all:
+            for group in self._context.groups:
+                group.reshard()
+            self.frees_all = False
         if self._outermost in self._orders:
             self._orders[self._outermost].finish()
         self._outermost = self._frame = None
@@ -174,6 +183,7 @@ class ForwardPass:
         for order in self._orders.values():
             order.abandon()
         self._outermost = self._frame = None
+        self.frees_all = False
         self._depths.clear()
         self._to_run.clear()
         self._prefetched.clear()

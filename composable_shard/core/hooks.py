@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from composable_shard import _torch
 from composable_shard.core.buffers import CastBuffers, PreciseNormWeights
 from composable_shard.core.countdown import Boundary, Token
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.lent import Lent, find_lent
 from composable_shard.core.nested import ATOMS, map_tensors, tensors_in, tensors_stored_in
 from composable_shard.errors import ShardError
 
@@ -104,10 +105,12 @@ class Call:
     Attributes:
         boundaries: What was put before the inputs that need a gradient.
         outer_bases: The tensors that those inputs are views of, and the nodes they had.
+        lent: Whether it computes with parameters of somebody else.
     """
 
     boundaries: list[Boundary] = field(default_factory=list)
     outer_bases: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
+    lent: Lent = Lent.NOTHING
 
     def came_in(self, base: torch.Tensor) -> bool:
         """Tell whether ``base`` was made outside, and not changed in place by the call."""
@@ -138,12 +141,19 @@ class ModuleHooks:
         if group in context.opened:
             _check_can_run_opened(group)
             return args, kwargs
-        if _torch.current_backward() != -1:  # recomputation by an activation checkpoint
-            group.unshard()
-            group.wait_for_unshard()
-        elif context.forward.enter(group):
+        call = Call(lent=group.calls[-1].lent if group.calls else find_lent(group))
+        if call.lent is Lent.FULL:
+            group.calls.append(call)
+            return args, kwargs
+        if not _torch.is_transforming():
+            opens = self._gather()
+        else:  # what the gather makes must outlive the transform
+            with _torch.outside_transforms():
+                opens = self._gather()
+        if call.lent is Lent.SHARDED:
+            context.forward.frees_all = True  # before functional_call takes them out again
+        if opens:
             args, kwargs = self._to_device((args, kwargs))
-        call = Call()
         if not group.calls:
             self._take_back()  # what an interrupt left lent
             for lender in self._lenders:
@@ -172,6 +182,8 @@ class ModuleHooks:
             return output
         calls = self._group.calls
         call = calls.pop() if calls else Call()  # none if forward could not begin
+        if call.lent is Lent.FULL:
+            return output
         if not calls:
             self._take_back()
         dtype = self._group.policy.output_dtype
@@ -184,6 +196,15 @@ class ModuleHooks:
                 group.context.backward.expect(group)
             group.context.forward.leave(group, module, failed=failed, has_backward=is_watched)
         return output
+
+    def _gather(self) -> bool:
+        """Gather the group; return whether that opens a forward pass."""
+        group = self._group
+        if _torch.current_backward() == -1:
+            return group.context.forward.enter(group)
+        group.unshard()  # recomputation by an activation checkpoint
+        group.wait_for_unshard()
+        return False
 
     def _take_back(self) -> None:
         for lender in reversed(self._lenders):
@@ -216,7 +237,10 @@ class ModuleHooks:
         """
         is_watched = False
         pre_backward = partial(self._pre_backward, call.boundaries)
-        for tensor in (*tensors_in(output), *self._newly_stored()):
+        tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._newly_stored())
+        if _torch.is_transforming():
+            tensors = [level for tensor in tensors for level in _levels(tensor)]
+        for tensor in tensors:
             if not tensor.requires_grad:
                 continue
             is_watched = True
@@ -247,6 +271,14 @@ class ModuleHooks:
         self._group.context.backward.need(self._group, boundaries)
 
 
+def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor and what transforms of torch.func have wrapped into it."""
+    yield tensor
+    while _torch.is_transformed(tensor):
+        tensor = _torch.inner_value(tensor)
+        yield tensor
+
+
 def _check_can_run_opened(group: ParamGroup) -> None:
     """Raise if a group that is open cannot run as a plain module."""
     if torch.is_grad_enabled():
@@ -268,11 +300,15 @@ def _arrive_at_boundary(
     group.context.backward.arrive_at_boundary(group, token)
     if torch.is_grad_enabled():  # with create_graph: a backward may start from these gradients
         for grad in grads:
-            if grad is None or not grad.requires_grad:
-                continue
-            for tensor in (grad, grad._base):
-                if tensor is not None and tensor.requires_grad:
-                    tensor.register_hook(partial(_need, group))
+            for tensor in () if grad is None else _levels(grad):
+                _watch_gradient(tensor, partial(_need, group))
+                if tensor._base is not None:
+                    _watch_gradient(tensor._base, partial(_need, group))
+
+
+def _watch_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    if tensor.requires_grad:
+        tensor.register_hook(hook)
 
 
 def _need(group: ParamGroup, _: torch.Tensor) -> None:
