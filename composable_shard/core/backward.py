@@ -9,13 +9,13 @@ not reach takes its turn with zeros, because another rank's loss may reach it.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from composable_shard import _torch
 from composable_shard.core.countdown import Boundary, Countdown, End, Token
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.in_flight import InFlight
 from composable_shard.core.schedule import OrderRecord
 
 if TYPE_CHECKING:
@@ -28,11 +28,13 @@ class BackwardPass:
     Attributes:
         order: In which order groups were needed.
         is_last: Whether the end of the backward waits for the reductions.
+        in_flight: The reductions under way, perhaps with those of other trees.
     """
 
     def __init__(self, context: Context) -> None:
         self.order: OrderRecord[ParamGroup] = OrderRecord()
         self.is_last = True
+        self.in_flight = InFlight()
         self._context = context
         self._end: weakref.ref[End] | None = None
         self._id = -1
@@ -43,21 +45,8 @@ class BackwardPass:
         self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
         self._needed: set[ParamGroup] = set()
         self._complete: set[ParamGroup] = set()
-        self._in_flight: deque[ParamGroup] = deque()
-        self._all_reducing: ParamGroup | None = None
         self._is_inside = False  # the running backward lies within a forward
         self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
-
-    @property
-    def in_flight(self) -> deque[ParamGroup]:
-        """The groups whose reductions are launched and not waited for, the oldest first."""
-        return self._in_flight
-
-    def share_in_flight(self, other: BackwardPass) -> None:
-        """Count the reductions of another tree as its own from now on, and wait for them too."""
-        if other.in_flight is not self._in_flight:
-            other.in_flight.extend(self._in_flight)
-            self._in_flight = other.in_flight
 
     # Told by the hooks ----------------------------------------------------------------------
 
@@ -222,37 +211,14 @@ class BackwardPass:
         self._complete.discard(group)
         if not group.is_trainable:
             return
-        while len(self._in_flight) >= self._max_in_flight():
-            self._wait_for_oldest()
+        self.in_flight.leave_room(max(g.settings.max_reductions for g in self._context.groups))
         self._context.check_order("reduction", group)
         if group.settings.reduction.all_reduces:
             self._unreplicated.pop(group, None)
         elif any(mesh.num_replicas > 1 for mesh in group.channels):
             self._unreplicated[group] = None
         group.gradients.reduce()
-        self._in_flight.append(group)
-        self._context.emit("reduce_scatter", group)
-
-    def _max_in_flight(self) -> int:
-        return max(group.settings.max_reductions for group in self._context.groups)
-
-    def _wait_for_oldest(self) -> None:
-        """Wait for a reduction over the shards; let that over the replicas overlap what follows."""
-        group = self._in_flight.popleft()
-        if group.gradients.start_all_reduce():
-            self._context.emit("wait_for_reduce_scatter", group)
-            self._context.emit("all_reduce", group)
-            self._wait_for_replicas()
-            self._all_reducing = group
-        else:
-            group.gradients.finish()
-            self._context.emit("wait_for_reduce_scatter", group)
-
-    def _wait_for_replicas(self) -> None:
-        group, self._all_reducing = self._all_reducing, None
-        if group is not None:
-            group.gradients.finish()
-            self._context.emit("wait_for_all_reduce", group)
+        self.in_flight.add(group)
 
     # The end --------------------------------------------------------------------------------
 
@@ -299,12 +265,9 @@ class BackwardPass:
             reduction = group.settings.reduction
             before, reduction.all_reduces = reduction.all_reduces, True
             self._launch(group)
-            while self._in_flight:
-                self._wait_for_oldest()
+            self.in_flight.leave_room(1)
             reduction.all_reduces = before
-        while self._in_flight:
-            self._wait_for_oldest()
-        self._wait_for_replicas()
+        self.in_flight.wait()
 
     def settle(self) -> None:
         """Reduce what backwards have left, without another; wait, and free.
@@ -316,10 +279,8 @@ class BackwardPass:
                 self._launch(group)
             else:
                 self._accumulate(group)
-        while self.is_last and self._in_flight:
-            self._wait_for_oldest()
         if self.is_last:
-            self._wait_for_replicas()
+            self.in_flight.wait()
         for group in self._context.groups:
             if group.settings.reshard_after_backward and not self._context.forward.holds(group):
                 group.reshard()
@@ -340,10 +301,8 @@ class BackwardPass:
         for group in list(reversed(self._unreplicated)):
             if group.settings.reduction.all_reduces and group.settings.requires_gradient_sync:
                 self._launch(group)
-        while self.is_last and self._in_flight:
-            self._wait_for_oldest()
         if self.is_last:
-            self._wait_for_replicas()
+            self.in_flight.wait()
         self._context.check_order("end of a backward", self._context.root)
         for group in self._context.groups:
             if group.settings.reshard_after_backward:
@@ -356,10 +315,7 @@ class BackwardPass:
         """Forget a backward that failed, and what forwards left for it to do."""
         self.order.abandon()
         self.forget_forwards()
-        for group in self._context.groups:
-            if group in self._in_flight:
-                self._in_flight.remove(group)
-        self._all_reducing = None
+        self.in_flight.drop(self._context.groups)
         self._reset()
 
     def _reset(self) -> None:

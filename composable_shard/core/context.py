@@ -54,9 +54,8 @@ class Context:
             self._freed.mark(group)
         elif event == "wait_for_all_gather":
             self._freed.unmark(group)
-        listener = group.context.listener  # reductions may be shared with another tree
-        if listener is not None:
-            listener(event, group.name)
+        if self.listener is not None:
+            self.listener(event, group.name)
 
     def check_order(self, act: str, group: ParamGroup) -> None:
         """Compare with the other ranks what comes next, if that is asked for."""
@@ -103,8 +102,11 @@ class Context:
 
 def share_reductions(contexts: Sequence[Context]) -> None:
     """Let trees that train together count their reductions in flight as one."""
+    shared = contexts[0].backward.in_flight if contexts else None
     for context in contexts[1:]:
-        context.backward.share_in_flight(contexts[0].backward)
+        if shared is not None and context.backward.in_flight is not shared:
+            shared.take_over(context.backward.in_flight)
+            context.backward.in_flight = shared
 
 
 def join_tree(root: ParamGroup, group_of: Callable[[nn.Module], ParamGroup | None]) -> Context:
