@@ -115,21 +115,29 @@ def _before_load(
             value = value[0]  # as torch has it, which no longer can when this is a shard
         if value.shape != param.shape:
             continue
+        model = param.placement.model
         if not isinstance(value, DTensor):
             state_dict[key] = _shard_of(param, value, current, assign)
-        elif value.device_mesh != param.spec.mesh:
+        elif value.device_mesh == param.spec.mesh:
+            if value.placements != param.spec.placements:
+                state_dict[key] = value.redistribute(placements=param.spec.placements)
+        elif model is not None and value.device_mesh == model.mesh:
+            value = value.redistribute(placements=model.placements)
+            state_dict[key] = _shard_of(param, value, current, assign)
+        else:
             state_dict[key] = current
             error_messages: list[str] = rest[-1]
             error_messages.append(
                 f'Expected a DTensor for "{key}" on {param.spec.mesh}, got one on '
                 f"{value.device_mesh}; pass its full_tensor()."
             )
-        elif value.placements != param.spec.placements:
-            state_dict[key] = value.redistribute(placements=param.spec.placements)
 
 
 def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign: bool) -> DTensor:
-    """Return this rank's rows of a full tensor: a view to copy from, or a copy to keep."""
+    """Return this rank's rows of a full tensor: a view to copy from, or a copy to keep.
+
+    Under tensor parallelism also of a DTensor of the kind that was sharded.
+    """
     local = param.shard_of(full)
     if assign:
         device = _torch.local_tensor(current).device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from dist.models import full
 from dist.test_state import counted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpoint.models import (
@@ -22,10 +24,12 @@ from checkpoint.models import (
     is_exact,
     same_on_all_ranks,
     shard,
+    structure,
     train,
 )
-from checkpoint.optimizers import OPTIMIZERS
+from checkpoint.optimizers import INEXACT, OPTIMIZERS
 from composable_shard import (
+    CPUOffloadPolicy,
     FSDPModule,
     MaterializationError,
     ShardError,
@@ -483,3 +487,64 @@ def module_in_a_module() -> None:
 
 def test_a_plain_root() -> None:
     run_ranks(module_in_a_module, 2)
+
+
+def optimizers_alone(make: str) -> None:
+    """``Optimizer.state_dict`` and ``load_state_dict`` are as those of torch's sharded model."""
+    states = []
+    for sharder in (None, torch_fully_shard, fully_shard):
+        torch.manual_seed(0)
+        model = Model()
+        if sharder is not None:
+            shard(model, sharder)
+        optimizers = OPTIMIZERS[make](model)
+        train(model, optimizers, 0, 2)
+        states.append([optimizer.state_dict() for optimizer in optimizers])
+    plain, theirs, ours = states
+    exact = is_exact() and make not in INEXACT
+    assert structure(ours) == structure(theirs)
+    assert_equal(ours, plain, exact=exact)
+    torch.manual_seed(0)
+    target = shard(Model())
+    target.load_state_dict(model.state_dict())
+    target_optimizers = OPTIMIZERS[make](target)
+    for optimizer, state in zip(target_optimizers, copy.deepcopy(ours), strict=True):
+        optimizer.load_state_dict(state)
+    assert_equal([optimizer.state_dict() for optimizer in target_optimizers], ours)
+    for one, its_optimizers in ((model, optimizers), (target, target_optimizers)):
+        train(one, its_optimizers, 2, 4)
+    assert_equal(target.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_optimizers(make: str) -> None:
+    run_ranks(optimizers_alone, 2, make)
+    run_ranks(optimizers_alone, 3, make)
+
+
+def of_other_strides(assign: bool) -> None:
+    """Parameters in another order of memory are saved and loaded by their rows."""
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Conv2d(5, 4, 2))
+        models.append(model.to(memory_format=torch.channels_last))
+    model, other = models
+    expected = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    fully_shard(model[0])
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for state in (expected, {name: t.contiguous() for name, t in expected.items()}):
+        model.load_state_dict(state, assign=assign)
+        assert_equal(model.state_dict(), expected)
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(model(x), other(x))
+        assert_equal(model.state_dict(), expected)
+        sharded = model.state_dict()
+        model.load_state_dict(sharded, assign=assign)
+        assert_equal(model.state_dict(), expected)
+        torch.testing.assert_close(model(x), other(x))
+
+
+@both_ways
+def test_channels_last_and_offloaded(assign: bool) -> None:
+    run_ranks(of_other_strides, 2, assign)

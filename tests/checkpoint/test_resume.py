@@ -18,11 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from checkpoint.models import Model, State, assert_equal, shard, train
 from checkpoint.optimizers import OPTIMIZERS
+from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 
 SAVE_AFTER, STOP_AFTER = 2, 4
@@ -121,6 +123,39 @@ def test_optimizers(tmp_path: Path, make: str) -> None:
     for loaded, trained in run_ranks(resume, 3, tmp_path, 6, make, False):
         assert_equal(loaded, saved)
         assert_equal(trained, plain_trained, exact=False)
+
+
+def from_torch(folder: Path) -> tuple[State, State]:
+    """Write a checkpoint of torch's own sharded model, go on with ours, and the other way."""
+    found = []
+    for writer, reader in ((torch_fully_shard, fully_shard), (fully_shard, torch_fully_shard)):
+        place = folder / writer.__module__
+        torch.manual_seed(0)
+        model = shard(Model(), writer)
+        optimizers = OPTIMIZERS["groups"](model)
+        train(model, optimizers, 0, SAVE_AFTER)
+        dcp.save(states(model, optimizers), checkpoint_id=place)
+        torch.manual_seed(1)
+        other = shard(Model(), reader)
+        other_optimizers = OPTIMIZERS["groups"](other)
+        read = states(other, other_optimizers)
+        dcp.load(read, checkpoint_id=place)
+        set_model_state_dict(other, read["model"])
+        set_optimizer_state_dict(other, other_optimizers, read["optimizer"])
+        train(other, other_optimizers, SAVE_AFTER, STOP_AFTER)
+        plain = shard(Model(), reader)
+        plain.load_state_dict(model.state_dict())  # shards are the same, so they fit as they are
+        assert_equal(plain.state_dict(), model.state_dict())
+        found.append(plain_values(states(other, other_optimizers)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_checkpoints_are_those_of_torch(tmp_path: Path, num_ranks: int) -> None:
+    _, expected = uninterrupted(6, "groups")
+    for ours, theirs in run_ranks(from_torch, num_ranks, tmp_path):
+        assert_equal(ours, expected)
+        assert_equal(theirs, expected)
 
 
 def into_running(folder: Path) -> None:
