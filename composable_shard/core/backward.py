@@ -45,6 +45,7 @@ class BackwardPass:
         self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
         self._needed: set[ParamGroup] = set()
         self._complete: set[ParamGroup] = set()
+        self._limit: int | None = None  # reductions under way at once, while a backward runs
         self._is_inside = False  # the running backward lies within a forward
         self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
 
@@ -211,7 +212,9 @@ class BackwardPass:
         self._complete.discard(group)
         if not group.is_trainable:
             return
-        self.in_flight.leave_room(max(g.settings.max_reductions for g in self._context.groups))
+        if self._limit is None:
+            self._limit = max(g.settings.max_reductions for g in self._context.groups)
+        self.in_flight.leave_room(self._limit)
         self._context.check_order("reduction", group)
         if group.settings.reduction.all_reduces:
             self._unreplicated.pop(group, None)
@@ -320,6 +323,7 @@ class BackwardPass:
 
     def _reset(self) -> None:
         self._end, self._id, self._is_inside = None, -1, False
+        self._limit = None
         self._ran_inside.clear()
         self.forget_forwards()
         self._countdowns.clear()
