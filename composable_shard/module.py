@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from composable_shard import _torch
 from composable_shard.core.copying import copy_sharded
 from composable_shard.core.grad_norm import clip_grad_norm
+from composable_shard.core.grads.sharded_grad import is_partial
 from composable_shard.core.group import ParamGroup, group_of, set_group
-from composable_shard.core.pipeline import answer_schedules
-from composable_shard.core.sharded_grad import is_partial
+from composable_shard.core.passes.pipeline import answer_schedules
 from composable_shard.errors import ShardError
 from composable_shard.module_communication import ModuleCommunication
 from composable_shard.module_settings import ModuleSettings

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.context import join_tree
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.hooks import hooks_of
-from composable_shard.core.param import ShardedParam, Slot
-from composable_shard.core.units import build_units
+from composable_shard.core.params.param import ShardedParam, Slot
+from composable_shard.core.params.units import build_units
+from composable_shard.core.passes.context import join_tree
+from composable_shard.core.passes.hooks import hooks_of
 
 Memo = dict[int, Any]
 

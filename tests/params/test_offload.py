@@ -24,7 +24,7 @@ from composable_shard import (
     OffloadPolicy,
     fully_shard,
 )
-from composable_shard.core import offload
+from composable_shard.core.params import offload
 from composable_shard.testing import fake_ranks, run_ranks
 
 UNPINNED = CPUOffloadPolicy(pin_memory=False)

@@ -18,11 +18,11 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.buffers import CastBuffers, PreciseNormWeights
-from composable_shard.core.countdown import Boundary, Token
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.lent import Lent, find_lent
-from composable_shard.core.nested import ATOMS, map_tensors, tensors_in, tensors_stored_in
+from composable_shard.core.passes.buffers import CastBuffers, PreciseNormWeights
+from composable_shard.core.passes.countdown import Boundary, Token
+from composable_shard.core.passes.lent import Lent, find_lent
+from composable_shard.core.passes.nested import ATOMS, map_tensors, tensors_in, tensors_stored_in
 from composable_shard.errors import ShardError
 
 Args = tuple[Any, ...]

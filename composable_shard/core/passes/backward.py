@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from composable_shard import _torch
-from composable_shard.core.countdown import Boundary, Countdown, End, Token
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.in_flight import InFlight
-from composable_shard.core.schedule import OrderRecord
+from composable_shard.core.passes.countdown import Boundary, Countdown, End, Token
+from composable_shard.core.passes.in_flight import InFlight
+from composable_shard.core.passes.schedule import OrderRecord
 
 if TYPE_CHECKING:
-    from composable_shard.core.context import Context
+    from composable_shard.core.passes.context import Context
 
 
 class BackwardPass:

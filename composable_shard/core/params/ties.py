@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from composable_shard.core.param import ShardedParam, Slot
+from composable_shard.core.params.param import ShardedParam, Slot
 from composable_shard.errors import ShardError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.bucket import matching_pieces
-from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.core.params.bucket import matching_pieces
+from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
 
 
 @dataclass

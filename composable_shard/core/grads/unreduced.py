@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from composable_shard.core.param import ShardedParam
-from composable_shard.core.settings import ReductionSettings
-from composable_shard.core.sharded_grad import (
+from composable_shard.core.grads.sharded_grad import (
     hold_for_replicas,
     reduced,
     set_unreduced,
     unreduced,
     unreplicated,
 )
+from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.settings import ReductionSettings
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 

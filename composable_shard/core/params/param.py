@@ -21,9 +21,9 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.dense import plan_dense
-from composable_shard.core.layout import ParamLayout
-from composable_shard.core.placement import Placements, plan_placement
+from composable_shard.core.params.dense import plan_dense
+from composable_shard.core.params.layout import ParamLayout
+from composable_shard.core.params.placement import Placements, plan_placement
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import CPUOffloadPolicy
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
-from composable_shard.core.streams import Waitable
+from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
+from composable_shard.core.comms.streams import Waitable
 from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
 

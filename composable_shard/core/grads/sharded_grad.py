@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.params.param import ShardedParam
 
 
 def is_partial(grad: torch.Tensor | None) -> TypeGuard[DTensor]:

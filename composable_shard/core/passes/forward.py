@@ -10,11 +10,11 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.lent import holds_shards
-from composable_shard.core.schedule import OrderRecord, stays_for_backward
+from composable_shard.core.passes.lent import holds_shards
+from composable_shard.core.passes.schedule import OrderRecord, stays_for_backward
 
 if TYPE_CHECKING:
-    from composable_shard.core.context import Context
+    from composable_shard.core.passes.context import Context
 
 
 class ForwardPass:

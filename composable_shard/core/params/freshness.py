@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.params.param import ShardedParam
 
 
 class Freshness:

@@ -14,7 +14,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import ShardError
 
 

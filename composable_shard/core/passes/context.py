@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from composable_shard.core.agreement import agree_on_model
-from composable_shard.core.backward import BackwardPass
-from composable_shard.core.forward import ForwardPass
-from composable_shard.core.freed import FreedParameters
+from composable_shard.core.comms.streams import wait_for_event
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.order_check import OrderCheck, is_asked_for
-from composable_shard.core.streams import wait_for_event
-from composable_shard.core.ties import refuse_unowned
+from composable_shard.core.params.freed import FreedParameters
+from composable_shard.core.params.ties import refuse_unowned
+from composable_shard.core.passes.backward import BackwardPass
+from composable_shard.core.passes.forward import ForwardPass
+from composable_shard.core.passes.order_check import OrderCheck, is_asked_for
 
 Listener = Callable[[str, str], None]
 

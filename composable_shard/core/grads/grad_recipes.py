@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.mesh import ShardMesh
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from composable_shard.core.layout import ParamLayout
+from composable_shard.core.params.layout import ParamLayout
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from einops import rearrange
 
 from composable_shard import _torch
-from composable_shard.core.layout import ParamLayout, plan_bucket
-from composable_shard.core.offload import pins
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.params.layout import ParamLayout, plan_bucket
+from composable_shard.core.params.offload import pins
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.mesh import ShardMesh
 
 

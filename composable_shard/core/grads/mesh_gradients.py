@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.channel import Channel
-from composable_shard.core.grad_bucket import GradBucket, GradTransfer
-from composable_shard.core.grad_recipes import GradRecipes
-from composable_shard.core.param import ShardedParam
-from composable_shard.core.scale import ReductionScale, plan_scale
-from composable_shard.core.settings import ReductionSettings
-from composable_shard.core.sharded_grad import (
+from composable_shard.core.comms.channel import Channel
+from composable_shard.core.comms.streams import Pending, on_stream
+from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
+from composable_shard.core.grads.grad_recipes import GradRecipes
+from composable_shard.core.grads.scale import ReductionScale, plan_scale
+from composable_shard.core.grads.sharded_grad import (
     deliver,
     has_hooks,
     hold_for_replicas,
@@ -27,8 +26,9 @@ from composable_shard.core.sharded_grad import (
     unreduced,
     unreplicated,
 )
-from composable_shard.core.streams import Pending, on_stream
-from composable_shard.core.unreduced import UnreducedGradients, take_unsharded
+from composable_shard.core.grads.unreduced import UnreducedGradients, take_unsharded
+from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.settings import ReductionSettings
 from composable_shard.policy import MixedPrecisionPolicy
 
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.bucket import GatherUnit, ParamBucket, Transfer
-from composable_shard.core.extension import needs_extension
-from composable_shard.core.extension_gather import ExtensionGather, agree_formats
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.params.bucket import GatherUnit, ParamBucket, Transfer
+from composable_shard.core.params.extension import needs_extension
+from composable_shard.core.params.extension_gather import ExtensionGather, agree_formats
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import MaterializationError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy

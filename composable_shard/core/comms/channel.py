@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.collectives import AllGatherLaunch, ReduceScatterLaunch, choose
-from composable_shard.core.custom import (
+from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, choose
+from composable_shard.core.comms.custom import (
     AllGather,
     AllGatherIn,
     CustomAllGather,
@@ -16,8 +16,8 @@ from composable_shard.core.custom import (
     ReduceScatter,
     ReduceScatterIn,
 )
-from composable_shard.core.streams import Waitable
-from composable_shard.core.subgroups import subgroup
+from composable_shard.core.comms.streams import Waitable
+from composable_shard.core.comms.subgroups import subgroup
 from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
 

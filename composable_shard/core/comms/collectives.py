@@ -2,7 +2,7 @@
 
 The default is one coalesced c10d collective. On gloo, whose collectives are slow, ours go straight
 from rank to rank: every rank sends its shard to every other and receives theirs in place. All of
-them return at once; waiting is :class:`~composable_shard.core.streams.Pending`'s business.
+them return at once; waiting is :class:`~composable_shard.core.comms.streams.Pending`'s business.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.streams import Waitable
+from composable_shard.core.comms.streams import Waitable
 
 Tensors = list[torch.Tensor]
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from composable_shard.core.ties import is_replaced
+from composable_shard.core.params.ties import is_replaced
 from composable_shard.errors import ShardError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_shard.core.hooks import run_as_forward
+from composable_shard.core.passes.hooks import run_as_forward
 
 
 class ForwardMethod:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composable_shard.core.channel import Channel
-from composable_shard.core.mesh_gradients import MeshGradients
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.comms.channel import Channel
+from composable_shard.core.grads.mesh_gradients import MeshGradients
+from composable_shard.core.grads.sharded_grad import is_partial
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
-from composable_shard.core.sharded_grad import is_partial
 from composable_shard.policy import MixedPrecisionPolicy
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.bucket import Transfer
-from composable_shard.core.extension import (
+from composable_shard.core.params.bucket import Transfer
+from composable_shard.core.params.extension import (
     POST,
     PRE,
     Format,
@@ -25,7 +25,7 @@ from composable_shard.core.extension import (
     flatten,
     has_extension,
 )
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import ExtensionError
 from composable_shard.policy import MixedPrecisionPolicy
 
