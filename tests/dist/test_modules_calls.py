@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -429,3 +430,43 @@ def test_groups_called_in_part(by_rank: bool) -> None:
     assert first == second
     # in part, or more than once: gathered for forward and for backward, and reduced once
     assert all(gathers <= 3 and reductions == 1 for gathers, reductions in first)
+
+
+# Chunks of a loss in the training loop ------------------------------------------------------------
+
+
+def chunks_in_the_loop(retains: bool) -> list[list[str]]:
+    """Run a backward for each chunk of the output; only the last one is with sync."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(OrderedDict(body=Body(), head=nn.Linear(WIDTH, 3)))
+    model = copy.deepcopy(reference)
+    fully_shard(model.body)
+    fully_shard(model)
+    parts = []
+    for step in range(3):
+        outputs = [one(own_input(step, rows=4)) for one in (model, reference)]
+        with trace(model) as recorded:
+            for index in range(4):
+                is_last = index == 3
+                model.set_requires_gradient_sync(is_last)
+                model.set_is_last_backward(is_last)
+                model.set_reshard_after_backward(is_last)
+                for output in outputs:
+                    chunk = output[index : index + 1].square().sum()
+                    chunk.backward(retain_graph=retains or not is_last)
+        parts.append(short(recorded))
+        average_gradients(reference.parameters())
+        close(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+    return parts
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_chunks_in_the_training_loop_are_gathered_and_reduced_once(retains: bool) -> None:
+    first, second = run_ranks(chunks_in_the_loop, 2, retains)
+    assert first == second
+    for events_of in first:
+        assert events_of.count("gather body") <= 1
+        assert events_of.count("reduce body") == 1
+        assert events_of.count("accumulate body") == 3
