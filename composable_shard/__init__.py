@@ -1,7 +1,7 @@
 """Fully sharded data parallelism for PyTorch: per module, composable, in place."""
 
-from composable_shard.api import fully_shard, register_fsdp_forward_method
-from composable_shard.core.custom import AllGather, ReduceScatter
+from composable_shard.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from composable_shard.core.comms.custom import AllGather, ReduceScatter
 from composable_shard.errors import (
     ExtensionError,
     MaterializationError,
@@ -36,6 +36,7 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "sync_module_states",
     "unsharded",
 ]

@@ -1,4 +1,4 @@
-"""The public interface: ``fully_shard``.
+"""The public interface: ``fully_shard`` and ``share_comm_ctx``.
 
 Source: ``torch.distributed.fsdp.fully_shard`` (FSDP2), whose names, arguments and defaults it
 keeps.
@@ -12,7 +12,6 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.core.context import join_tree
 from composable_shard.core.convert import (
     Managed,
     ShardPlacementFn,
@@ -22,15 +21,17 @@ from composable_shard.core.convert import (
     plan_params,
     top_modules,
 )
-from composable_shard.core.forward_method import register_forward_method
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.hooks import install
-from composable_shard.core.offload import check_offload
+from composable_shard.core.params.offload import check_offload
+from composable_shard.core.params.ties import claim_ties
+from composable_shard.core.passes.context import join_tree, share_reductions
+from composable_shard.core.passes.forward_method import register_forward_method
+from composable_shard.core.passes.hooks import install
 from composable_shard.core.settings import check_reshard
 from composable_shard.core.state_dicts import install_state_dict_hooks
-from composable_shard.core.ties import claim_ties
 from composable_shard.mesh import DataParallelMeshDims, resolve_mesh
 from composable_shard.module import group_of, make_sharded
+from composable_shard.module_settings import groups_of
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
@@ -104,6 +105,33 @@ def fully_shard(
     claims.commit()
     _adopt(group, managed)
     return module
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Let several roots that train together bound their memory for reductions together.
+
+    Each tree launches a reduction only when its earlier ones have been waited for (see
+    ``set_reduce_scatter_max_input_buffers``), since each holds the gradients of its group. Trees
+    that share count those of all of them: what one launches waits for what another left. Nothing
+    else needs sharing: all work is on the compute stream, and no two trees share a message. May be
+    called at any time after the last ``fully_shard``, also before the first forward, the same on
+    all ranks.
+
+    Args:
+        modules: Sharded modules of the trees; fewer than two trees change nothing.
+
+    Raises:
+        ValueError: If one of them is not sharded. On the ranks that call it so.
+
+    Collective: none.
+    Source: ``torch.distributed.fsdp.share_comm_ctx``, which shares streams.
+
+    Example:
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     share_comm_ctx([fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))])
+    """
+    share_reductions(list(dict.fromkeys(group.context for group in groups_of(modules))))
 
 
 def _check_arguments(

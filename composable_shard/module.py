@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
+from composable_shard import _torch
+from composable_shard.core.copying import copy_sharded
 from composable_shard.core.grad_norm import clip_grad_norm
+from composable_shard.core.grads.sharded_grad import is_partial
 from composable_shard.core.group import ParamGroup, group_of, set_group
-from composable_shard.core.pipeline import answer_schedules
-from composable_shard.core.sharded_grad import is_partial
+from composable_shard.core.passes.pipeline import answer_schedules
 from composable_shard.errors import ShardError
 from composable_shard.module_communication import ModuleCommunication
 from composable_shard.module_settings import ModuleSettings
@@ -90,6 +92,39 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         for group in context.groups:
             group.gradients.discard_partial()
 
+    def synchronize_gradients(self) -> None:
+        """Reduce over all ranks what backwards have accumulated, without another backward.
+
+        Finishes what :meth:`no_sync`, ``set_requires_gradient_sync(False)``,
+        ``set_requires_all_reduce(False)`` and ``set_is_last_backward(False)`` have deferred, in the
+        whole tree and whatever is set now. Call it on all ranks, outside of forward and backward.
+
+        Raises:
+            ShardError: In a forward or backward.
+
+        Collective: the reductions of the groups that owe some.
+
+        Example:
+            >>> from composable_shard import fully_shard
+            >>> from composable_shard.testing import run_threads
+            >>> def accumulate():
+            ...     model = fully_shard(nn.Linear(2, 1, bias=False))
+            ...     with model.no_sync():
+            ...         model(torch.ones(1, 2)).sum().backward()
+            ...     before = model.weight.grad.placements
+            ...     model.synchronize_gradients()
+            ...     return before, model.weight.grad.placements
+            >>> run_threads(accumulate, 2)[0]
+            ((Partial(avg),), (Shard(dim=0),))
+        """
+        group = self._group()
+        if group.context.forward.is_running or _torch.current_backward() != -1:
+            raise ShardError(
+                f"Expected synchronize_gradients() of {group.label} outside of forward and "
+                "backward, got it within one; call it between iterations"
+            )
+        group.context.backward.synchronize()
+
     # Training -------------------------------------------------------------------------------
 
     def clip_grad_norm_(
@@ -151,10 +186,8 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         return super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise ShardError(
-            f"Expected to deepcopy a module that is not sharded, got {type(self).__name__}; "
-            "copy its state_dict(), or deepcopy before fully_shard"
-        )
+        """Return a sharded copy with shards, groups and settings of its own; without gradients."""
+        return copy_sharded(cast(nn.Module, self), memo)
 
     def _get_fsdp_state(self) -> Any:
         """Answer what torch's own methods ask for first, where this class does not override one."""

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from composable_shard.core.custom import AllGather, ReduceScatter, backend_memory, symmetric_memory
+from composable_shard.core.comms.custom import (
+    AllGather,
+    ReduceScatter,
+    backend_memory,
+    symmetric_memory,
+)
 from composable_shard.module_settings import HasGroup, checked_bool
 
 

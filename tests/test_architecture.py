@@ -127,6 +127,31 @@ def test_the_core_imports_in_no_circle() -> None:
         visit(name, ())
 
 
+# What stands lower knows nothing of what stands higher.
+ROOMS = ["convert", "passes", "group", "grads", "params", "comms"]
+
+
+def room_of(dotted: str) -> str:
+    """Return the room of the core that a module is in: a folder, or ``group`` by itself."""
+    parts = dotted.split(".")
+    room = parts[2] if len(parts) > 2 else ""
+    if room == "settings":
+        return "comms"
+    if room == "agreement":
+        return "group"
+    return room if room in ROOMS else "convert"
+
+
+def test_the_rooms_of_the_core_stand_above_one_another() -> None:
+    for module in MODULES:
+        if module.parts[0] != "core":
+            continue
+        own = room_of(name_of(module))
+        for imported in runtime_imports(module):
+            if ".core." in imported:
+                assert ROOMS.index(room_of(imported)) >= ROOMS.index(own), f"{module}: {imported}"
+
+
 def runtime_imports(module: Path) -> set[str]:
     """Return what a module imports of the package when it is itself imported."""
     found: set[str] = set()
@@ -138,10 +163,10 @@ def runtime_imports(module: Path) -> set[str]:
 
 
 def test_pure_modules_import_neither_torch_nor_the_rest_of_the_core() -> None:
-    for module in ("layout", "schedule"):
+    for module in ("params/layout", "passes/schedule"):
         names = {name.split(".")[0] for name, _ in imports(Path(f"core/{module}.py"))}
         assert names <= set(sys.stdlib_module_names), module
-    scale = {name for name, _ in imports(Path("core/scale.py"))}
+    scale = {name for name, _ in imports(Path("core/grads/scale.py"))}
     assert {name for name in scale if name.split(".")[0] not in sys.stdlib_module_names} == {
         "torch"
     }

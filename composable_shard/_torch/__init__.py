@@ -21,7 +21,6 @@ from composable_shard._torch.dtensors import (
     cut,
     flat_axis,
     from_local,
-    from_local_at_start,
     is_wrapper_subclass,
     leaves,
     local_tensor,
@@ -36,6 +35,7 @@ from composable_shard._torch.dtensors import (
 from composable_shard._torch.modules import (
     COMPOSABLE_STATE,
     count_as_module_call,
+    in_functional_call,
     is_batch_norm,
     is_executing,
     module_call_frame,
@@ -58,6 +58,13 @@ from composable_shard._torch.tensors import (
     norms_of_all,
     preserved_version,
     set_versions,
+    with_own_storage,
+)
+from composable_shard._torch.transforms import (
+    inner_value,
+    is_transformed,
+    is_transforming,
+    outside_transforms,
 )
 
 __all__ = [
@@ -81,11 +88,14 @@ __all__ = [
     "flat_axis",
     "fresh_storage_view",
     "from_local",
-    "from_local_at_start",
     "gradient_hooks",
     "has_grad_hooks",
+    "in_functional_call",
+    "inner_value",
     "is_batch_norm",
     "is_executing",
+    "is_transformed",
+    "is_transforming",
     "is_wrapper_subclass",
     "leaves",
     "local_tensor",
@@ -94,6 +104,7 @@ __all__ = [
     "multiply_all_",
     "norms_of_all",
     "on_backward_end",
+    "outside_transforms",
     "preserved_version",
     "reduce_scatter_flat",
     "registered_container",
@@ -107,4 +118,5 @@ __all__ = [
     "symmetric_memory_of_nccl",
     "waited",
     "will_run",
+    "with_own_storage",
 ]

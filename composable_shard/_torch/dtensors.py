@@ -69,17 +69,6 @@ def cut(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...])
     return distribute_tensor(full, mesh, placements, src_data_rank=None)._local_tensor
 
 
-def from_local_at_start(tensor: DTensor) -> DTensor:
-    """Return a DTensor of the same local tensor that reports storage offset 0."""
-    local = tensor._local_tensor
-    if local.storage_offset() == 0:
-        return tensor
-    shape_only = local.as_strided(local.shape, local.stride(), 0)
-    wrapped = from_local(shape_only, tensor._spec)
-    wrapped._local_tensor = local
-    return wrapped
-
-
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Tell whether ``tensor`` is a subclass made of inner tensors (``__tensor_flatten__``)."""
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)

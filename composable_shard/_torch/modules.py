@@ -10,12 +10,21 @@ from typing import Any
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.stateless import _functional_call
 from torch.utils._pytree import SUPPORTED_NODES
 
 _call_codes = {nn.Module._call_impl.__code__}
 
 COMPOSABLE_STATE = STATE_KEY
 """Where functions of torch keep what they know of a module."""
+
+
+def in_functional_call() -> bool:
+    """Tell whether torch.func.functional_call runs, which puts other tensors into modules."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def count_as_module_call(function: Any) -> None:

@@ -20,6 +20,16 @@ def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor
         return view.set_(storage_of.untyped_storage(), offset, like.shape, like.stride())
 
 
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the memory of ``view`` whose storage begins with it and ends with it."""
+    if view.device.type == "meta":
+        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")
+    begin = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[begin : begin + view.numel() * view.itemsize]
+    own = torch.empty(0, dtype=view.dtype, device=view.device)
+    return own.set_(storage, 0, view.shape, view.stride())
+
+
 def preserved_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Leave the version counter of ``tensor`` as it was, whatever is written in between."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.extension import has_extension
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.params.extension import has_extension
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import RankMismatchError
 from composable_shard.mesh import ShardMesh
 
 if TYPE_CHECKING:
-    from composable_shard.core.channel import Channel
+    from composable_shard.core.comms.channel import Channel
     from composable_shard.core.group import ParamGroup
 
 

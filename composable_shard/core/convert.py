@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from composable_shard.core.extension import needs_extension
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.offload import Offload, check_names, offload_of
-from composable_shard.core.param import ShardedParam, Slot
-from composable_shard.core.ties import owner_of_sharded, remember
-from composable_shard.core.units import build_units
+from composable_shard.core.params.extension import needs_extension
+from composable_shard.core.params.offload import Offload, check_names, offload_of
+from composable_shard.core.params.param import ShardedParam, Slot
+from composable_shard.core.params.ties import owner_of_sharded, remember
+from composable_shard.core.params.units import build_units
 from composable_shard.mesh import ShardMesh, ShardPlacementResult, resolve_mesh
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -59,7 +59,7 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
             raise TypeError(
                 f"Expected a list of nn.Module, got {type(member).__name__} at index {index}"
             )
-        if type(member).forward is nn.Module.forward:
+        if type(member).forward is nn.Module.forward and "forward" not in vars(member):
             raise ValueError(
                 f"Expected a module with a forward, got the container {type(member).__name__}; "
                 "call fully_shard on its children, or on a list of them"

@@ -14,22 +14,22 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.bucket import GatherUnit
-from composable_shard.core.channel import Channel
-from composable_shard.core.freshness import Freshness
-from composable_shard.core.gradients import GroupGradients
-from composable_shard.core.optimizer_steps import watch_optimizer_steps
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.comms.channel import Channel
+from composable_shard.core.comms.streams import Pending
+from composable_shard.core.grads.gradients import GroupGradients
+from composable_shard.core.params.bucket import GatherUnit
+from composable_shard.core.params.freshness import Freshness
+from composable_shard.core.params.optimizer_steps import watch_optimizer_steps
+from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.params.units import GroupUnits, Kept, Transfers
 from composable_shard.core.settings import GroupSettings
-from composable_shard.core.streams import Pending
-from composable_shard.core.units import GroupUnits, Kept, Transfers
 from composable_shard.errors import StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
-    from composable_shard.core.context import Context
-    from composable_shard.core.hooks import Call
+    from composable_shard.core.passes.context import Context
+    from composable_shard.core.passes.hooks import Call
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,7 @@ class ParamGroup:
         self._launch(transfers, state.version, state.num_ranks)
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
+        self.context.check_order("all-gather", self)
         works, owned = [], []
         for mesh, channel in self.channels.items():
             members = [transfer for over, transfer in transfers if over is mesh or over == mesh]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import ShardError
 
 Params = dict[str, ShardedParam]
@@ -65,19 +65,10 @@ def _after_save(
     group: ParamGroup,
     params: Params,
     module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
     *_: object,
 ) -> None:
-    """Go back to compute; make detached parameters look as if they began their storage.
-
-    A DTensor reports its local tensor's storage offset as its own, and what saves tensors takes
-    one with an offset for a tensor with data of its own.
-    """
+    """Go back to compute."""
     for attribute, param in _owned(group, params).items():
-        value = state_dict.get(prefix + attribute)
-        if isinstance(value, DTensor) and value is not module._parameters.get(attribute):
-            state_dict[prefix + attribute] = _torch.from_local_at_start(value)
         if group.is_unsharded and param.unsharded is not None:
             module._parameters[attribute] = param.unsharded
 

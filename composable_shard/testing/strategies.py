@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from hypothesis import strategies as st
 
-from composable_shard.core.layout import PACKED_NBYTES_PER_PEER, ParamLayout
+from composable_shard.core.params.layout import PACKED_NBYTES_PER_PEER, ParamLayout
 
 __all__ = [
     "AccumulationStep",

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable_shard import _torch
-from composable_shard.core.sharded_grad import assign_grad
+from composable_shard.core.grads.sharded_grad import assign_grad
 from composable_shard.errors import MaterializationError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

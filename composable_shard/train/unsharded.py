@@ -9,7 +9,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.hooks import owner_of
+from composable_shard.core.passes.hooks import owner_of
 from composable_shard.errors import ShardError
 from composable_shard.module import group_of
 from composable_shard.train.full_values import FullParams

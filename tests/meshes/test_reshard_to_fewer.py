@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_shard.core import collectives
+from composable_shard.core.comms import collectives
 from composable_shard.insight.trace import trace
 from composable_shard.testing import fake_ranks, run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences

@@ -11,9 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from composable_shard.core.bucket import matching_pieces
-from composable_shard.core.grad_bucket import GradBucket, GradTransfer
-from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
+from composable_shard.core.params.bucket import matching_pieces
+from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
 from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 5)

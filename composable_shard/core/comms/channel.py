@@ -1,0 +1,117 @@
+"""How one group of parameters talks to the ranks of one mesh."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from composable_shard import _torch
+from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, choose
+from composable_shard.core.comms.custom import (
+    AllGather,
+    AllGatherIn,
+    CustomAllGather,
+    CustomReduceScatter,
+    Memory,
+    ReduceScatter,
+    ReduceScatterIn,
+)
+from composable_shard.core.comms.streams import Waitable
+from composable_shard.core.comms.subgroups import subgroup
+from composable_shard.errors import ShardError
+from composable_shard.mesh import ShardMesh
+
+Tensors = list[torch.Tensor]
+
+
+class Channel:
+    """The collectives of one group over one mesh.
+
+    Attributes:
+        mesh: The ranks.
+        all_gather: How shards are gathered.
+        reduce_scatter: How gradients are reduced over the shards.
+    """
+
+    def __init__(self, mesh: ShardMesh) -> None:
+        self.mesh = mesh
+        self.all_gather: AllGatherLaunch
+        self.reduce_scatter: ReduceScatterLaunch
+        self.all_gather, self.reduce_scatter = choose(mesh.shard_group, mesh.device)
+        self._reduce_group = mesh.shard_group
+        self._tag = 0
+        self._is_custom = False
+
+    def set_tag(self, tag: int) -> None:
+        """Let the messages carry two tags made of one on which the ranks have agreed."""
+        self._tag = tag
+
+    # Choices --------------------------------------------------------------------------------
+
+    def use_all_gather(self, comm: AllGather) -> None:
+        """Gather by a custom all-gather from now on."""
+        self.all_gather, self._is_custom = CustomAllGather(comm), True
+
+    def use_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce by a custom reduce-scatter from now on."""
+        self.reduce_scatter, self._is_custom = CustomReduceScatter(comm), True
+
+    def check_built_in(self) -> None:
+        """Raise ``ShardError`` if custom communication was set, which allocates its own memory."""
+        if self._is_custom:
+            raise ShardError(
+                "Expected built-in collectives to choose the memory of, got custom ones, which "
+                "allocate their own"
+            )
+
+    def use_memory(self, memory: Memory | None) -> None:
+        """Let collectives use memory of the backend's, or the tensors themselves if ``None``."""
+        if memory is None:
+            self.all_gather, self.reduce_scatter = choose(self.mesh.shard_group, self.mesh.device)
+        else:
+            self.all_gather = CustomAllGather(AllGatherIn(memory))
+            self.reduce_scatter = CustomReduceScatter(ReduceScatterIn(memory))
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Let reductions run in a process group of their own. Collective: makes it, once."""
+        group = self.mesh.shard_group
+        if group is not None:
+            self._reduce_group = subgroup(group, group.size()) if enable else group
+
+    # Collectives ----------------------------------------------------------------------------
+
+    def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
+        """Gather every input from the ranks that share the parameters."""
+        assert self.mesh.shard_group is not None
+        return self.all_gather.launch(outputs, inputs, self.mesh.shard_group, 2 * self._tag)
+
+    def regather(self, outputs: Tensors, inputs: Tensors, num_ranks: int) -> list[Waitable]:
+        """Gather every input from ``num_ranks`` neighbours."""
+        assert self.mesh.shard_group is not None
+        group = subgroup(self.mesh.shard_group, num_ranks)
+        return self.all_gather.launch(outputs, inputs, group, 2 * self._tag)
+
+    def can_average(self) -> bool:
+        """Tell whether a reduction over the shards may be an average."""
+        group = self.mesh.shard_group
+        return group is not None and self.reduce_scatter.averages(group, self.mesh.device)
+
+    def reduce(self, outputs: Tensors, inputs: Tensors, *, average: bool) -> list[Waitable]:
+        """Reduce every input over the ranks that share the parameters, and scatter it."""
+        group = self._reduce_group
+        assert group is not None
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        return self.reduce_scatter.launch(outputs, inputs, group, op, 2 * self._tag + 1)
+
+    def can_average_replicas(self) -> bool:
+        """Tell whether a reduction over the replicas may be an average."""
+        group = self.mesh.replica_group
+        if group is None:
+            return False
+        return _torch.average_is_supported(_torch.backend_name(group, self.mesh.device))
+
+    def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> list[Waitable]:
+        """Reduce a tensor over the ranks that hold the same shards, in place."""
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        work = dist.all_reduce(tensor, op, group=self.mesh.replica_group, async_op=True)
+        return [] if work is None else [work]

@@ -1,0 +1,1 @@
+"""Gradients: from what autograd leaves to what the optimizer sees."""

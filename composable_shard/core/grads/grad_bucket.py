@@ -1,0 +1,154 @@
+"""The flat buffers in which gradients are reduced.
+
+A gradient that is dense, evenly sharded and already in the dtype of the reduction IS its
+reduce-scatter input. Everything else is padded, cast and packed into a scratch buffer. Behind the
+packed gradients travels one flag for each gradient, set by the ranks that have it: the reduced
+flag tells every rank whether anybody did, without another collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from composable_shard import _torch
+from composable_shard.core.params.bucket import matching_pieces
+from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
+
+
+@dataclass
+class GradTransfer:
+    """One reduce-scatter launch of a bucket.
+
+    Attributes:
+        outputs: Views of ``result``, one for each input.
+        inputs: Gradients and scratch regions, [num_shards * n] each.
+        result: This rank's reduced shards, then the flags.
+        present: For each gradient, whether this rank has it.
+    """
+
+    result: torch.Tensor
+    present: list[bool]
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+
+    def stay(self) -> None:
+        """Let the inputs of one shard be the result, without a collective."""
+        for out, full in zip(self.outputs, self.inputs, strict=True):
+            out.copy_(full[: out.numel()])
+
+
+class GradBucket:
+    """Gradients that are reduced together, in one dtype.
+
+    Attributes:
+        layout: Where the shards of each gradient lie in the result.
+        dtype: Dtype of the reduction.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamLayout],
+        num_shards: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layout: BucketLayout = plan_bucket(tuple(params), num_shards, dtype.itemsize)
+        self.dtype = dtype
+        self._device = device
+        self._full_flags: dict[torch.dtype, torch.Tensor] = {}
+
+    def start_reduce(self, grads: Sequence[torch.Tensor | None]) -> GradTransfer:
+        """Turn gradients, ``None`` where this rank has none, into reduce-scatter inputs.
+
+        The gradients are given away: the reduction may overwrite them.
+        """
+        layout = self.layout
+        result = self._empty(layout.shard_numel + len(grads))
+        transfer = GradTransfer(result, [grad is not None for grad in grads])
+        for index in layout.direct:
+            self._add(transfer, index, self._in_order(layout.params[index], grads[index]))
+        for index in layout.permuted:
+            self._add(transfer, index, self._permuted(layout.params[index], grads[index]))
+        transfer.outputs.append(result[layout.packed_offset :])
+        transfer.inputs.append(self._packed(grads, transfer.present))
+        return transfer
+
+    @property
+    def numel(self) -> int:
+        """Elements of a result without its flags."""
+        return self.layout.shard_numel
+
+    def flag(self, transfer: GradTransfer, index: int) -> None:
+        """Note in a result that there is a gradient, whatever the ranks had."""
+        transfer.result[self.numel + index].fill_(1)
+
+    def anybody_has(self, transfer: GradTransfer) -> list[bool]:
+        """Tell for each gradient whether any rank had it; reads the flags only if this one did not.
+
+        Hazard: reading a flag waits for the device. Guard: it is read only by a rank that lacks a
+        gradient, once the reduction has been waited for.
+        """
+        if all(transfer.present):
+            return transfer.present
+        flags = transfer.result[self.layout.shard_numel :].tolist()
+        return [flag > 0 for flag in flags]
+
+    def _add(self, transfer: GradTransfer, index: int, full: torch.Tensor) -> None:
+        start = self.layout.shard_offsets[index]
+        numel = self.layout.params[index].shard_numel
+        transfer.outputs.append(transfer.result[start : start + numel])
+        transfer.inputs.append(full)
+
+    def _in_order(self, param: ParamLayout, grad: torch.Tensor | None) -> torch.Tensor:
+        """Return [num_shards * shard_numel], without a copy where the gradient allows."""
+        if grad is None:
+            return self._empty(param.gathered_numel).zero_()
+        if param.is_even and grad.dtype == self.dtype and grad.is_contiguous():
+            return grad.view(-1)
+        scratch = self._empty(param.gathered_numel)
+        scratch[: param.numel].view(param.shape).copy_(grad)
+        scratch[param.numel :].zero_()
+        return scratch
+
+    def _permuted(self, param: ParamLayout, grad: torch.Tensor | None) -> torch.Tensor:
+        scratch = self._empty(param.gathered_numel)
+        if grad is None or not param.is_even:
+            scratch.zero_()
+        if grad is not None:
+            for full, shards in matching_pieces(param, grad.reshape(-1), scratch):
+                shards.copy_(full)
+        return scratch
+
+    def _packed(self, grads: Sequence[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
+        """Return [num_shards * (packed_numel + flags)]; one kernel pads, casts and packs."""
+        layout = self.layout
+        packed = [index for index in layout.packed if layout.params[index].numel]
+        members = [grads[index] for index in packed]
+        dtypes = {grad.dtype for grad in members if grad is not None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
+        scratch = self._empty(layout.num_shards, layout.packed_numel + len(grads))
+        rows = [
+            torch.zeros(params.rows, params.inner, dtype=dtype, device=self._device)
+            if grad is None
+            else grad.to(dtype).reshape(params.rows, params.inner)
+            for params, grad in zip((layout.params[i] for i in packed), members, strict=True)
+        ]
+        _torch.chunk_cat_into(scratch, [*rows, self._flag_rows(dtype, tuple(present))])
+        assert scratch.shape == (layout.num_shards, layout.packed_numel + len(grads))
+        return scratch.view(-1)
+
+    def _flag_rows(self, dtype: torch.dtype, present: tuple[bool, ...]) -> torch.Tensor:
+        """Return the flags once for each shard; those of a full set are kept."""
+        flags = self._full_flags.get(dtype) if all(present) else None
+        if flags is None:
+            row = torch.tensor(present, dtype=dtype, device=self._device)
+            flags = row.expand(self.layout.num_shards, -1)
+            if all(present):
+                self._full_flags[dtype] = flags
+        return flags
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self._device)

@@ -1,0 +1,73 @@
+"""From the gradients that autograd leaves on unsharded parameters to those the optimizer sees.
+
+A group's parameters may be sharded over several meshes; each has its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from composable_shard.core.comms.channel import Channel
+from composable_shard.core.grads.mesh_gradients import MeshGradients
+from composable_shard.core.grads.sharded_grad import is_partial
+from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.settings import ReductionSettings
+from composable_shard.policy import MixedPrecisionPolicy
+
+
+class GroupGradients:
+    """Accumulates, reduces and hands out the gradients of one group."""
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        channels: Sequence[Channel],
+        policy: MixedPrecisionPolicy,
+        settings: ReductionSettings,
+    ) -> None:
+        self._params = list(params)
+        self._meshes = [
+            MeshGradients([p for p in params if p.mesh == channel.mesh], channel, policy, settings)
+            for channel in channels
+        ]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a reduction was launched and is not finished."""
+        return any(one.pending is not None for one in self._meshes)
+
+    def accumulate(self) -> None:
+        """Add the unsharded gradients to what is not yet reduced. Collective: none."""
+        self.finish()
+        for one in self._meshes:
+            one.accumulate()
+
+    def reduce(self) -> None:
+        """Launch the reduction of everything that is not yet reduced; see MeshGradients."""
+        self.finish()
+        for one in self._meshes:
+            one.reduce()
+
+    def start_all_reduce(self) -> bool:
+        """Go on to the reduction over the replicas; return whether there is one."""
+        return any([one.start_all_reduce() for one in self._meshes])
+
+    def finish(self) -> None:
+        """Wait for the launched reduction and put its results on the sharded parameters."""
+        for one in self._meshes:
+            one.finish()
+
+    def discard(self) -> None:
+        """Wait for the launched reduction and drop it, and all unsharded gradients."""
+        for one in self._meshes:
+            one.discard()
+
+    def has_partial(self) -> bool:
+        """Tell whether any parameter has a gradient that is not reduced over all ranks."""
+        return any(is_partial(param.sharded.grad) for param in self._params)
+
+    def discard_partial(self) -> None:
+        """Drop the gradients that are accumulated but not reduced."""
+        for param in self._params:
+            if is_partial(param.sharded.grad):
+                param.sharded.grad = None

@@ -1,0 +1,108 @@
+"""What stands in ``.grad`` of a sharded parameter.
+
+A gradient's placements are its state: ``None``; averaged over no axis yet (accumulated without
+sync); averaged over the shards but not the replicas; or reduced, with the parameter's placements.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.params.param import ShardedParam
+
+
+def is_partial(grad: torch.Tensor | None) -> TypeGuard[DTensor]:
+    """Tell whether a gradient still has to be averaged over some ranks."""
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+
+
+def unreduced(param: ShardedParam) -> torch.Tensor | None:
+    """Return the local sum of a gradient that is not reduced at all, if that is what there is."""
+    grad = param.sharded.grad
+    if not is_partial(grad) or _is_unreplicated(param, grad):
+        return None
+    return _torch.local_tensor(grad)
+
+
+def unreplicated(param: ShardedParam) -> torch.Tensor | None:
+    """Return the local shard of a gradient that is not yet averaged over the replicas."""
+    grad = param.sharded.grad
+    if not is_partial(grad) or not _is_unreplicated(param, grad):
+        return None
+    return _torch.local_tensor(grad)
+
+
+def reduced(param: ShardedParam) -> torch.Tensor | None:
+    """Return the local shard of a gradient that is reduced."""
+    grad = param.sharded.grad
+    return None if grad is None or is_partial(grad) else _torch.local_tensor(grad)
+
+
+def set_unreduced(param: ShardedParam, total: torch.Tensor) -> None:
+    """Let ``total``, this rank's sum of the shape of the parameter, be the gradient."""
+    spec = param.spec_of_grad(param.placement.unreduced, total.dtype)
+    assign(param, _torch.from_local(total.to(param.device), spec))
+
+
+def set_unreplicated(param: ShardedParam, shard: torch.Tensor) -> None:
+    """Let ``shard``, averaged over the ranks that share the parameter, be the gradient."""
+    spec = param.spec_of_grad(param.placement.unreplicated, shard.dtype)
+    assign(param, _torch.from_local(shard.to(param.device), spec))
+
+
+def hold_for_replicas(param: ShardedParam) -> None:
+    """Turn a reduced gradient into one to be averaged over the replicas: they all have the same."""
+    shard = reduced(param)
+    if shard is not None:
+        set_unreplicated(param, shard)
+
+
+def has_hooks(param: ShardedParam) -> bool:
+    """Tell whether the user put hooks on the sharded parameter."""
+    return _torch.has_grad_hooks(param.sharded)
+
+
+def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
+    """Make ``shard`` the reduced gradient, or add it to the one there; call the user's hooks."""
+    shard = shard.to(param.device)
+    spec = param.spec_of_grad(param.placement.sharded, shard.dtype)
+    grad: torch.Tensor = _torch.from_local(shard, spec)
+    with_hooks = has_hooks(param)
+    if with_hooks:
+        with torch.no_grad():
+            grad = _torch.call_grad_hooks(param.sharded, grad)
+    present = param.sharded.grad
+    if present is None:
+        assign(param, grad)
+    else:
+        with torch.no_grad():
+            _torch.local_tensor(present).add_(_torch.local_tensor(grad))
+    if with_hooks:
+        with torch.no_grad():
+            _torch.call_post_accumulate_grad_hooks(param.sharded)
+
+
+def assign(param: ShardedParam, grad: torch.Tensor) -> None:
+    """Set the gradient, of whatever dtype; remember which dtype the user asked for."""
+    param.remember_grad_dtype()
+    assign_grad(param.sharded, grad)
+
+
+def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set ``param.grad``, also to a dtype that torch would refuse by itself."""
+    if param.grad_dtype is not None and param.grad_dtype != grad.dtype:
+        param.grad = None
+        param.grad_dtype = None
+    param.grad = grad
+
+
+def _is_unreplicated(param: ShardedParam, grad: DTensor) -> bool:
+    placement = param.placement
+    if placement.unreplicated == placement.unreduced:  # no axis shards
+        return False
+    return grad.placements == placement.unreplicated

@@ -1,0 +1,124 @@
+"""Gradients that stay on this rank until a later backward reduces them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from composable_shard.core.grads.sharded_grad import (
+    hold_for_replicas,
+    reduced,
+    set_unreduced,
+    unreduced,
+    unreplicated,
+)
+from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.settings import ReductionSettings
+from composable_shard.mesh import ShardMesh
+from composable_shard.policy import MixedPrecisionPolicy
+
+
+class UnreducedGradients:
+    """Accumulates the gradients of some parameters on the sharded parameters, unsharded.
+
+    What stands there is averaged over all ranks by a DTensor that is asked for it. With a divisor
+    other than their number it is scaled to make that average the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: ShardMesh,
+        policy: MixedPrecisionPolicy,
+        settings: ReductionSettings,
+    ) -> None:
+        self._params = list(params)
+        self._mesh = mesh
+        self._policy = policy
+        self._settings = settings
+
+    def accumulate(self) -> None:
+        """Add the unsharded gradients to what is not yet reduced. Collective: none."""
+        if self._mesh.num_replicas > 1:
+            for param in self._params:
+                hold_for_replicas(param)  # whether or not this rank adds to it: others may
+        for param in self._params:
+            grad = take_unsharded(param)
+            if grad is None:
+                continue
+            if self._factor != 1:
+                grad = grad * self._factor
+            total = self._total(param)
+            if total is None:
+                set_unreduced(param, grad.to(self._dtype(param)))
+            else:
+                total.add_(grad.to(total.device))
+        self._fold_narrow()
+
+    def take(self, param: ShardedParam) -> torch.Tensor | None:
+        """Take away what autograd and earlier microbatches left; the sum as this rank has it."""
+        grad, total = take_unsharded(param), unreduced(param)
+        if total is None:
+            return grad
+        param.sharded.grad = None
+        total = total.to(self._mesh.device)
+        if self._factor != 1:
+            total.div_(self._factor)
+        return total if grad is None else total.add_(grad)
+
+    @property
+    def _factor(self) -> float:
+        divisor = self._settings.divisor
+        return 1.0 if divisor is None else self._mesh.num_ranks / divisor
+
+    def _dtype(self, param: ShardedParam) -> torch.dtype:
+        return self._policy.reduction_dtype(param.local.dtype)
+
+    def _total(self, param: ShardedParam) -> torch.Tensor | None:
+        """Return the unsharded sum to add to; one that is reduced is turned into one."""
+        if param.sharded.grad is None:
+            return None
+        if unreduced(param) is None:
+            self._fold(param)
+        return unreduced(param)
+
+    def _fold(self, param: ShardedParam) -> None:
+        """Express a gradient that is reduced over the shards as one that is not.
+
+        The mean over ranks of "N times my rows, zero elsewhere" is the reduced gradient. It keeps
+        its dtype if that is the wider one, and the next reduction is taken in it.
+        """
+        shard = unreplicated(param)
+        if shard is None:
+            shard = reduced(param)
+        assert shard is not None
+        dtype = torch.promote_types(shard.dtype, self._dtype(param))
+        full = param.form.new_zeros(shard, dtype)
+        place = param.form.shard_of(full, self._mesh.shard_rank)
+        place.copy_(shard)
+        if not param.form.is_replicated:
+            place.mul_(self._mesh.num_shards)
+        set_unreduced(param, full)
+
+    def _fold_narrow(self) -> None:
+        """Fold the reduced gradients that the next reduction would round.
+
+        Which parameters a rank used may differ between ranks; the dtype of the next reduction must
+        not, so they are folded whether or not this rank added to them.
+        """
+        for param in self._params:
+            shard = reduced(param)
+            if shard is not None and self._dtype(param) != shard.dtype:
+                self._fold(param)
+
+
+def take_unsharded(param: ShardedParam) -> torch.Tensor | None:
+    """Take away what autograd accumulated on the unsharded parameter: this rank's part of it."""
+    if param.unsharded is None:
+        return None
+    grad = param.unsharded.grad
+    if grad is None:
+        return None
+    param.unsharded.grad = None
+    return param.placement.model_local_grad(grad)

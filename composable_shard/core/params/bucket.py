@@ -1,0 +1,246 @@
+"""The flat buffers in which parameters are stored, travel and compute.
+
+A bucket holds parameters of one storage dtype and one compute dtype. Its sharded buffer is the
+all-gather input; its unsharded buffer receives the gather and IS the unsharded parameters. With
+one shard and no cast the two are the same storage and nothing ever moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from einops import rearrange
+
+from composable_shard import _torch
+from composable_shard.core.params.layout import ParamLayout, plan_bucket
+from composable_shard.core.params.offload import pins
+from composable_shard.core.params.param import ShardedParam
+from composable_shard.mesh import ShardMesh
+
+
+@dataclass
+class Transfer:
+    """What one unit puts into a collective launch: pairs of buffers, [num_ranks * n] and [n]."""
+
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+
+
+class GatherUnit(Protocol):
+    """What a group gathers as a whole: a flat bucket or one parameter of a tensor subclass.
+
+    Attributes:
+        mesh: Over which ranks.
+    """
+
+    mesh: ShardMesh
+
+    def start_gather(self) -> Transfer:
+        """Allocate the unsharded storage and name the buffers to gather."""
+
+    def finish_gather(self, transfer: Transfer) -> None:
+        """Make the unsharded parameters valid after the collective."""
+
+    def free(self) -> None:
+        """Free the unsharded storage."""
+
+    def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
+        """Copy one of ``num_parts`` equal parts of what was gathered, to regather it from."""
+
+    def start_regather(self, kept: list[torch.Tensor], num_parts: int) -> Transfer:
+        """Allocate the unsharded storage and name the buffers to gather from kept parts."""
+
+    def finish_regather(self, transfer: Transfer) -> None:
+        """Make the unsharded parameters valid again after the collective."""
+
+
+class ParamBucket:
+    """Parameters that are stored in one flat buffer and gathered together.
+
+    Attributes:
+        params: The parameters, in the order of the layout.
+        layout: Where each lies.
+        sharded: This rank's shards, [layout.shard_numel], in the storage dtype.
+        unsharded: All parameters, [layout.unsharded_numel], in the compute dtype; its storage is
+            empty while the group is sharded.
+        shares_storage: Whether ``unsharded`` is ``sharded`` itself.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.params = list(params)
+        self.mesh = mesh = params[0].mesh
+        self.layout = plan_bucket(
+            tuple(param.layout for param in params), mesh.num_shards, compute_dtype.itemsize
+        )
+        self.shares_storage = (
+            mesh.num_shards == 1 and dtype == compute_dtype and device == mesh.device
+        )
+        offload = params[0].offload
+        self._is_pinned = device.type == "cpu" and offload is not None and pins(offload)
+        with torch.inference_mode(False):
+            self.sharded = torch.zeros(
+                self.layout.shard_numel, dtype=dtype, device=device, pin_memory=self._is_pinned
+            )
+        self.unsharded: torch.Tensor | None = self.sharded if self.shares_storage else None
+        self._compute_dtype = compute_dtype
+        self._inputs = [] if mesh.num_shards == 1 else self._messages(self.sharded)
+        self._in_place: list[torch.Tensor] = []
+        self._unpacked: list[torch.Tensor] = []
+
+    def local_view(self, index: int) -> torch.Tensor:
+        """Return the place of a parameter's local shard in the sharded buffer.
+
+        A DTensor reports the storage offset of its local tensor as its own, and what copies and
+        saves tensors takes one with an offset for a tensor with data of its own. So the shard has a
+        storage object of its own that begins where it does, in the same memory.
+        """
+        start = self.layout.shard_offsets[index]
+        shard = self.params[index].form.local(self.sharded[start:], self.mesh.shard_rank)
+        return _torch.with_own_storage(shard)
+
+    def start_gather(self) -> Transfer:
+        if self.unsharded is None:
+            self._create_unsharded()
+        else:
+            self._allocate()
+        assert self.unsharded is not None
+        layout = self.layout
+        if self.mesh.num_shards == 1:
+            if not self.shares_storage:
+                source = self.sharded[: layout.unsharded_numel]
+                self.unsharded.copy_(source, non_blocking=self._is_pinned)
+            return Transfer()
+        inputs = self._inputs
+        source = self.sharded
+        if source.device != self.mesh.device:
+            source = source.to(self.mesh.device, non_blocking=self._is_pinned)
+        if source.dtype != self._compute_dtype:
+            source = source.to(self._compute_dtype)
+        if source is not self.sharded:
+            inputs = self._messages(source)
+        if not layout.staging_numel:
+            return Transfer(self._in_place, inputs)
+        staging = self.unsharded.new_empty(layout.staging_numel)
+        numels = [layout.num_shards * numel for _, numel in layout.messages[len(layout.direct) :]]
+        return Transfer([*self._in_place, *staging.split(numels)], inputs)
+
+    def finish_gather(self, transfer: Transfer) -> None:
+        layout = self.layout
+        first_staged = len(layout.direct)
+        for place, index in enumerate(layout.permuted):
+            staged = transfer.outputs[first_staged + place]
+            for full, shards in matching_pieces(
+                layout.params[index], self._unsharded_region(index), staged
+            ):
+                full.copy_(shards)
+        if layout.packed_numel:
+            torch.split_with_sizes_copy(
+                transfer.outputs[-1].view(layout.num_shards, -1),
+                list(layout.packed_shard_numels),
+                dim=1,
+                out=self._unpacked,
+            )
+
+    def free(self) -> None:
+        if self.unsharded is not None and not self.shares_storage:
+            self.unsharded.untyped_storage().resize_(0)
+
+    def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
+        assert self.unsharded is not None
+        return [self.unsharded.view(num_parts, -1)[part].clone()]
+
+    def start_regather(self, kept: list[torch.Tensor], num_parts: int) -> Transfer:
+        self._allocate()
+        assert self.unsharded is not None
+        return Transfer([self.unsharded], kept)
+
+    def finish_regather(self, transfer: Transfer) -> None:
+        """Nothing is left to do: everything arrived in place."""
+
+    def _messages(self, source: torch.Tensor) -> list[torch.Tensor]:
+        return [source[start : start + numel] for start, numel in self.layout.messages]
+
+    def _allocate(self) -> None:
+        assert self.unsharded is not None
+        storage = self.unsharded.untyped_storage()
+        nbytes = self.unsharded.numel() * self.unsharded.itemsize
+        if storage.size() != nbytes:
+            storage.resize_(nbytes)
+
+    def _create_unsharded(self) -> None:
+        layout = self.layout
+        with torch.inference_mode(False):
+            self.unsharded = torch.empty(
+                layout.unsharded_numel, dtype=self._compute_dtype, device=self.mesh.device
+            )
+            self._in_place = [self._unsharded_region(index) for index in layout.direct]
+            self._unpacked = [
+                self._unsharded_region(index).view(
+                    layout.num_shards, layout.params[index].shard_numel
+                )
+                for index in layout.packed
+            ]
+
+    def create_unsharded_params(self) -> None:
+        """Make the unsharded parameters as views of the unsharded storage."""
+        assert self.unsharded is not None
+        for param, offset in zip(self.params, self.layout.unsharded_offsets, strict=True):
+            flat = torch.empty(param.layout.gathered_numel, device="meta")
+            param.create_unsharded(
+                _torch.fresh_storage_view(self.unsharded, offset, param.form.whole(flat))
+            )
+
+    def _unsharded_region(self, index: int) -> torch.Tensor:
+        assert self.unsharded is not None
+        start = self.layout.unsharded_offsets[index]
+        param = self.layout.params[index]
+        permuted = index in self.layout.permuted
+        numel = param.numel if permuted else param.gathered_numel
+        return self.unsharded[start : start + numel]
+
+
+def matching_pieces(
+    layout: ParamLayout, full: torch.Tensor, shards: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair views of a whole parameter with views of its shards laid end to end.
+
+    Copying one side to the other turns one form into the other, whatever the sharded dim; padding
+    is touched by neither.
+
+    Args:
+        layout: How the parameter is cut.
+        full: The parameter, flat, [numel] or longer.
+        shards: Its shards, flat, [num_shards * shard_numel].
+    """
+    count, rest = layout.num_full_shards, layout.num_remaining_rows
+    whole = full[: layout.numel].view(layout.outer, layout.rows, layout.inner)
+    stacked = shards.view(layout.num_shards, layout.shard_numel)
+    pieces = []
+    if count:
+        rows = count * layout.rows_per_shard
+        pieces.append(
+            (
+                rearrange(
+                    whole[:, :rows], "outer (shard row) inner -> shard outer row inner", shard=count
+                ),
+                stacked[:count].view(count, layout.outer, layout.rows_per_shard, layout.inner),
+            )
+        )
+    if rest:
+        numel = layout.outer * rest * layout.inner
+        pieces.append(
+            (
+                whole[:, layout.rows - rest :],
+                stacked[count, :numel].view(layout.outer, rest, layout.inner),
+            )
+        )
+    return pieces

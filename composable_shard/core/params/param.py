@@ -1,0 +1,231 @@
+"""One parameter: the shard that the optimizer sees and the tensor that compute sees.
+
+The tensors a parameter goes through:
+
+- original: what the module held when it was sharded; gone afterwards
+- sharded: a DTensor parameter on the module outside of compute; its local tensor is the local
+  shard, usually a view of a flat bucket
+- unsharded: a plain parameter on the module during compute (under tensor parallelism, a DTensor of
+  the kind that the original was), the leaf of autograd. The object lives as long as the group; only
+  its storage comes and goes, so that saved tensors stay valid
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.params.dense import plan_dense
+from composable_shard.core.params.layout import ParamLayout
+from composable_shard.core.params.placement import Placements, plan_placement
+from composable_shard.mesh import ShardMesh
+from composable_shard.policy import CPUOffloadPolicy
+
+
+class Slot(NamedTuple):
+    """A place where a parameter is registered; tied parameters have several."""
+
+    module: nn.Module
+    attribute: str
+
+    def put(self, param: nn.Parameter) -> None:
+        self.module._parameters[self.attribute] = param
+
+    def get(self) -> nn.Parameter | None:
+        return self.module._parameters.get(self.attribute)
+
+
+class ShardedParam:
+    """The sharded and the unsharded form of one parameter.
+
+    Attributes:
+        name: Name within the module that was sharded; for messages.
+        slots: Where it is registered.
+        mesh: Over which ranks it is sharded and replicated.
+        placement: Mesh and placements of its DTensor and of its gradient's.
+        form: How the elements that this rank's peers share are laid out and cut.
+        offload: How it is kept on the CPU; ``None`` if it is not.
+        spec: Mesh, placements and global shape of the sharded DTensor.
+        sharded: The DTensor parameter.
+        local: The local tensor of ``sharded``, to notice when somebody replaces it.
+        unsharded: The parameter of compute, once it was gathered.
+        accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
+            same in every graph. ``None`` while the parameter is frozen.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: tuple[Slot, ...],
+        original: nn.Parameter,
+        dim: int | None,
+        mesh: ShardMesh,
+        offload: CPUOffloadPolicy | None = None,
+    ) -> None:
+        self.name = name
+        self.slots = slots
+        self.mesh = mesh
+        self.offload = offload
+        self.placement = plan_placement(name, original, dim, mesh)
+        self.form = plan_dense(_model_local(original), dim, mesh.num_shards)
+        keeps_strides = self.form.order is not None or isinstance(original, DTensor)
+        shape, stride = original.shape, original.stride() if keeps_strides else None
+        if stride is None:
+            stride = torch.empty(shape, device="meta").stride()
+        meta = _torch.TensorMeta(shape, stride, original.dtype)
+        self.spec = _torch.make_spec(self.placement.mesh, self.placement.sharded, meta)
+        self._specs: dict[tuple[Placements, torch.dtype], _torch.DTensorSpec] = {}
+        self.sharded: nn.Parameter
+        self.local: torch.Tensor
+        self.unsharded: nn.Parameter | None = None
+        self.accumulator: Node | None = None
+        self._is_watched = False
+        self._asked_grad_dtype: torch.dtype | None = None
+
+    @property
+    def layout(self) -> ParamLayout:
+        return self.form.layout
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return self.spec.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the local shard belongs."""
+        return torch.device("cpu") if self.offload is not None else self.mesh.device
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full tensor: of one like the original, or of a plain one."""
+        return self.form.shard_of(self.model_part(full), self.mesh.shard_rank).detach()
+
+    def model_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return what of a full tensor this rank and those it shares shards with hold together."""
+        if isinstance(full, DTensor):
+            return _torch.local_tensor(full)
+        model = self.placement.model
+        if model is None:
+            return full
+        return _torch.cut(full, model.mesh, model.placements)
+
+    def create_sharded(self, local: torch.Tensor, original: nn.Parameter) -> None:
+        """Make the DTensor parameter around ``local``, with what users hung on the original."""
+        self.sharded = nn.Parameter(
+            _torch.from_local(local, self.spec), requires_grad=original.requires_grad
+        )
+        if type(original) in (nn.Parameter, DTensor):  # subclasses keep their inner tensors there
+            for name, value in original.__dict__.items():
+                self.sharded.__dict__.setdefault(name, value)
+        _torch.share_hooks(original, self.sharded)
+        if original.grad_dtype != original.dtype:
+            self.sharded.grad_dtype = original.grad_dtype
+        self.local = _torch.local_tensor(self.sharded)
+
+    def adopt_local(self, local: torch.Tensor) -> None:
+        """Let ``local``, which holds the same values, be the local shard from now on."""
+        self.spec = _torch.spec_with_dtype(self.spec, local.dtype)
+        _torch.set_local_tensor(self.sharded, local)
+        self.local = local
+
+    def create_unsharded(self, tensor: torch.Tensor) -> nn.Parameter:
+        """Make the leaf of autograd around ``tensor``; once in the life of its storage."""
+        model = self.placement.model
+        with torch.inference_mode(False), torch.no_grad():
+            if model is not None:
+                tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
+            self.unsharded = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+            asked = self.remember_grad_dtype()
+            if asked is not None:
+                self.unsharded.grad_dtype = asked
+        self.accumulator, self._is_watched = None, False
+        return self.unsharded
+
+    def unsharded_local(self) -> torch.Tensor:
+        """Return what this rank holds of the unsharded parameter."""
+        assert self.unsharded is not None
+        return _model_local(self.unsharded)
+
+    def remember_grad_dtype(self) -> torch.dtype | None:
+        """Return the dtype that the user asked of this parameter's gradients, if any."""
+        asked = self.sharded.grad_dtype
+        if asked is not None and asked != self.sharded.dtype:
+            self._asked_grad_dtype = asked
+        return self._asked_grad_dtype
+
+    def forget_unsharded(self) -> None:
+        """Let go of the unsharded parameter; the next gather makes another."""
+        self.unsharded, self.accumulator = None, None
+
+    def register_sharded(self) -> None:
+        for slot in self.slots:
+            slot.put(self.sharded)
+
+    def register_unsharded(self) -> None:
+        assert self.unsharded is not None
+        for slot in self.slots:
+            slot.put(self.unsharded)
+
+    def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Give the unsharded parameter the ``requires_grad`` of the sharded one.
+
+        Args:
+            on_gradient: Called whenever a backward has accumulated into the parameter.
+        """
+        assert self.unsharded is not None
+        wanted = self.sharded.requires_grad
+        if wanted == (self.accumulator is not None):
+            return
+        self.unsharded.requires_grad_(wanted)
+        self.accumulator = _torch.accumulate_node(self.unsharded) if wanted else None
+        if wanted and not self._is_watched:
+            self.unsharded.register_post_accumulate_grad_hook(on_gradient)
+            self._is_watched = True
+
+    def is_intact(self) -> bool:
+        """Tell whether module and DTensor still hold what this object put there."""
+        return (
+            self.slots[0].get() is self.sharded and _torch.local_tensor(self.sharded) is self.local
+        )
+
+    def recover(self) -> None:
+        """Take over a parameter or local tensor that replaced ours (loading, ``to``, ...)."""
+        current = self.slots[0].get()
+        if current is not None and current is not self.sharded:
+            self.sharded = current
+        for slot in self.slots:
+            slot.put(self.sharded)
+        self.local = _torch.local_tensor(self.sharded)
+        self.spec = _torch.spec_with_dtype(self.spec, self.local.dtype)
+
+    def version(self) -> int:
+        """Return a number that grows when the sharded values change in place."""
+        return self.sharded._version + self.local._version
+
+    def spec_of_grad(self, placements: Placements, dtype: torch.dtype) -> _torch.DTensorSpec:
+        """Describe a gradient that has come as far as ``placements`` say."""
+        key = (placements, dtype)
+        spec = self._specs.get(key)
+        if spec is None:
+            meta = self.spec.tensor_meta
+            assert meta is not None
+            like = _torch.TensorMeta(meta.shape, meta.stride, dtype)
+            spec = self._specs[key] = _torch.make_spec(self.placement.mesh, placements, like)
+        return spec
+
+    def __deepcopy__(self, memo: object) -> ShardedParam:
+        """Return itself: who copies its group has made the copy; left are those given back."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"ShardedParam({self.name}, shape={tuple(self.shape)}, {self.placement.sharded})"
+
+
+def _model_local(original: torch.Tensor) -> torch.Tensor:
+    return _torch.local_tensor(original) if isinstance(original, DTensor) else original

@@ -1,0 +1,1 @@
+"""Forward and backward: what happens when."""

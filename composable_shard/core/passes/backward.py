@@ -1,0 +1,331 @@
+"""A backward pass: who is gathered, whose gradients are complete, what is reduced in which order.
+
+A group is complete when autograd has run all of its nodes that this backward will run: the
+accumulation into each parameter, and the boundaries at the module's inputs. Reductions are
+launched in the reverse order of forward, on every rank alike: a group that this rank's loss does
+not reach takes its turn with zeros, because another rank's loss may reach it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from composable_shard import _torch
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.passes.countdown import Boundary, Countdown, End, Token
+from composable_shard.core.passes.in_flight import InFlight
+from composable_shard.core.passes.schedule import OrderRecord
+
+if TYPE_CHECKING:
+    from composable_shard.core.passes.context import Context
+
+
+class BackwardPass:
+    """The backward that is running in one tree, if any, and what the last ones left to do.
+
+    Attributes:
+        order: In which order groups were needed.
+        is_last: Whether the end of the backward waits for the reductions.
+        in_flight: The reductions under way, perhaps with those of other trees.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.order: OrderRecord[ParamGroup] = OrderRecord()
+        self.is_last = True
+        self.in_flight = InFlight()
+        self._context = context
+        self._end: weakref.ref[End] | None = None
+        self._id = -1
+        self._countdowns: dict[ParamGroup, Countdown] = {}
+        self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, by when they were entered
+        self._to_need: dict[ParamGroup, None] = {}  # the same, by when they were left
+        self._owing: dict[ParamGroup, None] = {}  # accumulated without sync
+        self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
+        self._needed: set[ParamGroup] = set()
+        self._complete: set[ParamGroup] = set()
+        self._limit: int | None = None  # reductions under way at once, while a backward runs
+        self._is_inside = False  # the running backward lies within a forward
+        self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
+
+    # Told by the hooks ----------------------------------------------------------------------
+
+    def join(self, group: ParamGroup) -> None:
+        """Note that ``group`` is entered by a forward that may have a backward."""
+        if group.is_trainable:
+            self._to_reduce.setdefault(group)
+
+    def expect(self, group: ParamGroup) -> None:
+        """Note that ``group`` is left by a forward that may have a backward."""
+        if group in self._to_reduce:
+            self._to_need.pop(group, None)
+            self._to_need[group] = None
+
+    def forget_forwards(self) -> None:
+        """Expect no backward of the forwards so far; one that comes all the same works."""
+        self._to_reduce.clear()
+        self._to_need.clear()
+
+    def need(self, group: ParamGroup, boundaries: Sequence[Boundary] = ()) -> None:
+        """Gather ``group``, whose outputs have a gradient; prefetch who comes next.
+
+        Args:
+            group: The group.
+            boundaries: What lies in front of the call that gave these outputs.
+        """
+        self._enter(group)
+        self._countdown(group).expect(_torch.current_backward(), boundaries)
+        if group not in self._needed:
+            self._pass_by_until(group)
+        if group not in self._needed or (group.is_read_in_backward and not group.is_unsharded):
+            self._gather(group)
+
+    def _gather(self, group: ParamGroup) -> None:
+        self._needed.add(group)
+        self._context.emit("pre_backward", group)
+        if not group.params:
+            return
+        if self._is_inside:
+            self._context.forward.gather(group)
+            return
+        expected = self.order.advance(group)
+        if group.is_read_in_backward:
+            group.unshard()
+            group.wait_for_unshard()
+        explicit = group.settings.backward_prefetch
+        for target in explicit or ([expected] if expected is not None else []):
+            if target.is_sharded and target.is_read_in_backward:
+                target.unshard()
+
+    def _pass_by_until(self, group: ParamGroup | None) -> None:
+        """Let the groups that this loss does not reach before ``group`` take their turns.
+
+        Autograd goes back in the order of forward, so a group that was left later and has not been
+        needed yet will not be. Another rank's loss may reach it; gathering it, and reducing zeros,
+        keeps all ranks calling the same collectives in the same order.
+        """
+        if self._is_inside or _torch.current_backward() != self._id:
+            return  # a backward within forward or backward sees only a part of the graph
+        if group is not None and group not in self._to_need:
+            return
+        while self._to_need:
+            missed, _ = self._to_need.popitem()
+            if missed is group:
+                return
+            if missed in self._needed:
+                continue
+            self._enter(missed)
+            self._gather(missed)
+            if group is not None and self._context.encloses(missed, group):
+                continue  # it is not missed: they may share an output, whose inner hook runs first
+            if self._will_arrive(missed):
+                continue  # nor is one that comes later than its place, as in a double backward
+            self._countdown(missed).left.clear()
+            self._finish_group(missed)
+
+    def arrive_at_boundary(self, group: ParamGroup, token: Token) -> None:
+        """Note that autograd has run a boundary; it counts if somebody waits for it."""
+        if token.backward == _torch.current_backward():
+            token.backward = -1
+            self.arrive(group)
+
+    def arrive(self, group: ParamGroup) -> None:
+        """Note that autograd has run one of the nodes that are waited for."""
+        backward = _torch.current_backward()
+        countdown = self._countdown(group)
+        if backward not in countdown.left:
+            self._enter(group)
+            countdown = self._countdown(group)
+        if self._is_inside:
+            self._ran_inside[group] = None
+            self._to_need.pop(group, None)
+        if countdown.arrive(backward):
+            self._finish_group(group)
+
+    # Completion -----------------------------------------------------------------------------
+
+    def _countdown(self, group: ParamGroup) -> Countdown:
+        countdown = self._countdowns.get(group)
+        if countdown is None:
+            countdown = self._countdowns[group] = Countdown(group)
+        return countdown
+
+    def _enter(self, group: ParamGroup) -> None:
+        if self._end is None or self._end() is None:
+            if self.was_aborted:
+                self._context.clean_up()
+            self._begin()
+        self.join(group)
+        self._countdown(group).enter(_torch.current_backward())
+
+    def _begin(self) -> None:
+        self._countdowns.clear()
+        self._needed.clear()
+        end = End(self.end)
+        self._end, self._id = weakref.ref(end), _torch.current_backward()
+        _torch.on_backward_end(end)
+        self._is_inside = self._context.forward.is_running
+        if self._is_inside:
+            return
+        for group in list(self._ran_inside):
+            if not self._will_arrive(group):
+                self._take_turn(group)
+
+    def _will_arrive(self, group: ParamGroup) -> bool:
+        """Tell whether the running backward accumulates into a parameter of ``group``."""
+        return any(True for _ in self._countdown(group).accumulators_to_run())
+
+    def _finish_group(self, group: ParamGroup) -> None:
+        self._context.emit("post_backward", group)
+        if self._is_inside:
+            if self._countdown(group).is_bounded:
+                self._context.forward.release(group)
+            return
+        if group.settings.reshard_after_backward and self._countdown(group).is_bounded:
+            group.reshard()
+        self._take_turn(group)
+        self._launch_in_order()
+
+    def _take_turn(self, group: ParamGroup) -> None:
+        if group.settings.requires_gradient_sync:
+            self._complete.add(group)
+        else:
+            self._accumulate(group)
+
+    def _accumulate(self, group: ParamGroup) -> None:
+        self._to_reduce.pop(group, None)
+        self._owing.setdefault(group)
+        self._context.emit("accumulate", group)
+        group.gradients.accumulate()
+
+    def _launch_in_order(self) -> None:
+        while self._to_reduce:
+            group = next(reversed(self._to_reduce))
+            if group not in self._complete:
+                return
+            self._launch(group)
+
+    def _launch(self, group: ParamGroup) -> None:
+        self._to_reduce.pop(group, None)
+        self._owing.pop(group, None)
+        self._complete.discard(group)
+        if not group.is_trainable:
+            return
+        if self._limit is None:
+            self._limit = max(g.settings.max_reductions for g in self._context.groups)
+        self.in_flight.leave_room(self._limit)
+        self._context.check_order("reduction", group)
+        if group.settings.reduction.all_reduces:
+            self._unreplicated.pop(group, None)
+        elif any(mesh.num_replicas > 1 for mesh in group.channels):
+            self._unreplicated[group] = None
+        group.gradients.reduce()
+        self.in_flight.add(group)
+
+    # The end --------------------------------------------------------------------------------
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether a backward began and failed, and nothing has cleaned up since."""
+        return self._end is not None and self._end() is None and not self._is_inside
+
+    @property
+    def ran_inside(self) -> bool:
+        """Whether a backward within a forward has left gradients, or failed."""
+        return bool(self._ran_inside) or self._is_inside
+
+    def end(self) -> None:
+        """End the backward, or one within a forward, whose gradients wait for that of the forward.
+
+        What such a backward left may be used again by forward; nothing is sent.
+        """
+        if not self._is_inside:
+            self.close()
+            return
+        for group, countdown in list(self._countdowns.items()):
+            if countdown.left:
+                countdown.left.clear()
+                self._finish_group(group)
+            if not countdown.is_bounded:
+                self._context.forward.release(group)
+        self._end, self._id, self._is_inside = None, -1, False
+
+    def finish_inside(self) -> None:
+        """Reduce what backwards within a forward left, as none of that forward itself will come."""
+        if self._ran_inside:
+            self.settle()
+
+    @property
+    def owing(self) -> list[ParamGroup]:
+        """The groups that accumulated without sync and were not reduced since."""
+        return list(self._owing)
+
+    def synchronize(self) -> None:
+        """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle."""
+        left = [*reversed(self._to_reduce), *reversed(self._owing), *reversed(self._unreplicated)]
+        for group in dict.fromkeys(left):
+            reduction = group.settings.reduction
+            before, reduction.all_reduces = reduction.all_reduces, True
+            self._launch(group)
+            self.in_flight.leave_room(1)
+            reduction.all_reduces = before
+        self.in_flight.wait()
+
+    def settle(self) -> None:
+        """Reduce what backwards have left, without another; wait, and free.
+
+        Collective: a reduction of each group that ran forward or owes, but those without sync.
+        """
+        for group in dict.fromkeys([*reversed(self._to_reduce), *reversed(self._owing)]):
+            if group.settings.requires_gradient_sync:
+                self._launch(group)
+            else:
+                self._accumulate(group)
+        if self.is_last:
+            self.in_flight.wait()
+        for group in self._context.groups:
+            if group.settings.reshard_after_backward and not self._context.forward.holds(group):
+                group.reshard()
+        self._reset()
+
+    def close(self) -> None:
+        """End the backward: complete the rest, reduce what is owed, wait, free."""
+        self._pass_by_until(None)
+        for group, countdown in self._countdowns.items():
+            if countdown.left:
+                countdown.left.clear()
+                self._finish_group(group)
+        for group in [*reversed(list(self._to_reduce)), *reversed(list(self._owing))]:
+            if group.settings.requires_gradient_sync:
+                self._launch(group)
+            elif group in self._to_reduce:
+                self._accumulate(group)
+        for group in list(reversed(self._unreplicated)):
+            if group.settings.reduction.all_reduces and group.settings.requires_gradient_sync:
+                self._launch(group)
+        if self.is_last:
+            self.in_flight.wait()
+        self._context.check_order("end of a backward", self._context.root)
+        for group in self._context.groups:
+            if group.settings.reshard_after_backward:
+                group.reshard()
+            group.freshness.forget_forward()
+        self.order.finish()
+        self._reset()
+
+    def abandon(self) -> None:
+        """Forget a backward that failed, and what forwards left for it to do."""
+        self.order.abandon()
+        self.forget_forwards()
+        self.in_flight.drop(self._context.groups)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._end, self._id, self._is_inside = None, -1, False
+        self._limit = None
+        self._ran_inside.clear()
+        self.forget_forwards()
+        self._countdowns.clear()
+        self._needed.clear()
+        self._complete.clear()

@@ -1,0 +1,130 @@
+"""What the groups of one module tree share: the running passes, the trace, the names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from composable_shard.core.agreement import agree_on_model
+from composable_shard.core.comms.streams import wait_for_event
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.params.freed import FreedParameters
+from composable_shard.core.params.ties import refuse_unowned
+from composable_shard.core.passes.backward import BackwardPass
+from composable_shard.core.passes.forward import ForwardPass
+from composable_shard.core.passes.order_check import OrderCheck, is_asked_for
+
+Listener = Callable[[str, str], None]
+
+
+class Context:
+    """Shared by all groups below one root.
+
+    Attributes:
+        groups: All groups, the root first, in the order of ``named_modules``.
+        root: The group of the outermost sharded module.
+        forward: The running forward pass.
+        backward: The running backward pass.
+        listener: Called with ``(event, group name)``, if set.
+        post_optim_event: What the next gather waits for besides the compute stream.
+        opened: Groups whose modules hold full parameters, inside of ``unsharded()``.
+    """
+
+    def __init__(self, root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
+        self.root = root
+        self.groups = list(groups)
+        self.forward = ForwardPass(self)
+        self.backward = BackwardPass(self)
+        self.listener: Listener | None = None
+        self.post_optim_event: torch.Event | None = None
+        self._freed = FreedParameters()
+        self.opened: set[ParamGroup] = set()
+        self._agreed = False
+        self._ties_checked = False
+        self._order_check = OrderCheck() if is_asked_for() else None
+        self._below: dict[ParamGroup, set[nn.Module]] = {}
+        for group in self.groups:
+            group.context = self
+
+    def emit(self, event: str, group: ParamGroup) -> None:
+        """Tell who has to know, the listener among them, that ``event`` happened to ``group``."""
+        if event == "reshard":
+            self._freed.mark(group)
+        elif event == "wait_for_all_gather":
+            self._freed.unmark(group)
+        if self.listener is not None:
+            self.listener(event, group.name)
+
+    def check_order(self, act: str, group: ParamGroup) -> None:
+        """Compare with the other ranks what comes next, if that is asked for."""
+        if self._order_check is not None:
+            self._order_check.agree(group, act)
+
+    def check_ties(self) -> None:
+        """Raise once if a tied parameter has no owner; see refuse_unowned."""
+        if not self._ties_checked:
+            refuse_unowned(
+                m for group in self.groups for top in group.modules for m in top.modules()
+            )
+            self._ties_checked = True
+
+    def before_gather(self) -> None:
+        """Check once that all ranks hold the same model. Collective: see agree_on_model."""
+        if self.post_optim_event is not None:
+            wait_for_event(self.post_optim_event, self.root.mesh.device)
+            self.post_optim_event = None
+        if not self._agreed:
+            agree_on_model(self.groups)
+            self._agreed = True
+
+    def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
+        """Tell whether the modules of ``inner`` lie within those of ``outer``."""
+        below = self._below.get(outer)
+        if below is None:
+            below = self._below[outer] = {m for top in outer.modules for m in top.modules()}
+        return any(module in below for module in inner.modules)
+
+    def clean_up(self) -> None:
+        """Return to the state between two iterations, whatever was under way.
+
+        What this iteration's backward has not yet reduced is dropped; gradients that are visible
+        on the sharded parameters stay.
+        """
+        self.forward.abandon()
+        self.backward.abandon()
+        for group in self.groups:
+            group.reshard()
+            group.gradients.discard()
+            group.freshness.forget_forward()
+
+
+def share_reductions(contexts: Sequence[Context]) -> None:
+    """Let trees that train together count their reductions in flight as one."""
+    shared = contexts[0].backward.in_flight if contexts else None
+    for context in contexts[1:]:
+        if shared is not None and context.backward.in_flight is not shared:
+            shared.take_over(context.backward.in_flight)
+            context.backward.in_flight = shared
+
+
+def join_tree(root: ParamGroup, group_of: Callable[[nn.Module], ParamGroup | None]) -> Context:
+    """Put the group of an outer module and all groups below it into one context.
+
+    Args:
+        root: The group of the outer module(s).
+        group_of: Returns the group of a module, if it has one.
+    """
+    groups: dict[ParamGroup, list[str]] = {root: []}
+    for top in root.modules:
+        for name, module in top.named_modules():
+            group = group_of(module)
+            if group is not None and group is not root:
+                groups.setdefault(group, []).append(name)
+    listeners = {g.context.listener for g in groups if g is not root and g.context.listener}
+    context = Context(root, list(groups))
+    context.listener = listeners.pop() if len(listeners) == 1 else None
+    for group, names in groups.items():
+        group.name = ", ".join(names)
+    return context

@@ -1,0 +1,100 @@
+"""Which nodes of autograd a group still waits for in the backward that is running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch.autograd.graph import Node
+
+from composable_shard import _torch
+from composable_shard.core.group import ParamGroup
+
+_TO_THE_END = 1 << 62
+"""More nodes than there are: what is waited for ends with the backward."""
+
+
+class End:
+    """Called at the end of a backward; dies without being called if the backward fails."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+
+    def __call__(self) -> None:
+        self._on_end()
+
+
+class Boundary:
+    """An identity in front of a module, whose node runs when all of the module's nodes have.
+
+    Hazard: a graph that never runs backward stays alive as long as somebody refers to its nodes.
+    Guard: only the hooks on the module's outputs refer to a boundary, so they die together; the
+    node itself refers to the token alone, or it would keep itself alive.
+    """
+
+    __slots__ = ("node", "token")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.token = Token()
+
+
+class Token:
+    """Says in which backward a boundary is waited for."""
+
+    __slots__ = ("backward",)
+
+    def __init__(self) -> None:
+        self.backward = -1
+
+
+class Countdown:
+    """How many autograd nodes of one group each running backward has left to run.
+
+    A checkpoint may run a backward inside a backward: the group is complete when none is left in
+    any of them. A backward that reaches the group but none of its nodes keeps it open to its end.
+
+    Attributes:
+        left: By backward, how many.
+        is_bounded: Whether boundaries lie in front of all calls that the backward goes through. If
+            not, nodes that read a parameter detached may run when the group is complete.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.is_bounded = True
+        self.left: dict[int, int] = {}
+        self._params = group.params
+        self._is_partial = False  # some parameter gets no gradient from the innermost backward
+
+    def accumulators_to_run(self) -> Iterator[Node]:
+        """Yield the accumulations that are part of the innermost running backward."""
+        for param in self._params:
+            if param.accumulator is not None and _torch.will_run(param.accumulator):
+                yield param.accumulator
+
+    def enter(self, backward: int) -> None:
+        if backward not in self.left:
+            self.left[backward] = sum(1 for _ in self.accumulators_to_run())
+            self._is_partial = self.left[backward] < len(self._params)
+
+    def expect(self, backward: int, boundaries: Sequence[Boundary]) -> None:
+        """Wait for the boundaries of one call of the module.
+
+        Without any, and with a parameter that gets no gradient, nothing tells when autograd is done
+        with that parameter: the group is kept open to the end.
+        """
+        for boundary in boundaries:
+            if boundary.token.backward != backward and _torch.will_run(boundary.node):
+                boundary.token.backward = backward
+                self.left[backward] += 1
+        if not boundaries:
+            self.is_bounded = False
+            if self._is_partial:
+                self.left[backward] = _TO_THE_END
+
+    def arrive(self, backward: int) -> bool:
+        """Count one node down; return whether the group is complete."""
+        self.left[backward] -= 1
+        if self.left[backward] > 0:
+            return False
+        del self.left[backward]
+        return not self.left

@@ -1,0 +1,321 @@
+"""The moments: what is called by modules and by autograd, and what it tells the passes.
+
+No arithmetic, no streams, no collectives here.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.passes.buffers import CastBuffers, PreciseNormWeights
+from composable_shard.core.passes.countdown import Boundary, Token
+from composable_shard.core.passes.lent import Lent, find_lent
+from composable_shard.core.passes.nested import ATOMS, map_tensors, tensors_in, tensors_stored_in
+from composable_shard.errors import ShardError
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+_HOOKS = "_composable_shard_hooks"
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParamGroup]] = weakref.WeakKeyDictionary()
+
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+
+def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
+    """Let the group's modules and its parameters call back.
+
+    Args:
+        group: The group.
+        managed: Its modules and all below, but those of nested groups.
+    """
+    hooks = ModuleHooks(group, managed)
+    hooks.claim_modules()
+    for module in group.modules:
+        module.__dict__[_HOOKS] = hooks
+        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.post_forward, always_call=True)
+    group.on_gradient = Arrival(group)
+
+
+def owner_of(module: nn.Module) -> ParamGroup | None:
+    """Return the group that holds the parameters of a module that is sharded or inside of one."""
+    owner = _owners.get(module)
+    return None if owner is None else owner()
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks:
+    """Return the hooks of a sharded module."""
+    hooks: ModuleHooks = module.__dict__[_HOOKS]
+    return hooks
+
+
+def run_as_forward(
+    module: nn.Module, method: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> Any:
+    """Call ``method`` between the hooks of a sharded module, as its forward is called."""
+    hooks = hooks_of(module)
+    try:
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
+        output = method(*args, **kwargs)
+    except Exception:
+        hooks.leave(module, None, failed=True)
+        raise
+    return hooks.leave(module, output, failed=False)
+
+
+_torch.count_as_module_call(run_as_forward)
+
+
+class Arrival:
+    """Told that autograd has accumulated into an unsharded parameter of a group."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+
+    def __call__(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            raise ShardError(
+                f"Expected a backward into the parameters of {self.group.label} without "
+                "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
+                "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+        self.group.context.backward.arrive(self.group)
+
+
+@dataclass
+class Call:
+    """One call of a module, between its two hooks.
+
+    Attributes:
+        boundaries: What was put before the inputs that need a gradient.
+        outer_bases: The tensors that those inputs are views of, and the nodes they had.
+        lent: Whether it computes with parameters of somebody else.
+    """
+
+    boundaries: list[Boundary] = field(default_factory=list)
+    outer_bases: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
+    lent: Lent = Lent.NOTHING
+
+    def came_in(self, base: torch.Tensor) -> bool:
+        """Tell whether ``base`` was made outside, and not changed in place by the call."""
+        return any(base is outer and base.grad_fn is node for outer, node in self.outer_bases)
+
+
+class ModuleHooks:
+    """What happens before and after each forward of a group's modules."""
+
+    def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
+        self._group = group
+        self._managed = list(managed)
+        buffers = CastBuffers(managed, group.policy.buffer_dtype)
+        self._lenders = (buffers, PreciseNormWeights(managed))
+        self._stored: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def claim_modules(self) -> None:
+        """Have :func:`owner_of` find the group of the modules."""
+        owner = weakref.ref(self._group)
+        for module in self._managed:
+            _owners[module] = owner
+
+    @torch.compiler.disable
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Gather the group; cast inputs; mark where gradients leave it."""
+        group = self._group
+        context = group.context
+        if group in context.opened:
+            _check_can_run_opened(group)
+            return args, kwargs
+        call = Call(lent=group.calls[-1].lent if group.calls else find_lent(group))
+        if call.lent is Lent.FULL:
+            group.calls.append(call)
+            return args, kwargs
+        if not _torch.is_transforming():
+            opens = self._gather()
+        else:  # what the gather makes must outlive the transform
+            with _torch.outside_transforms():
+                opens = self._gather()
+        if call.lent is Lent.SHARDED:
+            context.forward.frees_all = True  # before functional_call takes them out again
+        if opens:
+            args, kwargs = self._to_device((args, kwargs))
+        if not group.calls:
+            self._take_back()  # what an interrupt left lent
+            for lender in self._lenders:
+                lender.lend()
+        group.calls.append(call)
+        dtype = group.policy.param_dtype
+        if dtype is not None and group.policy.cast_forward_inputs:
+            args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
+        if torch.is_grad_enabled() and group.params:
+            context.backward.join(group)
+            args, kwargs = map_tensors(partial(self._put_boundary, call), (args, kwargs))
+        return args, kwargs
+
+    @torch.compiler.disable
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Free the group; cast outputs; ask to be told when they get a gradient.
+
+        Also called, without output, when forward raised.
+        """
+        return self.leave(module, output, failed=output is None and sys.exc_info()[0] is not None)
+
+    @torch.compiler.disable
+    def leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Do what :meth:`post_forward` does, knowing whether forward raised."""
+        if self._group in self._group.context.opened:
+            return output
+        calls = self._group.calls
+        call = calls.pop() if calls else Call()  # none if forward could not begin
+        if call.lent is Lent.FULL:
+            return output
+        if not calls:
+            self._take_back()
+        dtype = self._group.policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(partial(_cast, dtype), output)
+        group, has_grad = self._group, torch.is_grad_enabled()
+        is_watched = self._watch(call, output) if has_grad else False
+        if _torch.current_backward() == -1:
+            if has_grad:
+                group.context.backward.expect(group)
+            group.context.forward.leave(group, module, failed=failed, has_backward=is_watched)
+        return output
+
+    def _gather(self) -> bool:
+        """Gather the group; return whether that opens a forward pass."""
+        group = self._group
+        if _torch.current_backward() == -1:
+            return group.context.forward.enter(group)
+        group.unshard()  # recomputation by an activation checkpoint
+        group.wait_for_unshard()
+        return False
+
+    def _take_back(self) -> None:
+        for lender in reversed(self._lenders):
+            lender.take_back()
+
+    def _to_device(self, inputs: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
+        device = self._group.mesh.device
+        if device.type == "cpu":
+            return inputs
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs)
+
+    def _put_boundary(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
+        """Put an identity before the module, whose backward runs after all of the module's."""
+        if not tensor.requires_grad:
+            return tensor
+        inner = tensor.view_as(tensor)
+        node, base = inner.grad_fn, inner._base
+        assert node is not None and base is not None
+        boundary = Boundary(node)
+        node.register_hook(partial(_arrive_at_boundary, self._group, boundary.token))
+        call.boundaries.append(boundary)
+        call.outer_bases.append((base, base.grad_fn))
+        return inner
+
+    def _watch(self, call: Call, output: object) -> bool:
+        """Ask to be told when an output, or what forward stored away, gets a gradient.
+
+        Returns:
+            Whether there is any that may.
+        """
+        is_watched = False
+        pre_backward = partial(self._pre_backward, call.boundaries)
+        tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._newly_stored())
+        if _torch.is_transforming():
+            tensors = [level for tensor in tensors for level in _levels(tensor)]
+        for tensor in tensors:
+            if not tensor.requires_grad:
+                continue
+            is_watched = True
+            tensor.register_hook(pre_backward)
+            base = tensor._base
+            if base is not None and base.requires_grad and not call.came_in(base):
+                # an in-place op on a view replaces its node, and a hook on the old one never runs
+                base.register_hook(pre_backward)
+        return is_watched
+
+    def _newly_stored(self) -> Iterator[torch.Tensor]:
+        """Yield what forward stored away on its modules, such as a loss to be added later."""
+        stored, self._stored = self._stored, {}
+        seen: set[int] = set()
+        for module in self._managed:
+            for name, value in module.__dict__.items():
+                if name in _MODULE_ATTRIBUTES or type(value) in ATOMS:
+                    continue
+                for tensor in tensors_stored_in(value, seen):
+                    if tensor.grad_fn is None:
+                        continue
+                    known = stored.get(id(tensor))
+                    self._stored[id(tensor)] = weakref.ref(tensor)
+                    if known is None or known() is not tensor:
+                        yield tensor
+
+    def _pre_backward(self, boundaries: Sequence[Boundary], grad: torch.Tensor) -> None:
+        self._group.context.backward.need(self._group, boundaries)
+
+
+def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor and what transforms of torch.func have wrapped into it."""
+    yield tensor
+    while _torch.is_transformed(tensor):
+        tensor = _torch.inner_value(tensor)
+        yield tensor
+
+
+def _check_can_run_opened(group: ParamGroup) -> None:
+    """Raise if a group that is open cannot run as a plain module."""
+    if torch.is_grad_enabled():
+        raise ShardError(
+            f"Expected no forward of {group.label} with gradients inside of unsharded(), got one; "
+            "run it under torch.no_grad(), or after the context"
+        )
+    for param in group.params:
+        if any(isinstance(slot.get(), DTensor) for slot in param.slots):
+            raise ShardError(
+                f"Expected full parameters in a forward of {group.label} inside of unsharded(), "
+                f"got '{param.name}' sharded; open the sharded module itself, on all ranks"
+            )
+
+
+def _arrive_at_boundary(
+    group: ParamGroup, token: Token, grads: Sequence[torch.Tensor | None], *_: object
+) -> None:
+    group.context.backward.arrive_at_boundary(group, token)
+    if torch.is_grad_enabled():  # with create_graph: a backward may start from these gradients
+        for grad in grads:
+            for tensor in () if grad is None else _levels(grad):
+                _watch_gradient(tensor, partial(_need, group))
+                if tensor._base is not None:
+                    _watch_gradient(tensor._base, partial(_need, group))
+
+
+def _watch_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    if tensor.requires_grad:
+        tensor.register_hook(hook)
+
+
+def _need(group: ParamGroup, _: torch.Tensor) -> None:
+    group.context.backward.need(group)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)

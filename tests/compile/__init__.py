@@ -1,0 +1,1 @@
+"""Sharded modules under torch.compile."""
