@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dist.models import full
 from dist.test_state import counted
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -548,3 +549,70 @@ def of_other_strides(assign: bool) -> None:
 @both_ways
 def test_channels_last_and_offloaded(assign: bool) -> None:
     run_ranks(of_other_strides, 2, assign)
+
+
+def not_shared() -> None:
+    """Full tensors that were loaded do not follow the model, nor the model them."""
+    for assign in (False, True):
+        model, state = sharded_model(0), plain_model(1).state_dict()
+        expected = copy.deepcopy(state)
+        model.load_state_dict(state, assign=assign)
+        for name, param in model.named_parameters():
+            state[name].zero_()
+            assert_equal(param.detach(), expected[name], name)
+            with torch.no_grad():
+                param.fill_(7.0)
+            assert not state[name].any(), name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_full_tensors_are_not_shared(num_ranks: int) -> None:
+    run_ranks(not_shared, num_ranks)
+
+
+class Scaled(nn.Module):
+    """Has a scalar, which old checkpoints may hold as one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def scalars(assign: bool) -> None:
+    plain, model = Scaled(), fully_shard(Scaled())
+    for state in ({"scale": torch.tensor([3.0])}, {"scale": torch.tensor(4.0)}):
+        for one in (plain, model):
+            one.load_state_dict(dict(state), assign=assign and one is model)
+        assert_equal(model.state_dict(), plain.state_dict())
+        assert torch.equal(model(torch.ones(2)), plain(torch.ones(2)))
+
+
+@both_ways
+def test_scalars(assign: bool) -> None:
+    run_ranks(scalars, 2, assign)
+
+
+def interrupted() -> None:
+    """After Ctrl-C in a forward, a checkpoint can be taken, the optimizer's included."""
+    plain, model = plain_model(0), sharded_model(0)
+    states = []
+    for one in (plain, model):
+        optimizers = OPTIMIZERS["adam-foreach"](one)
+        train(one, optimizers, 0, 1)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        handle = one.outer.inner.down.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one(same_on_all_ranks(1))
+        handle.remove()
+        states.append(get_state_dict(one, optimizers))
+    assert_equal(states[1], states[0])
+
+
+def test_after_an_interrupt() -> None:
+    run_ranks(interrupted, 2)
