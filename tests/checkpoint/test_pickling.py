@@ -67,7 +67,7 @@ def size_of(value: Any) -> int:
 
 
 def sizes() -> list[int]:
-    """Shards of one group share memory, so that one of them alone brings the others along."""
+    """Shards of one group share memory, but what is written of each is its own rows alone."""
     model = sharded_model(0)
     theirs = shard(plain_model(0, columns=6), torch_fully_shard)
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, DTensor)}
@@ -83,7 +83,7 @@ def sizes() -> list[int]:
 def test_sizes() -> None:
     for theirs, whole, one, cloned in run_ranks(sizes, 2):
         assert whole < theirs * 1.1  # shards are not written several times
-        assert cloned <= one <= whole
+        assert cloned == one < whole
 
 
 def copied() -> None:
@@ -103,6 +103,29 @@ def copied() -> None:
         train(one, optimizers, 1, 2)
     assert_equal(states[1], states[0], exact=is_exact())
     assert_equal(model.state_dict(), plain.state_dict(), exact=is_exact())
+
+
+def copied_parameters() -> None:
+    """Copies of the parameters themselves, as an average of weights makes them, are their own."""
+    plain, model = plain_model(0), sharded_model(0)
+    kept = model.state_dict(keep_vars=True).values()
+    originals = list(
+        {id(tensor): tensor for tensor in kept if isinstance(tensor, DTensor)}.values()
+    )
+    copies = copy.deepcopy(originals), copy.deepcopy([tensor.detach() for tensor in originals])
+    for each in copies:
+        for one, original in zip(each, originals, strict=True):
+            assert isinstance(one, DTensor) and one.placements == original.placements
+            assert_equal(one, original)
+            with torch.no_grad():
+                one.zero_()
+    assert all(isinstance(one, torch.nn.Parameter) for one in copies[0])
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@all_ranks
+def test_deep_copies_of_parameters(num_ranks: int) -> None:
+    run_ranks(copied_parameters, num_ranks)
 
 
 @all_ranks

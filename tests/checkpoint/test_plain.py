@@ -616,3 +616,24 @@ def interrupted() -> None:
 
 def test_after_an_interrupt() -> None:
     run_ranks(interrupted, 2)
+
+
+def of_a_copy() -> None:
+    """The state of a deep copy is its own: loading it leaves the original as it is."""
+    model = sharded_model(0)
+    evaluate_and_keep(model)
+    copied = copy.deepcopy(model)
+    with trace(model) as events:
+        copied.load_state_dict(plain_model(1).state_dict())
+        state = copied.state_dict()
+    assert events == []
+    evaluate(copied)
+    for name, expected in tensors(plain_model(1).state_dict()).items():
+        assert_equal(state[name], expected, name)
+    for name, param in plain_model(0).named_parameters():
+        assert_equal(model.state_dict()[name], param, name)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_state_of_a_copied_model(num_ranks: int) -> None:
+    run_ranks(of_a_copy, num_ranks)
