@@ -92,6 +92,7 @@ class ParamGroup:
         gradients: The way back.
         state: Sharded, being gathered or unsharded.
         calls: The calls of its modules that are under way, the innermost last.
+        shows_sharded: Whether the sharded parameters are registered though it is unsharded.
         on_gradient: Called when a backward has accumulated into one of the parameters.
     """
 
@@ -115,6 +116,7 @@ class ParamGroup:
         self.gradients: GroupGradients
         self._create_gradients()
         self.calls: list[Call] = []
+        self.shows_sharded = False
         self.on_gradient: Callable[[torch.Tensor], None]
 
     @property
@@ -182,8 +184,10 @@ class ParamGroup:
                 self._regather(state)
                 return
             if is_valid:
-                if not in_backward and self.is_unsharded:
-                    self._follow_requires_grad()
+                if self.is_unsharded:
+                    self._show_unsharded()
+                    if not in_backward:
+                        self._follow_requires_grad()
                 return
             self.reshard()
         self.context.before_gather()
@@ -227,6 +231,7 @@ class ParamGroup:
         self._follow_requires_grad()
         for param in self.params:
             param.register_unsharded()
+        self.shows_sharded = False
         self._move_to(Unsharded(state.version))
         self.context.emit("wait_for_all_gather", self)
 
@@ -253,6 +258,22 @@ class ParamGroup:
         self.units.free()
         self._move_to(freed)
         self.context.emit("reshard", self)
+
+    def show_sharded(self) -> None:
+        """Register the sharded parameters and keep the unsharded ones until the next use.
+
+        Collective: none, and none later: a rank may look at its shards without the others.
+        """
+        if self.is_unsharded:
+            for param in self.params:
+                param.register_sharded()
+            self.shows_sharded = True
+
+    def _show_unsharded(self) -> None:
+        if self.shows_sharded:
+            for param in self.params:
+                param.register_unsharded()
+            self.shows_sharded = False
 
     def _follow_requires_grad(self) -> None:
         for param in self.params:

@@ -55,7 +55,7 @@ def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: objec
     if not group.is_unsharded:
         return
     if not any(_is_computing(one) for one in group.context.groups):
-        group.reshard()
+        group.show_sharded()
         return
     for attribute, param in _owned(group, params).items():
         module._parameters[attribute] = param.sharded
@@ -67,9 +67,11 @@ def _after_save(
     module: nn.Module,
     *_: object,
 ) -> None:
-    """Go back to compute."""
+    """Go back to compute, if this was in the middle of it."""
+    if not group.is_unsharded or group.shows_sharded:
+        return
     for attribute, param in _owned(group, params).items():
-        if group.is_unsharded and param.unsharded is not None:
+        if param.unsharded is not None:
             module._parameters[attribute] = param.unsharded
 
 

@@ -47,6 +47,21 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "fully_shard has replaced; build the optimizer after fully_shard"
         )
 
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, DTensor) and param.ndim == 0:
+                _distribute_state(param, optimizer.state.get(param, {}))
+
+
+def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
+    """Make DTensors of a scalar parameter's states: torch loads them as if they counted steps."""
+    for name, value in state.items():
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if is_plain and value.ndim == 0 and name != "step":
+            state[name] = DTensor.from_local(
+                value, param.device_mesh, param.placements, run_check=False
+            )
+
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     stepped = {
