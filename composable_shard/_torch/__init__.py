@@ -33,6 +33,7 @@ from composable_shard._torch.dtensors import (
     strided_shard,
     waited,
 )
+from composable_shard._torch.grad_scaler import GradScalerBase
 from composable_shard._torch.modules import (
     COMPOSABLE_STATE,
     count_as_module_call,
@@ -47,6 +48,7 @@ from composable_shard._torch.process_groups import (
     average_is_supported,
     backend_allocator,
     backend_name,
+    device_for,
     reduce_scatter_flat,
     symmetric_memory_of_nccl,
 )
@@ -58,11 +60,14 @@ from composable_shard._torch.tensors import (
     norms_of_all,
     preserved_version,
     set_versions,
+    sparse_values,
+    unscale_all_,
 )
 
 __all__ = [
     "COMPOSABLE_STATE",
     "DTensorSpec",
+    "GradScalerBase",
     "TensorMeta",
     "accumulate_node",
     "all_gather_flat",
@@ -77,6 +82,7 @@ __all__ = [
     "count_as_module_call",
     "current_backward",
     "cut",
+    "device_for",
     "divide_all_",
     "flat_axis",
     "fresh_storage_view",
@@ -101,10 +107,12 @@ __all__ = [
     "set_versions",
     "shards_dim",
     "share_hooks",
+    "sparse_values",
     "spec_of",
     "spec_with_dtype",
     "strided_shard",
     "symmetric_memory_of_nccl",
+    "unscale_all_",
     "waited",
     "will_run",
 ]
