@@ -178,7 +178,8 @@ class ShardedGradScaler(_torch.GradScalerBase):
         if not outside:
             return [self.process_group]
         # One pass over the axes of a grid tells everybody; over overlapping meshes it does not.
-        widest = max(outside, key=lambda mesh: mesh.size())
+        # All ranks must choose the same one, and a set has no order.
+        widest = max(outside, key=lambda mesh: (mesh.size(), -mesh.ndim, mesh.mesh.tolist()))
         if not all(_ranks(mesh) <= _ranks(widest) for mesh in outside):
             found = sorted(sorted(_ranks(mesh)) for mesh in outside)
             raise ValueError(
