@@ -1,4 +1,4 @@
-"""What a device does differently under a scaler: asynchrony, and gradients on the host beside it."""
+"""What a device changes under a scaler: asynchrony, and gradients on the host beside it."""
 
 from __future__ import annotations
 
