@@ -28,7 +28,6 @@ from composable_shard.core.placement import Placements, plan_placement
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import CPUOffloadPolicy
 
-
 _UNSAFE_VARIABLES = (
     "COMPOSABLE_SHARD_UNSAFE_SETATTR",
     "TORCH_FSDP_USE_UNSAFE_SETATTR",

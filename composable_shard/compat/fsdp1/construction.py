@@ -21,36 +21,32 @@ from composable_shard.compat.fsdp1.layouts import Layout
 from composable_shard.compat.fsdp1.scope import Scope
 from composable_shard.compat.fsdp1.wrap_policies import AutoWrapPolicy, choose, in_order
 
-Places = list[tuple[nn.Module, str]]
-"""The modules in which another is registered, and by which names."""
 
-
-def choose_below(
+def wrap_below(
     root: nn.Module,
     scope: Scope,
     policy: AutoWrapPolicy,
     wrapper_class: type[nn.Module],
-    precision: MixedPrecision | None,
-) -> list[tuple[Places, nn.Module, dict[str, Any]]]:
-    """Return the modules below ``root`` to wrap, inner ones first.
-
-    Returns:
-        For each one where it is registered, the module, and arguments of its own.
-    """
+    arguments: dict[str, Any],
+) -> None:
+    """Replace the modules below ``root`` that a policy picks by wrappers, inner ones first."""
     wrapped = {m for m in root.modules() if isinstance(m, (wrapper_class, FSDPModule))}
     left_alone = scope.ignored_modules | wrapped
     chosen = choose(root, policy, left_alone, scope.ignored_params)
-    if precision is not None:
-        for module in root.modules():
-            if module is root or module in left_alone or not precision.exempts(module):
-                continue
-            exempt = ExemptPrecision.of(module, precision)
-            chosen[module] = {**chosen.get(module, {}), "mixed_precision": exempt}
-    places: dict[nn.Module, Places] = {}
+    precision: MixedPrecision | None = arguments["mixed_precision"]
+    for module in root.modules() if precision is not None else ():
+        if module is root or module in left_alone or not precision.exempts(module):
+            continue
+        exempt = ExemptPrecision.of(module, precision)
+        chosen[module] = {**chosen.get(module, {}), "mixed_precision": exempt}
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for name, child in vars(parent)["_modules"].items():
             places.setdefault(child, []).append((parent, name))
-    return [(places[module], module, own) for module, own in in_order(root, chosen)]
+    for module, own in in_order(root, chosen):
+        wrapper = wrapper_class(module, **{**arguments, **own})
+        for parent, name in places[module]:
+            setattr(parent, name, wrapper)
 
 
 def arguments_below(

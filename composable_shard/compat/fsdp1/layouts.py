@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import DataParallelMeshDims
-from composable_shard.compat.fsdp1.choices import ProcessGroups, ShardingStrategy
+from composable_shard.compat.fsdp1.choices import Choices, ProcessGroups, ShardingStrategy
 
 _HYBRID_NAMES = ("replicate", "shard")
 
@@ -31,32 +31,24 @@ class Layout:
     dims: DataParallelMeshDims | None = None
 
 
-def resolve_layout(
-    strategy: ShardingStrategy | None,
-    process_group: ProcessGroups,
-    device_mesh: DeviceMesh | None,
-    device_type: str,
-    *,
-    wraps_below: bool,
-) -> Layout:
+def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Layout:
     """Find the mesh of a strategy.
 
     Args:
-        strategy: The strategy; ``FULL_SHARD`` if absent.
-        process_group: The ranks, all of them if absent.
-        device_mesh: The ranks in another form.
+        choices: Strategy and ranks; all ranks if absent.
         device_type: Type of the device of compute.
         wraps_below: Whether all wrappers of the tree are made by one call.
 
     Raises:
-        ValueError: If both forms are given, or one that does not fit the strategy.
+        ValueError: If the ranks are given in both forms, or in one that does not fit the strategy.
 
     Collective: for a pair of process groups an all-gather of a small object; making process groups
         for a hybrid strategy without any.
     """
+    process_group, device_mesh = choices.process_group, choices.device_mesh
     if process_group is not None and device_mesh is not None:
         raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
-    strategy = ShardingStrategy.FULL_SHARD if strategy is None else strategy
+    strategy = choices.sharding_strategy or ShardingStrategy.FULL_SHARD
     if device_mesh is None and process_group is None and not dist.is_initialized():
         dist.init_process_group()
     if strategy.is_hybrid:

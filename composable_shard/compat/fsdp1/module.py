@@ -21,7 +21,7 @@ from composable_shard.compat.fsdp1.choices import (
     ProcessGroups,
     ShardingStrategy,
 )
-from composable_shard.compat.fsdp1.construction import arguments_below, choose_below, shard
+from composable_shard.compat.fsdp1.construction import arguments_below, shard, wrap_below
 from composable_shard.compat.fsdp1.devices import resolve_device
 from composable_shard.compat.fsdp1.layouts import resolve_layout
 from composable_shard.compat.fsdp1.scope import scope_of
@@ -118,21 +118,11 @@ class FullyShardedDataParallel(nn.Module):
         self.fsdp_state_dict_settings = StateDictSettings()
         scope = scope_of(module, ignored_modules, ignored_states)
         self.compute_device = resolve_device(scope, choices)
-        layout = resolve_layout(
-            sharding_strategy,
-            process_group,
-            device_mesh,
-            self.compute_device.type,
-            wraps_below=auto_wrap_policy is not None,
-        )
+        layout = resolve_layout(choices, self.compute_device.type, auto_wrap_policy is not None)
         self.sharding_strategy = layout.strategy
         if auto_wrap_policy is not None:
-            below = choose_below(module, scope, auto_wrap_policy, type(self), mixed_precision)
             arguments = arguments_below(choices, scope, layout, self.compute_device)
-            for place, inner, own in below:
-                wrapper = type(self)(inner, **{**arguments, **own})
-                for parent, name in place:
-                    setattr(parent, name, wrapper)
+            wrap_below(module, scope, auto_wrap_policy, type(self), arguments)
             scope = scope_of(module, ignored_modules, ignored_states)
         self._tops = shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
