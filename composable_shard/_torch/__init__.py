@@ -11,6 +11,7 @@ from composable_shard._torch.autograd import (
     gradient_hooks,
     has_grad_hooks,
     on_backward_end,
+    optimizers_in_backward,
     share_hooks,
     will_run,
 )
@@ -41,6 +42,7 @@ from composable_shard._torch.modules import (
     is_executing,
     module_call_frame,
     registered_container,
+    state_dict_metadata,
 )
 from composable_shard._torch.process_groups import (
     all_gather_flat,
@@ -100,6 +102,7 @@ __all__ = [
     "multiply_all_",
     "norms_of_all",
     "on_backward_end",
+    "optimizers_in_backward",
     "preserved_version",
     "reduce_scatter_flat",
     "registered_container",
@@ -110,6 +113,7 @@ __all__ = [
     "sparse_values",
     "spec_of",
     "spec_with_dtype",
+    "state_dict_metadata",
     "strided_shard",
     "symmetric_memory_of_nccl",
     "unscale_all_",
