@@ -28,11 +28,7 @@ from composable_shard.core.placement import Placements, plan_placement
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import CPUOffloadPolicy
 
-_UNSAFE_VARIABLES = (
-    "COMPOSABLE_SHARD_UNSAFE_SETATTR",
-    "TORCH_FSDP_USE_UNSAFE_SETATTR",
-    "FSDP_USE_UNSAFE_SETATTR",
-)
+_UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
 
 
 class Slot(NamedTuple):

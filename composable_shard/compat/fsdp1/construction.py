@@ -33,12 +33,13 @@ def wrap_below(
     wrapped = {m for m in root.modules() if isinstance(m, (wrapper_class, FSDPModule))}
     left_alone = scope.ignored_modules | wrapped
     chosen = choose(root, policy, left_alone, scope.ignored_params)
-    precision: MixedPrecision | None = arguments["mixed_precision"]
-    for module in root.modules() if precision is not None else ():
-        if module is root or module in left_alone or not precision.exempts(module):
-            continue
-        exempt = ExemptPrecision.of(module, precision)
-        chosen[module] = {**chosen.get(module, {}), "mixed_precision": exempt}
+    precision = arguments["mixed_precision"]
+    if isinstance(precision, MixedPrecision):
+        for module in root.modules():
+            if module is root or module in left_alone or not precision.exempts(module):
+                continue
+            exempt = ExemptPrecision.of(module, precision)
+            chosen[module] = {**chosen.get(module, {}), "mixed_precision": exempt}
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for name, child in vars(parent)["_modules"].items():

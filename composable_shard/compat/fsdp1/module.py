@@ -162,6 +162,10 @@ class FullyShardedDataParallel(nn.Module):
         yield prefix, self
         yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell ``torch.distributed.checkpoint`` which name does not count."""
+        return {"": "_fsdp_wrapped_module"}
+
     def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
         """Call ``fn`` with each module from the inside out, while parameters are full.
 

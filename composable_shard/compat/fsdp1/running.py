@@ -54,16 +54,17 @@ def check_tree(root: FullyShardedDataParallel, checked: object) -> object:
 
 def _step_in_backward(root: FullyShardedDataParallel) -> None:
     """Have optimizers step as soon as the gradient of their parameter is reduced."""
-    for name, param in root.named_parameters():
-        if not _torch.optimizers_in_backward(param):
-            continue
-        if not root.fsdp_choices.use_orig_params:
-            raise RuntimeError(
-                f"Expected no optimizer in backward, got one of '{name}', which is only supported "
-                "with use_orig_params=True"
-            )
-        if step_and_clear not in _torch.gradient_hooks(param):
-            param.register_post_accumulate_grad_hook(step_and_clear)
+    for group in (member for top in root.fsdp_groups() for member in top.context.groups):
+        for param in group.params:
+            if not _torch.optimizers_in_backward(param.sharded):
+                continue
+            if not root.fsdp_choices.use_orig_params:
+                raise RuntimeError(
+                    f"Expected no optimizer in backward, got one of '{param.name}' of "
+                    f"{group.label}, which is only supported with use_orig_params=True"
+                )
+            if step_and_clear not in _torch.gradient_hooks(param.sharded):
+                param.sharded.register_post_accumulate_grad_hook(step_and_clear)
 
 
 def step_and_clear(param: torch.Tensor) -> None:
