@@ -13,6 +13,7 @@ from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
 from composable_shard.module import FSDPModule, UnshardHandle
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.train.clip import clip_grad_norm_
+from composable_shard.train.grad_scaler import ShardedGradScaler
 from composable_shard.train.synchronize import sync_module_states
 from composable_shard.train.unsharded import unsharded
 from composable_shard.train.wrap import apply_fully_shard
@@ -30,6 +31,7 @@ __all__ = [
     "ReduceScatter",
     "ShardError",
     "ShardPlacementResult",
+    "ShardedGradScaler",
     "StaleParameterError",
     "UnshardHandle",
     "apply_fully_shard",

@@ -110,6 +110,14 @@ class ShardMesh:
         """Ranks over which a gradient is averaged."""
         return self.num_shards * self.num_replicas
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all axes of the mesh that the user passed are data-parallel."""
+        if self.dims is None or self.full_mesh is None:
+            return True
+        names = {*self.dims.shard_names, *self.dims.replicate_names}
+        return names == set(self.full_mesh.mesh_dim_names or ())
+
 
 def resolve_mesh(
     mesh: DeviceMesh | None = None, dims: DataParallelMeshDims | None = None

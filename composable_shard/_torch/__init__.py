@@ -11,6 +11,7 @@ from composable_shard._torch.autograd import (
     gradient_hooks,
     has_grad_hooks,
     on_backward_end,
+    optimizers_in_backward,
     share_hooks,
     will_run,
 )
@@ -32,6 +33,7 @@ from composable_shard._torch.dtensors import (
     strided_shard,
     waited,
 )
+from composable_shard._torch.grad_scaler import GradScalerBase
 from composable_shard._torch.modules import (
     COMPOSABLE_STATE,
     count_as_module_call,
@@ -40,6 +42,7 @@ from composable_shard._torch.modules import (
     is_executing,
     module_call_frame,
     registered_container,
+    state_dict_metadata,
 )
 from composable_shard._torch.process_groups import (
     all_gather_flat,
@@ -47,6 +50,7 @@ from composable_shard._torch.process_groups import (
     average_is_supported,
     backend_allocator,
     backend_name,
+    device_for,
     reduce_scatter_flat,
     symmetric_memory_of_nccl,
 )
@@ -58,6 +62,8 @@ from composable_shard._torch.tensors import (
     norms_of_all,
     preserved_version,
     set_versions,
+    sparse_values,
+    unscale_all_,
     with_own_storage,
 )
 from composable_shard._torch.transforms import (
@@ -70,6 +76,7 @@ from composable_shard._torch.transforms import (
 __all__ = [
     "COMPOSABLE_STATE",
     "DTensorSpec",
+    "GradScalerBase",
     "TensorMeta",
     "accumulate_node",
     "all_gather_flat",
@@ -84,6 +91,7 @@ __all__ = [
     "count_as_module_call",
     "current_backward",
     "cut",
+    "device_for",
     "divide_all_",
     "flat_axis",
     "fresh_storage_view",
@@ -104,6 +112,7 @@ __all__ = [
     "multiply_all_",
     "norms_of_all",
     "on_backward_end",
+    "optimizers_in_backward",
     "outside_transforms",
     "preserved_version",
     "reduce_scatter_flat",
@@ -112,10 +121,13 @@ __all__ = [
     "set_versions",
     "shards_dim",
     "share_hooks",
+    "sparse_values",
     "spec_of",
     "spec_with_dtype",
+    "state_dict_metadata",
     "strided_shard",
     "symmetric_memory_of_nccl",
+    "unscale_all_",
     "waited",
     "will_run",
     "with_own_storage",

@@ -33,6 +33,11 @@ def gradient_hooks(param: torch.Tensor) -> Iterable[Any]:
     return (param._post_accumulate_grad_hooks or {}).values()
 
 
+def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter."""
+    return getattr(param, "_in_backward_optimizers", [])
+
+
 def accumulate_node(param: nn.Parameter) -> Node:
     """Return the node that accumulates into the ``grad`` of a leaf."""
     with torch.inference_mode(False):

@@ -54,6 +54,11 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
+def state_dict_metadata(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return what a state dict says about modules, by their names."""
+    return getattr(state_dict, "_metadata", {})
+
+
 def registered_container(value: Any) -> tuple[Sequence[Any], Callable[..., Any]] | None:
     """Return what a container registered as a node of trees holds, and what makes another."""
     node = SUPPORTED_NODES.get(type(value))

@@ -58,6 +58,16 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(dist.get_backend(group)).lower()
 
 
+def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return where ``group`` can send what is on ``device``: there, or on the accelerator."""
+    config = dist.distributed_c10d.get_backend_config(group)
+    served = {item.partition(":")[0] for item in config.split(",") if ":" in item}
+    if device.type in served or not served:
+        return device
+    accelerator = torch.accelerator.current_accelerator()
+    return device if accelerator is None else torch.device(accelerator.type)
+
+
 def average_is_supported(backend: str) -> bool:
     """Tell whether ``ReduceOp.AVG`` exists in a backend's reduce-scatter."""
     return backend in ("nccl", "xccl", "threaded", "fake")

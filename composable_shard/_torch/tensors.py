@@ -63,3 +63,18 @@ def norms_of_all(
 ) -> list[torch.Tensor]:
     """Take the norm of each tensor, computed in ``dtype``, in one kernel where there is one."""
     return list(torch._foreach_norm(tensors, order, dtype))
+
+
+def unscale_all_(
+    tensors: list[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor
+) -> None:
+    """Multiply tensors of one device and dtype in place by a scalar tensor, in one kernel.
+
+    Sets ``found_inf``, of one element, to 1 if any element of them is infinite or NaN.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the very values of a sparse tensor, coalesced or not."""
+    return tensor._values()

@@ -99,7 +99,7 @@ def find_managed(
     for module, prefix in visited.items():
         for attribute, param in module._parameters.items():
             if param is not None and id(param) not in ignored_ids:
-                slots.setdefault(param, []).append(Slot(module, attribute))
+                slots.setdefault(param, []).append(Slot.of(module, attribute))
                 names.setdefault(param, f"{prefix}{attribute}")
     return Managed(tuple(visited), {param: tuple(places) for param, places in slots.items()}, names)
 

@@ -195,7 +195,7 @@ def _broadcast(
 ) -> None:
     """Send the bytes of tensors in buckets; what fills one by itself is sent in place."""
     for pieces in _buckets(tensors, bucket_nbytes):
-        device = _communication_device(pieces[0].device, group)
+        device = _torch.device_for(group, pieces[0].device)
         if len(pieces) == 1 and pieces[0].device == device:
             dist.broadcast(pieces[0], group=group, group_src=source)
             continue
@@ -243,13 +243,3 @@ def _write(
         if flat is not unfinished:
             leaf.copy_(flat)
     copies[:] = kept
-
-
-def _communication_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """Return where ``group`` can send what is on ``device``: there, or on the accelerator."""
-    config = dist.distributed_c10d.get_backend_config(group)
-    served = {item.partition(":")[0] for item in config.split(",") if ":" in item}
-    if device.type in served or not served:
-        return device
-    accelerator = torch.accelerator.current_accelerator()
-    return device if accelerator is None else torch.device(accelerator.type)

@@ -10,6 +10,7 @@ import pytest
 MODULES = {
     "api": 2,
     "train.clip": 1,
+    "train.grad_scaler": 1,
     "train.synchronize": 1,
     "train.unsharded": 1,
     "train.wrap": 1,

@@ -12,6 +12,7 @@ The tensors a parameter goes through:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,15 +28,34 @@ from composable_shard.core.params.placement import Placements, plan_placement
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import CPUOffloadPolicy
 
+_UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
+
 
 class Slot(NamedTuple):
-    """A place where a parameter is registered; tied parameters have several."""
+    """A place where a parameter is registered; tied parameters have several.
+
+    Attributes:
+        module: Where.
+        attribute: Under which name.
+        calls_setattr: Whether the module wants to be told, by a ``__setattr__`` of its own.
+    """
 
     module: nn.Module
     attribute: str
+    calls_setattr: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module, attribute: str) -> Slot:
+        """Return the place of an attribute, as the environment says if it is told."""
+        is_plain = type(module).__setattr__ is nn.Module.__setattr__
+        is_unsafe = any(os.environ.get(name) == "1" for name in _UNSAFE_VARIABLES)
+        return cls(module, attribute, not is_plain and not is_unsafe)
 
     def put(self, param: nn.Parameter) -> None:
-        self.module._parameters[self.attribute] = param
+        if self.calls_setattr:
+            setattr(self.module, self.attribute, param)
+        else:
+            self.module._parameters[self.attribute] = param
 
     def get(self) -> nn.Parameter | None:
         return self.module._parameters.get(self.attribute)

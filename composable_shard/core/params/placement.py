@@ -72,7 +72,7 @@ def plan_placement(
         ValueError: If the parameter does not fit ``mesh``.
     """
     if not isinstance(param, DTensor):
-        if mesh.dims is not None:
+        if not mesh.is_whole:
             raise ValueError(
                 f"Expected parameter '{name}' to be a DTensor on the mesh that dp_mesh_dims "
                 f"describes, got a plain {type(param).__name__}; distribute it first"

@@ -43,7 +43,9 @@ class _Known:
     def places(self) -> tuple[Slot, ...]:
         """Where it is registered in modules that are alive."""
         found = ((module(), attribute) for module, attribute in self.registered)
-        return tuple(Slot(module, attribute) for module, attribute in found if module is not None)
+        return tuple(
+            Slot.of(module, attribute) for module, attribute in found if module is not None
+        )
 
     @property
     def param(self) -> ShardedParam | None:

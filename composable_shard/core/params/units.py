@@ -146,11 +146,19 @@ class GroupUnits:
         wrong = [param for param in self.params if param.local.device != param.device]
         if not wrong:
             return
+        place = wrong[0].device
+        if any(param.local.is_meta for param in wrong):
+            remedy = (
+                f"call module.to_empty(device='{place}') and initialize them, for example with "
+                "reset_parameters()"
+            )
+        elif wrong[0].offload is not None:
+            remedy = "leave the module there, since its policy offloads them"
+        else:
+            remedy = f"call module.to('{place}') before training"
         places = ", ".join(f"{param.name} on {param.local.device}" for param in wrong)
         raise MaterializationError(
-            f"Expected the parameters of {label} on {wrong[0].device}, got {places}; "
-            f"call module.to_empty(device='{wrong[0].device}') and initialize them, "
-            "for example with reset_parameters()"
+            f"Expected the parameters of {label} on {place}, got {places}; {remedy}"
         )
 
 

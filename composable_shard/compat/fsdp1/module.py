@@ -1,0 +1,320 @@
+"""The wrapper: ``fully_shard`` with the arguments and methods of its first generation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_shard import FSDPModule, clip_grad_norm_, unsharded
+from composable_shard.compat.fsdp1 import optimizer_states, running, saving
+from composable_shard.compat.fsdp1.choices import (
+    BackwardPrefetch,
+    Choices,
+    CPUOffload,
+    MixedPrecision,
+    ProcessGroups,
+    ShardingStrategy,
+)
+from composable_shard.compat.fsdp1.construction import arguments_below, shard, wrap_below
+from composable_shard.compat.fsdp1.devices import resolve_device
+from composable_shard.compat.fsdp1.layouts import resolve_layout
+from composable_shard.compat.fsdp1.scope import scope_of
+from composable_shard.compat.fsdp1.state_dict_types import StateDictSettings
+from composable_shard.compat.fsdp1.wrap_policies import AutoWrapPolicy
+from composable_shard.core.group import ParamGroup, group_of
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Wrap a module whose parameters are sharded.
+
+    A thin layer: the wrapped module is sharded by :func:`composable_shard.fully_shard`, and all
+    that the wrapper does is done by the public interface. Names of parameters, buffers and modules
+    are those of the plain model. ``docs/from_fsdp1.md`` says what is called otherwise there.
+
+    Args:
+        module: The module. Modules below it may be wrapped already.
+        process_group: The ranks, all of them if absent; for hybrid strategies a pair
+            ``(shard, replicate)``.
+        sharding_strategy: What is sharded; ``FULL_SHARD`` if absent.
+        cpu_offload: Whether shards are kept on the CPU.
+        auto_wrap_policy: Which modules below are wrapped, with the same arguments.
+        backward_prefetch: A hint that changes nothing: the order is recorded.
+        mixed_precision: Dtypes of compute and reduction.
+        ignored_modules: Modules that are left as they are, with all below them.
+        param_init_fn: Called with each module if some are on the meta device; they are initialized
+            by their ``reset_parameters()`` if absent.
+        device_id: Device of compute, to which a module on the CPU is moved.
+        sync_module_states: Whether all ranks start from the values of the first.
+        forward_prefetch: A hint that changes nothing.
+        limit_all_gathers: The same.
+        use_orig_params: Accepted; parameters always keep their shapes and names. ``False`` refuses
+            optimizers in backward.
+        ignored_states: Modules or parameters that are left as they are.
+        device_mesh: The ranks in another form, instead of ``process_group``.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If arguments, the module and the current device do not go together.
+        RuntimeError: If parameters lie on several devices.
+        MaterializationError: If a module on the meta device cannot be initialized.
+
+    Collective: none but those of ``sync_module_states``, and of process groups for hybrid
+        strategies.
+    Source: ``torch.distributed.fsdp.FullyShardedDataParallel``.
+
+    Example:
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4)), device_id="cpu")
+        ...     [(name, param.to_local().shape) for name, param in model.named_parameters()]
+        [('0.weight', torch.Size([2, 4])), ('0.bias', torch.Size([2]))]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroups = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: AutoWrapPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"Expected module to be an nn.Module, got {type(module).__name__}")
+        choices = Choices(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            device_mesh=device_mesh,
+        )
+        self.fsdp_choices: Choices = choices
+        self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
+        self.fsdp_full_precision_in_eval: bool = running.full_precision_in_eval()
+        self.fsdp_state_dict_settings = StateDictSettings()
+        scope = scope_of(module, ignored_modules, ignored_states)
+        self.compute_device = resolve_device(scope, choices)
+        layout = resolve_layout(choices, self.compute_device.type, auto_wrap_policy is not None)
+        self.sharding_strategy = layout.strategy
+        if auto_wrap_policy is not None:
+            arguments = arguments_below(choices, scope, layout, self.compute_device)
+            wrap_below(module, scope, auto_wrap_policy, type(self), arguments)
+            scope = scope_of(module, ignored_modules, ignored_states)
+        self._tops = shard(module, scope, layout, choices, self.compute_device)
+        self._fsdp_wrapped_module = module
+        self._checked_tree: object = None
+        saving.install(self)
+
+    # The wrapped module ---------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, which ``fully_shard`` was applied to."""
+        return self._fsdp_wrapped_module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the wrapper, then the wrapped module under the same name, then those below.
+
+        Parameters and buffers thus have the names that they have in the plain model.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell ``torch.distributed.checkpoint`` which name does not count."""
+        return {"": "_fsdp_wrapped_module"}
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
+        """Call ``fn`` with each module from the inside out, while parameters are full.
+
+        What it changes is written to the shards; all ranks must change them alike.
+        Collective: see :meth:`summon_full_params`.
+        """
+        with self.summon_full_params(self):
+            _apply_inside_out(self, fn)
+        return self
+
+    # Groups ---------------------------------------------------------------------------------
+
+    def fsdp_groups(self) -> list[ParamGroup]:
+        """Return the group of the wrapped module, none for an empty container."""
+        found = (group_of(top) for top in self._tops)
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def check_is_root(self) -> bool:
+        """Tell whether no wrapper is around this one."""
+        return all(group.context.root is group for group in self.fsdp_groups())
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which parameters are sharded, or replicated for ``NO_SHARD``."""
+        for group in self.fsdp_groups():
+            return group.mesh.shard_group or group.mesh.replica_group
+        return None
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank in :attr:`process_group`."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in :attr:`process_group`."""
+        return dist.get_world_size(self.process_group)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Return the wrappers in a module, itself included.
+
+        Args:
+            module: Any module.
+            root_only: Whether to leave out those inside of another.
+        """
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in found if m.check_is_root()] if root_only else found
+
+    # Training -------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module, whose hooks gather and free its parameters.
+
+        Raises:
+            ValueError: At the first forward of the root, if nested wrappers disagree on
+                ``use_orig_params``, ``limit_all_gathers`` or full precision in evaluation.
+            RuntimeError: For an optimizer in backward without ``use_orig_params``.
+        """
+        is_root = self.check_is_root()
+        if is_root:
+            self._checked_tree = running.check_tree(self, self._checked_tree)
+        with running.precision(self) as lowers:
+            if lowers and self.mixed_precision.casts_inputs(is_root):
+                dtype = self.mixed_precision.param_dtype
+                assert dtype is not None
+                args, kwargs = running.cast_inputs(dtype, (args, kwargs))
+            return self._fsdp_wrapped_module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication within this context; nests."""
+        with contextlib.ExitStack() as stack:
+            for inner in self.modules():
+                if isinstance(inner, FSDPModule):
+                    stack.enter_context(inner.no_sync())
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients below so that their norm is at most ``max_norm``.
+
+        Args:
+            max_norm: The norm to scale down to.
+            norm_type: Order of the norm; ``float("inf")`` for the largest absolute value.
+
+        Returns:
+            The norm before, the same on all ranks.
+
+        Collective: one all-gather of a few scalars for each mesh axis gradients are sharded on.
+        """
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Refuse: communication is changed by the wrapped module.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"Expected no communication hook on {type(self).__name__}, got {hook!r}; call "
+            "set_all_reduce_hook, set_custom_reduce_scatter or set_custom_all_gather of .module"
+        )
+
+    # Full parameters and state dicts --------------------------------------------------------
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Let a module hold full parameters within this context: :func:`unsharded`.
+
+        Args:
+            module: A wrapper, or a module with wrappers below.
+            recurse: Whether those below a wrapper have full parameters too.
+            writeback: Whether edits are written to the shards.
+            rank0_only: Whether only the first rank has full parameters.
+            offload_to_cpu: Whether they are on the CPU.
+            with_grads: Whether they have full gradients.
+
+        Raises:
+            ShardError: As :func:`composable_shard.unsharded`.
+
+        Collective: one all-gather of each parameter, and of each gradient with ``with_grads``.
+        """
+        inner = module.module if isinstance(module, FullyShardedDataParallel) else module
+        with unsharded(
+            inner,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            yield
+
+    set_state_dict_type = staticmethod(saving.set_state_dict_type)
+    get_state_dict_type = staticmethod(saving.get_state_dict_type)
+    state_dict_type = staticmethod(saving.state_dict_type)
+    optim_state_dict = staticmethod(optimizer_states.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optimizer_states.optim_state_dict_to_load)
+
+
+def _apply_inside_out(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+    for child in module.children():
+        _apply_inside_out(child, fn)
+    fn(module)

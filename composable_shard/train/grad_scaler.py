@@ -1,0 +1,283 @@
+"""Scaling losses, and unscaling gradients of which each rank has a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from composable_shard import _torch
+from composable_shard.core.nested import map_tensors
+
+_LINEAR = ("sum", "avg", "max", "min")
+"""What a pending reduction may be for its parts to be unscaled in place of its result."""
+
+
+class ShardedGradScaler(_torch.GradScalerBase):
+    """Scale losses against underflow in half precision, where ranks hold parts of the gradients.
+
+    A ``torch.amp.GradScaler`` whose ranks agree: if a gradient of an optimizer is infinite or NaN
+    on any rank, all of them skip the step and lower the scale. Gradients may be DTensors on any
+    mix of meshes, plain, sparse, tensor subclasses, in half precision, and on the CPU (offloaded).
+    Those that are still ``Partial`` (accumulated without sync) are unscaled as they are; the step
+    is skipped too if their sum over the ranks might overflow. In other respects it is used as
+    torch's: ``scale``, ``unscale_``, ``step``, ``update``, ``state_dict``, ``load_state_dict``.
+
+    Args:
+        device: Type of the device of the losses; the current accelerator if absent, else the CPU.
+        init_scale: What losses are multiplied by at first.
+        backoff_factor: By what the scale is multiplied after a skipped step; below 1.
+        growth_factor: By what it is multiplied after enough steps that were not; above 1.
+        growth_interval: How many steps in a row are enough.
+        enabled: ``False`` makes ``scale`` return the outputs as they are, and ``step`` that of the
+            optimizer.
+        process_group: The ranks that agree, all if absent. Those of the parameters' meshes agree
+            whether or not they are in it.
+
+    Raises:
+        TypeError: If ``process_group`` is not one, such as on a rank that is not a member.
+        ValueError: If a factor, the scale or the interval is out of range.
+
+    Collective: one all-reduce of 4 bytes for each optimizer and step; all ranks must call it. With
+        a ``process_group`` that lacks ranks of a mesh, one more for each axis of that.
+    Memory: two scalars.
+    Source: ``torch.amp.GradScaler`` and ``torch.distributed.fsdp.sharded_grad_scaler``.
+
+    Example:
+        >>> from torch import nn
+        >>> from composable_shard import fully_shard
+        >>> from composable_shard.testing import run_threads
+        >>> def step(inputs):
+        ...     layer = nn.Linear(2, 2, bias=False)
+        ...     nn.init.ones_(layer.weight)
+        ...     fully_shard(layer)
+        ...     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+        ...     scaler = ShardedGradScaler(init_scale=1024.0)
+        ...     scaler.scale(layer(inputs[dist.get_rank()]).sum()).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        ...     return layer.weight.detach().to_local(), scaler.get_scale()
+        >>> run_threads(step, 2, torch.ones(2, 1, 2))
+        [(tensor([[0.5000, 0.5000]]), 1024.0), (tensor([[0.5000, 0.5000]]), 1024.0)]
+        >>> run_threads(step, 2, torch.tensor([[[1.0, 1.0]], [[1.0, torch.inf]]]))
+        [(tensor([[1., 1.]]), 512.0), (tensor([[1., 1.]]), 512.0)]
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if enabled:
+            _check("init_scale", init_scale, init_scale > 0, "above 0")
+            _check("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "between 0 and 1")
+            _check("growth_factor", growth_factor, growth_factor > 1, "above 1")
+            _check("growth_interval", growth_interval, growth_interval >= 1, "of at least 1")
+        if process_group is not None and not hasattr(process_group, "size"):
+            raise TypeError(
+                "Expected process_group to be a ProcessGroup that this rank is in, got "
+                f"{type(process_group).__name__}: {process_group!r}"
+            )
+        super().__init__(
+            device if device is not None else _default_device(),
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or several, by the scale.
+
+        Args:
+            outputs: A tensor, or lists, tuples, dicts and other iterables of them, nested as they
+                like, also in other mappings and dataclass instances, where what is no tensor stays.
+                Iterators are scaled as they are read.
+
+        Returns:
+            The same with each tensor scaled, in its own dtype; ``outputs`` itself if the scaler is
+            not enabled.
+
+        Raises:
+            TypeError: If ``outputs`` holds something else.
+        """
+        return self._scaled(outputs) if self.is_enabled() else outputs
+
+    def _scaled(self, outputs: Any) -> Any:
+        if isinstance(outputs, torch.Tensor):
+            scaled = outputs * self.scale_on(outputs.device)
+            return scaled.to(outputs.dtype)  # a scalar of half precision would be promoted
+        if isinstance(outputs, (list, tuple)):
+            items = [self._scaled(item) for item in outputs]
+            return type(outputs)(*items) if hasattr(outputs, "_fields") else type(outputs)(items)
+        if type(outputs) is dict:
+            return {key: self._scaled(item) for key, item in outputs.items()}
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping)):
+            return map(self._scaled, outputs)
+        scaled = map_tensors(self._scaled, outputs)
+        if scaled is outputs:
+            raise TypeError(
+                "Expected outputs to be tensors or containers of tensors, got "
+                f"{type(outputs).__name__}: {outputs!r}"
+            )
+        return scaled
+
+    @torch.no_grad()
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found_inf: torch.Tensor
+    ) -> None:
+        """Multiply the gradients of an optimizer in place; let all ranks agree on ``found_inf``.
+
+        Called by ``unscale_`` and ``step``.
+
+        Args:
+            optimizer: Whose gradients; those that are sparse, uncoalesced and of half precision
+                are replaced by coalesced ones.
+            inverse: What to multiply by, a float32 scalar.
+            found_inf: A float32 tensor of one element that is set to 1 if on any rank a gradient is
+                not finite.
+
+        Raises:
+            ValueError: If a gradient is ``Partial`` with a reduction that cannot be unscaled
+                (product), or ``process_group`` and the meshes have too little in common.
+
+        Collective: see the class.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        groups = self._groups_of(params)
+        _check_partial(params)
+        _unscale_own(params, inverse, found_inf)
+        for group in groups:
+            if group.size() > 1:
+                message = found_inf.to(_torch.device_for(group, found_inf.device))
+                dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+                found_inf.copy_(message)
+
+    def _groups_of(self, params: Sequence[torch.Tensor]) -> Sequence[dist.ProcessGroup]:
+        """Return the groups over which ranks agree if they do so over one after the other."""
+        if self.process_group is None:
+            world = dist.group.WORLD if dist.is_initialized() else None
+            return [] if world is None else [world]
+        meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+        if not meshes:
+            return [self.process_group]
+        members = set(dist.get_process_group_ranks(self.process_group))
+        outside = [mesh for mesh in meshes if not _ranks(mesh) <= members]
+        if not outside:
+            return [self.process_group]
+        # One pass over the axes of a grid tells everybody; over overlapping meshes it does not.
+        # All ranks must choose the same one, and a set has no order.
+        widest = max(outside, key=lambda mesh: (mesh.size(), -mesh.ndim, mesh.mesh.tolist()))
+        if not all(_ranks(mesh) <= _ranks(widest) for mesh in outside):
+            found = sorted(sorted(_ranks(mesh)) for mesh in outside)
+            raise ValueError(
+                "Expected process_group to have the ranks of all meshes of the parameters but one, "
+                f"got ranks {sorted(members)} and meshes of {found}; leave it out to agree over "
+                "all ranks"
+            )
+        axes = [widest.get_group(axis) for axis in range(widest.ndim) if widest.size(axis) > 1]
+        return axes if members <= _ranks(widest) else [self.process_group, *axes]
+
+
+# What this rank holds -------------------------------------------------------------------------
+
+
+def _unscale_own(
+    params: Sequence[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor
+) -> None:
+    """Multiply this rank's parts of the gradients; set ``found_inf`` if one is not finite."""
+    plain: list[torch.Tensor] = []
+    subclasses: list[torch.Tensor] = []
+    pending: list[tuple[torch.Tensor, int]] = []
+    for param in params:
+        if param.grad is None:
+            continue
+        local = _local(param)
+        (subclasses if _torch.is_wrapper_subclass(local) else plain).append(local)
+        if (num_parts := _num_parts(param.grad)) > 1:
+            pending.append((local, num_parts))
+    _unscale_plain(plain, factor, found_inf)
+    for local in subclasses:
+        local.mul_(factor.to(local.device))
+    for part, num_parts in pending:
+        subclasses.append(part * num_parts)
+    leaves = [leaf for local in subclasses for leaf in _torch.leaves(local)]
+    numbers = [leaf for leaf in leaves if leaf.is_floating_point()]
+    _unscale_plain(numbers, torch.ones_like(factor), found_inf)
+
+
+def _unscale_plain(
+    tensors: Sequence[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor
+) -> None:
+    """Multiply plain tensors in place, those of one device and dtype in one kernel."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for (device, _), ones in alike.items():
+        found = found_inf if device == found_inf.device else torch.zeros((), device=device)
+        _torch.unscale_all_(ones, factor.to(device), found)
+        if found is not found_inf:
+            found_inf.add_(found.to(found_inf.device, non_blocking=True)).clamp_(max=1)
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    """Return what of a gradient this rank multiplies: real numbers without structure."""
+    grad = cast(torch.Tensor, param.grad)
+    if isinstance(grad, DTensor):
+        grad = _torch.local_tensor(grad)
+    if grad.is_sparse:
+        if grad.dtype is torch.float16 and not grad.is_coalesced():
+            # What overflows when duplicates are added would do so in the optimizer, unnoticed.
+            param.grad = grad = grad.float().coalesce().half()
+        grad = _torch.sparse_values(grad)
+    if grad.is_complex():
+        return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+    return grad
+
+
+def _num_parts(grad: torch.Tensor) -> int:
+    """Return of how many ranks' parts a gradient is still to be reduced."""
+    if not isinstance(grad, DTensor):
+        return 1
+    mesh = grad.device_mesh
+    return math.prod(mesh.size(axis) for axis, p in enumerate(grad.placements) if p.is_partial())
+
+
+def _check_partial(params: Sequence[torch.Tensor]) -> None:
+    for param in params:
+        for placement in param.grad.placements if isinstance(param.grad, DTensor) else ():
+            if isinstance(placement, Partial) and placement.reduce_op not in _LINEAR:
+                raise ValueError(
+                    f"Expected gradients that are pending as one of {_LINEAR}, got {placement}; "
+                    "redistribute them before unscaling"
+                )
+
+
+# Arguments ------------------------------------------------------------------------------------
+
+
+def _check(name: str, value: float, fits: bool, what: str) -> None:
+    if not fits:
+        raise ValueError(f"Expected {name} {what}, got {value!r}")
+
+
+def _default_device() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def _ranks(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())

@@ -1,0 +1,805 @@
+"""Scaled training against the unsharded model under torch's own scaler, on any mix of meshes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.models import (
+    Net,
+    assert_parity,
+    average_gradients,
+    full,
+    own_input,
+    shard_net,
+    train_step,
+    two_nets,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+
+from composable_shard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardedGradScaler,
+    clip_grad_norm_,
+    fully_shard,
+)
+from composable_shard.testing import RankError, fake_ranks, run_ranks, run_threads
+
+Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
+
+
+def torch_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **kwargs)
+
+
+def our_scaler(**kwargs: Any) -> ShardedGradScaler:
+    return ShardedGradScaler("cpu", **kwargs)
+
+
+def scaled_backward(
+    scaler: torch.amp.GradScaler, model: nn.Module, step: int, loss_factor: float = 1.0
+) -> None:
+    loss = model(own_input(step)).float().square().sum() * loss_factor
+    scaler.scale(loss).backward()
+    if not any(isinstance(param, DTensor) for param in model.parameters()):
+        average_gradients(model.parameters())
+
+
+def set_first(param: torch.Tensor, value: float) -> None:
+    """Write ``value`` into the part of a gradient that this rank holds, if it holds any."""
+    grad = param.grad
+    assert grad is not None
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    if local.numel():
+        local.view(-1)[0] = value
+
+
+# Whole trainings ------------------------------------------------------------------------------
+
+
+def sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
+
+
+def adam(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)]
+
+
+def adam_fused(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """One that divides by the scale, and skips, in its own kernel."""
+    return [torch.optim.Adam(model.parameters(), lr=1e-2, fused=True)]
+
+
+def groups_of_two(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Two optimizers, the first of two parameter groups."""
+    inp, out = list(model.inp.parameters()), list(model.out.parameters())
+    first = torch.optim.SGD([{"params": inp, "lr": 0.05}, {"params": out}], lr=0.02)
+    return [first, torch.optim.Adam(model.blocks.parameters(), lr=1e-2)]
+
+
+FAULTS = {2: math.inf, 3: math.nan, 7: -math.inf}
+"""At which steps a gradient of one rank is not finite, and what it is."""
+
+
+def train_scaled(
+    optimizers_of: Optimizers, make: Callable[[], tuple[Net, Net]] = two_nets
+) -> list[float]:
+    """Train ten steps; at some of them one rank alone has a gradient that is not finite."""
+    reference, model = make()
+    settings = {"init_scale": 8.0, "growth_interval": 2, "growth_factor": 4.0}
+    scalers = (torch_scaler(**settings), our_scaler(**settings))
+    every = (optimizers_of(reference), optimizers_of(model))
+    scales = []
+    for step in range(10):
+        for one, scaler, optimizers in zip((reference, model), scalers, every, strict=True):
+            scaled_backward(scaler, one, step)
+            if step in FAULTS and (one is reference or dist.get_rank() == 0):
+                set_first(one.blocks[1].up.weight, FAULTS[step])
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        if optimizers_of is adam_fused:
+            assert_close_parity(model, reference)
+        else:
+            assert_parity(model, reference)
+        assert scalers[1].state_dict() == scalers[0].state_dict()
+        scales.append(scalers[1].get_scale())
+    return scales
+
+
+def assert_close_parity(model: nn.Module, reference: nn.Module) -> None:
+    """Compare but for the last bit: the fused kernel rounds the end of a tensor in another way."""
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.detach()), other.detach(), rtol=1e-5, atol=1e-6)
+
+
+# 2 good steps grow it, a bad one halves it: steps 0-1, 4-5 and 8-9 are pairs, 6 stays alone.
+SCALES = [8.0, 32.0, 16.0, 8.0, 8.0, 32.0, 32.0, 16.0, 16.0, 64.0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("optimizers_of", [sgd, adam, adam_fused, groups_of_two])
+def test_training_equals_the_unsharded_one(optimizers_of: Optimizers, num_ranks: int) -> None:
+    for scales in run_ranks(train_scaled, num_ranks, optimizers_of):
+        assert scales == SCALES
+
+
+def hybrid_nets() -> tuple[Net, Net]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return two_nets(mesh=mesh)
+
+
+def offloaded_nets() -> tuple[Net, Net]:
+    return two_nets(offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+@pytest.mark.parametrize("optimizers_of", [sgd, adam_fused, groups_of_two])
+def test_training_on_a_hybrid_mesh(optimizers_of: Optimizers) -> None:
+    for scales in run_ranks(train_scaled, 4, optimizers_of, hybrid_nets):
+        assert scales == SCALES
+
+
+def test_training_with_offload() -> None:
+    for scales in run_ranks(train_scaled, 2, adam, offloaded_nets):
+        assert scales == SCALES
+
+
+def test_training_on_threads() -> None:
+    reference = Net(1)
+
+    def train() -> list[float]:
+        model = shard_net(copy.deepcopy(reference))
+        scaler = our_scaler(init_scale=8.0)
+        (optimizer,) = sgd(model)
+        scales = []
+        for step in range(2):
+            scaled_backward(scaler, model, step)
+            if step == dist.get_rank() == 1:
+                set_first(model.out.weight, math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return scales
+
+    assert run_threads(train, 2) == [[8.0, 4.0]] * 2
+
+
+# Half precision -------------------------------------------------------------------------------
+
+FP16 = torch.float16
+
+
+def half_step(model: Net, scaler: torch.amp.GradScaler, step: int) -> None:
+    """Forward and scaled backward of an fp16 copy; its mean gradients go to ``model``."""
+    low = copy.deepcopy(model).half()
+    loss = low(own_input(step).half()).float().square().sum()
+    scaler.scale(loss).backward()
+    for param, lowered in zip(model.parameters(), low.parameters(), strict=True):
+        if dist.get_world_size() % 2 == 0:  # so that sums of half precision overflow later
+            lowered.grad.div_(dist.get_world_size())
+            dist.all_reduce(lowered.grad)
+        else:
+            dist.all_reduce(lowered.grad)
+            lowered.grad.div_(dist.get_world_size())
+        param.grad = lowered.grad.float()
+
+
+def train_half() -> tuple[list[float], float]:
+    """Train in fp16 from a scale that overflows; return scales and the last loss."""
+    policy = MixedPrecisionPolicy(param_dtype=FP16)
+    reference, model = two_nets(mp_policy=policy)
+    scalers = torch_scaler(growth_interval=3), our_scaler(growth_interval=3)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (reference, model)]
+    scales = []
+    num_ranks = dist.get_world_size()
+    for step in range(12):
+        half_step(reference, scalers[0], step)
+        loss = model(own_input(step))
+        assert loss.dtype == FP16
+        scalers[1].scale(loss.float().square().sum()).backward()
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+        # Three numbers may be summed in another order; half precision has steps of 1e-3.
+        exact = {"rtol": 0, "atol": 0} if num_ranks <= 2 else {"rtol": 1e-3, "atol": 1e-4}
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(param.detach()), other.detach(), **exact)
+            other.grad = None
+        model.zero_grad()
+        assert scalers[1].state_dict() == scalers[0].state_dict()
+        scales.append(scalers[1].get_scale())
+    return scales, model(own_input(0)).float().square().mean().item()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_fp16_training_equals_the_unsharded_one(num_ranks: int) -> None:
+    results = run_ranks(train_half, num_ranks)
+    for scales, loss in results:
+        assert scales == results[0][0]
+        assert math.isfinite(loss)
+        assert scales[0] == 2.0**15  # the first step overflowed
+        assert any(later > before for before, later in pairwise(scales))  # and it grew again
+
+
+def fp16_everywhere() -> list[Any]:
+    """Parameters and gradients in fp16, which torch's own scaler refuses."""
+    model = fully_shard(nn.Linear(4, 4, bias=False).half())
+    nn.init.ones_(model.weight)
+    scaler, (optimizer,) = our_scaler(init_scale=128.0), sgd(model)
+    scaler.scale(model(torch.full((1, 4), 0.5).half()).sum()).backward()
+    assert model.weight.grad.dtype == FP16
+    scaler.unscale_(optimizer)
+    grad = full(model.weight.grad)
+    scaler.step(optimizer)
+    return [grad, full(model.weight.detach())]
+
+
+def test_gradients_in_fp16() -> None:
+    for grad, weight in run_ranks(fp16_everywhere, 2):
+        assert torch.equal(grad, torch.full((4, 4), 0.5, dtype=FP16))
+        assert torch.equal(weight, torch.full((4, 4), 1 - 0.05 * 0.5).half())
+
+
+# Unscaling ------------------------------------------------------------------------------------
+
+
+def clip_between() -> float:
+    """Unscale, clip by norm, then step: the norm is that of the true gradients."""
+    reference, model = two_nets()
+    scaler, (optimizer,), (other,) = our_scaler(init_scale=1024.0), sgd(model), sgd(reference)
+    scaled_backward(scaler, model, 0)
+    train_step(reference, 0, None)
+    before = [
+        (p.grad, p.grad._local_tensor, p.grad._local_tensor.data_ptr()) for p in params(model)
+    ]
+    scaler.unscale_(optimizer)
+    for param, (grad, local, pointer) in zip(params(model), before, strict=True):
+        assert param.grad is grad and grad._local_tensor is local and local.data_ptr() == pointer
+    assert_parity(model, reference)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), expected)
+    scaler.step(optimizer)
+    other.step()
+    for param, plain in zip(params(model), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.detach()), plain.detach(), rtol=1e-6, atol=1e-7)
+    with pytest.raises(RuntimeError, match="already been called since the last update"):
+        scaler.step(optimizer)
+    scaler.update()
+    return expected.item()
+
+
+def params(model: nn.Module) -> list[Any]:
+    return list(model.parameters())
+
+
+def test_unscaled_gradients_can_be_clipped() -> None:
+    norms = run_ranks(clip_between, 2)
+    assert norms[0] == norms[1] > 0.5
+
+
+def kept_unsharded() -> None:
+    """Parameters that stay unsharded over a step are gathered again; those of a skipped one too."""
+    reference, model = two_nets()
+    model.set_reshard_after_backward(False)
+    scalers, optimizers = (torch_scaler(), our_scaler()), [*adam(reference), *adam(model)]
+    for step in range(4):
+        for one, scaler, optimizer in zip((reference, model), scalers, optimizers, strict=True):
+            scaled_backward(scaler, one, step)
+            if step == 1 and (one is reference or dist.get_rank() == 1):
+                set_first(optimizer.param_groups[0]["params"][0], math.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    for module in (model, *model.blocks):
+        module.reshard()
+    assert_parity(model, reference)
+
+
+def test_parameters_that_stay_unsharded() -> None:
+    run_ranks(kept_unsharded, 2)
+
+
+def rows_on_some_ranks(faulty: int) -> list[Any]:
+    """A rank without rows, or without any gradient, skips with the others."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(3, 2, bias=False))  # rank 2 of 3 has no row
+    unused = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([*model.parameters(), unused], lr=1.0)
+    before = full(model.weight.detach())
+    scaler = our_scaler(init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    if dist.get_rank() == faulty:
+        set_first(model.weight, math.inf)
+    if dist.get_rank() == 2:
+        model.weight.grad = None
+    scaler.step(optimizer)
+    scaler.update()
+    return [torch.equal(full(model.weight.detach()), before), scaler.get_scale()]
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_rank_without_gradients_skips_too(faulty: int) -> None:
+    assert run_ranks(rows_on_some_ranks, 3, faulty) == [[True, 2.0]] * 3
+
+
+# Meshes ---------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.inp(x)))
+
+
+def tensor_parallel() -> nn.Module:
+    """Shard over one axis what is tensor-parallel over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model = Experts()
+    parallelize_module(model, mesh["tp"], {"inp": ColwiseParallel(), "out": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def own_meshes() -> nn.Module:
+    """Shard one layer over all ranks, another over pairs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Experts()
+    fully_shard(model.inp, mesh=mesh)
+    return fully_shard(model)
+
+
+def halves() -> nn.Module:
+    """A model of its own on each half of the ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    return fully_shard(Experts(), mesh=mesh["shard"])
+
+
+MESHES = [tensor_parallel, own_meshes, halves, lambda: fully_shard(Experts())]
+KINDS = ["tensor parallel", "own meshes", "halves", "one mesh"]
+
+
+def skip_on(kind: str, faulty: int, ranks: str) -> list[Any]:
+    """Let one rank find an infinity; return whether this rank skipped, and what it has sent."""
+    model = MESHES[KINDS.index(kind)]()
+    scaler, (optimizer,) = our_scaler(init_scale=4.0, process_group=group_of(ranks)), sgd(model)
+    scaler.scale(model(own_input()).square().sum()).backward()
+    if dist.get_rank() == faulty:
+        set_first(model.inp.weight, math.inf)
+    before = [param.detach().to_local().clone() for param in model.parameters()]
+    with CommDebugMode() as counted:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    after = [param.detach().to_local() for param in model.parameters()]
+    changed = not all(map(torch.equal, before, after))
+    scaler.update()
+    return [changed, scaler.get_scale(), counted.get_total_counts()]
+
+
+def group_of(ranks: str) -> dist.ProcessGroup | None:
+    """Return a process group of this rank's, by what ranks it has."""
+    if ranks == "default":
+        return None
+    if ranks == "all":
+        return dist.group.WORLD
+    lists = {"pairs": [[0, 1], [2, 3]], "crossing": [[0, 2], [1, 3]]}[ranks]
+    return dist.new_subgroups_by_enumeration(lists)[0]
+
+
+@pytest.mark.parametrize("faulty", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_collective_over_all_ranks(kind: str, faulty: int) -> None:
+    for ranks in ("default", "all"):
+        assert run_ranks(skip_on, 4, kind, faulty, ranks) == [[False, 2.0, 1]] * 4
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "own meshes", "one mesh"])
+def test_ranks_of_the_meshes_agree_beside_those_of_the_group(kind: str) -> None:
+    """The group has half of the ranks; the axes of the widest mesh bring in the others."""
+    wanted = {"tensor parallel": 2, "own meshes": 1, "one mesh": 1}[kind]
+    for ranks in ("pairs", "crossing"):
+        for faulty in (1, 2):
+            assert run_ranks(skip_on, 4, kind, faulty, ranks) == [[False, 2.0, wanted]] * 4
+
+
+def test_stages_agree_if_the_group_spans_them() -> None:
+    """Meshes of their own on two halves: a group across them makes all agree, one within not."""
+    assert run_ranks(skip_on, 4, "halves", 0, "crossing") == [[False, 2.0, 2]] * 4
+    alone = run_ranks(skip_on, 4, "halves", 0, "pairs")
+    assert alone == [[False, 2.0, 1]] * 2 + [[True, 4.0, 1]] * 2
+
+
+OVERLAP = (
+    "Expected process_group to have the ranks of all meshes of the parameters but one, got ranks "
+    "[0] and meshes of [[0, 1], [0, 2]]; leave it out to agree over all ranks"
+)
+
+
+def overlapping_meshes() -> None:
+    alone = dist.new_group([0])
+    pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 2])]
+    if dist.get_rank() != 0:
+        return
+    held = [with_grad(torch.ones(2), mesh) for mesh in pairs]
+    scaler = our_scaler(process_group=alone)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError) as caught:
+        scaler.unscale_(torch.optim.SGD(held))
+    assert str(caught.value) == OVERLAP
+
+
+def with_grad(value: torch.Tensor, mesh: DeviceMesh, placement: Any = None) -> nn.Parameter:
+    param = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
+    local = param.to_local() if placement is None else value
+    placements = [placement or Shard(0)]
+    param.grad = DTensor.from_local(local.detach().clone(), mesh, placements, run_check=False)
+    return param
+
+
+def test_a_group_that_lacks_ranks_of_overlapping_meshes() -> None:
+    run_ranks(overlapping_meshes, 3)
+
+
+# Gradients that are not reduced yet -------------------------------------------------------------
+
+
+def accumulated() -> None:
+    """A step on gradients that are accumulated without sync is that on their mean."""
+    reference, model = two_nets()
+    scalers, optimizers = (torch_scaler(), our_scaler()), [*adam(reference), *adam(model)]
+    with model.no_sync():
+        scaled_backward(scalers[1], model, 0)
+    scaled_backward(scalers[0], reference, 0)
+    kinds = {param.grad.placements for param in model.parameters()}
+    if dist.get_world_size() > 1:
+        assert kinds == {(Partial("avg"),)}
+    for scaler, optimizer in zip(scalers, optimizers, strict=True):
+        scaler.step(optimizer)
+    assert {param.grad.placements for param in model.parameters()} == kinds
+    for param, other in zip(params(model), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), other.grad)
+        torch.testing.assert_close(full(param.detach()), other.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_accumulated_gradients_count_as_what_they_stand_for(num_ranks: int) -> None:
+    run_ranks(accumulated, num_ranks)
+
+
+def pending_overflow(value: float, kind: str) -> float:
+    """Each rank's part is finite; two of them may not be."""
+    param = with_grad(torch.full((2,), value), init_device_mesh("cpu", (2,)), Partial(kind))
+    scaler = our_scaler(init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD([param], lr=1.0))
+    scaler.update()
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("kind", ["sum", "avg"])
+def test_a_pending_sum_that_might_overflow_is_skipped(kind: str) -> None:
+    assert run_ranks(pending_overflow, 2, 1e38, kind) == [1.0] * 2
+    assert run_ranks(pending_overflow, 2, 3e38, kind) == [0.5] * 2
+    assert run_ranks(pending_overflow, 2, math.inf, kind) == [0.5] * 2
+
+
+PRODUCT = (
+    "Expected gradients that are pending as one of ('sum', 'avg', 'max', 'min'), got P(product); "
+    "redistribute them before unscaling"
+)
+
+
+def unscale_product() -> None:
+    pending_overflow(1.0, "product")
+
+
+def test_a_pending_product_is_refused() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(unscale_product, 2)
+    failure = caught.value.agreed()
+    assert failure.type_name.endswith("ValueError")
+    assert failure.message == PRODUCT
+
+
+# Kinds of gradients ---------------------------------------------------------------------------
+
+
+def unscale_alone(
+    grads: Sequence[torch.Tensor], scale: float = 4.0
+) -> tuple[list[torch.Tensor], float]:
+    """Unscale gradients without any process group; return them and what ``update`` makes of it."""
+    held = []
+    for grad in grads:
+        zeros = TwoTensor(grad.a * 0, grad.b * 0) if isinstance(grad, TwoTensor) else 0 * grad
+        held.append(nn.Parameter(zeros.to_dense() if grad.is_sparse else zeros))
+        held[-1].grad = grad
+    scaler = our_scaler(init_scale=scale)
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD(held, lr=1.0)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    return [param.grad for param in held], scaler.get_scale()
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES += [torch.complex64, torch.complex128]
+
+
+def test_gradients_of_any_dtype() -> None:
+    grads = [torch.arange(6).view(2, 3).to(dtype) for dtype in DTYPES]
+    grads += [torch.ones(4, 4)[:, ::2], torch.empty(0, 3), torch.tensor(2.0)]
+    expected = [grad / 4 for grad in grads]
+    unscaled, scale = unscale_alone(grads)
+    assert scale == 4.0
+    for grad, wanted, original in zip(unscaled, expected, grads, strict=True):
+        assert grad is original and torch.equal(grad, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_is_found_in_any_dtype(dtype: torch.dtype, value: float) -> None:
+    bad = complex(1.0, value) if dtype.is_complex else value
+    assert unscale_alone([torch.ones(3), torch.tensor([1.0, bad], dtype=dtype)])[1] == 2.0
+
+
+def test_a_conjugated_gradient() -> None:
+    grad = torch.tensor([4 + 8j]).conj()
+    assert grad.is_conj()
+    (unscaled,), scale = unscale_alone([grad])
+    assert torch.equal(unscaled, torch.tensor([1 - 2j])) and scale == 4.0
+
+
+def test_tensor_subclasses() -> None:
+    """Both inner tensors are unscaled, and looked into."""
+    (unscaled,), scale = unscale_alone([TwoTensor(torch.ones(2), torch.full((2,), 2.0))])
+    assert torch.equal(unscaled.a, torch.full((2,), 0.25)) and scale == 4.0
+    assert torch.equal(unscaled.b, torch.full((2,), 0.5))
+    assert unscale_alone([TwoTensor(torch.ones(2), torch.tensor([1.0, math.inf]))])[1] == 2.0
+
+
+INDICES = torch.tensor([[0, 1, 1], [2, 0, 2]])
+DUPLICATES = torch.tensor([[1, 1, 1], [0, 0, 2]])
+
+
+def sparse(
+    indices: torch.Tensor, values: Sequence[float], dtype: torch.dtype, coalesce: bool
+) -> torch.Tensor:
+    made = torch.sparse_coo_tensor(indices, torch.tensor(values), (2, 3), check_invariants=True)
+    return (made.coalesce() if coalesce else made).to(dtype)
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_sparse_gradients(dtype: torch.dtype, coalesce: bool) -> None:
+    for indices in (INDICES, DUPLICATES):
+        grad = sparse(indices, [16.0, 32.0, 64.0], dtype, coalesce)
+        expected = grad.float().to_dense() / 4
+        (unscaled,), scale = unscale_alone([grad])
+        assert unscaled.is_sparse and unscaled.dtype == dtype and scale == 4.0
+        assert torch.equal(unscaled.float().to_dense(), expected)
+    for value in (math.inf, math.nan):
+        assert unscale_alone([sparse(INDICES, [1.0, 2.0, value], dtype, coalesce)])[1] == 2.0
+
+
+def test_a_sparse_gradient_that_overflows_when_it_is_coalesced() -> None:
+    fits, bursts = [2.0**14, 2.0**14, 1.0], [2.0**15, 2.0**15, 1.0]
+    assert unscale_alone([sparse(DUPLICATES, fits, FP16, False)])[1] == 4.0
+    assert unscale_alone([sparse(DUPLICATES, bursts, FP16, False)])[1] == 2.0
+    # The same elsewhere than on top of each other, and in a wider dtype.
+    assert unscale_alone([sparse(INDICES, bursts, FP16, False)])[1] == 4.0
+    assert unscale_alone([sparse(DUPLICATES, bursts, torch.float32, False)])[1] == 4.0
+
+
+def embed(faulty: int) -> list[Any]:
+    """Plain sparse gradients beside sharded dense ones, one of them not finite on one rank."""
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(5, 4, sparse=True), fully_shard(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD([*embedding.parameters(), *head.parameters()], lr=0.5)
+    scaler = our_scaler(init_scale=16.0)
+    before = embedding.weight.detach().clone()
+    loss = head(embedding(torch.tensor([1, 1, 3]))).sum()
+    scaler.scale(loss).backward()
+    if dist.get_rank() == faulty:
+        embedding.weight.grad._values()[0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    changed = (embedding.weight.detach() != before).any(1).tolist()
+    return [changed, scaler.get_scale()]
+
+
+def test_sparse_gradients_beside_sharded_ones() -> None:
+    assert run_ranks(embed, 2, 1) == [[[False] * 5, 8.0]] * 2
+    assert run_ranks(embed, 2, 2) == [[[False, True, False, True, False], 16.0]] * 2
+
+
+# Scaling --------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor | None = None
+
+
+def test_scaling_containers() -> None:
+    four, eight = torch.full((1,), 4.0), torch.full((1,), 8.0)
+    scaler = our_scaler(init_scale=2.0)
+    outputs = scaler.scale([eight, (four, eight), [four, {"loss": eight}], Pair(four, [eight])])
+    sixteen = torch.full((1,), 16.0)
+    expected = [sixteen, (eight, sixteen), [eight, {"loss": sixteen}], Pair(eight, [sixteen])]
+    assert str(outputs) == str(expected) and type(outputs[3]) is Pair
+    assert torch.equal(four, torch.full((1,), 4.0))
+    assert [value.item() for value in scaler.scale(iter([four, eight]))] == [8.0, 16.0]
+    scaled = scaler.scale(Output(eight))
+    assert type(scaled) is Output and scaled.loss.item() == 16.0 and scaled.logits is None
+    ordered = scaler.scale(OrderedDict(loss=four, name="x"))
+    assert type(ordered) is OrderedDict and ordered["loss"].item() == 8.0
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_scaled_outputs_keep_their_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Also a scalar of half precision, which multiplied by the scale would be promoted."""
+    value = torch.ones(shape, dtype=dtype, requires_grad=True)
+    for outputs in (
+        our_scaler(init_scale=8.0).scale(value),
+        *our_scaler(init_scale=8).scale([value]),
+    ):
+        assert outputs.dtype == dtype and outputs.shape == shape
+        assert torch.equal(outputs.detach(), torch.full(shape, 8, dtype=dtype))
+        (grad,) = torch.autograd.grad(outputs.sum().abs(), value)
+        assert grad.dtype == dtype and torch.equal(grad, torch.full_like(value, 8).detach())
+
+
+def scale_dtensors() -> list[float]:
+    mesh = init_device_mesh("cpu", (2,))
+    losses = []
+    for placement in (Replicate(), Partial()):
+        loss = DTensor.from_local(torch.tensor(3.0), mesh, [placement], run_check=False)
+        losses.append(our_scaler(init_scale=4.0).scale(loss).full_tensor().item())
+    return losses
+
+
+def test_scaling_dtensors() -> None:
+    assert run_ranks(scale_dtensors, 2) == [[12.0, 24.0]] * 2
+
+
+NOT_SCALED = "Expected outputs to be tensors or containers of tensors, got {}: {}"
+
+
+@pytest.mark.parametrize("outputs", [None, 1.0, "loss", [torch.ones(()), 2], {"loss": None}])
+def test_what_cannot_be_scaled(outputs: Any) -> None:
+    culprit = outputs[1] if isinstance(outputs, list) else outputs
+    culprit = culprit["loss"] if isinstance(culprit, dict) else culprit
+    with pytest.raises(TypeError) as caught:
+        our_scaler().scale(outputs)
+    assert str(caught.value) == NOT_SCALED.format(type(culprit).__name__, repr(culprit))
+
+
+# The scaler itself ----------------------------------------------------------------------------
+
+
+def test_its_state_is_that_of_torch() -> None:
+    ours, theirs = our_scaler(init_scale=4.0), torch_scaler(init_scale=8.0, growth_interval=7)
+    theirs.scale(torch.ones(()))
+    theirs._growth_tracker.fill_(3)
+    state = theirs.state_dict()
+    for scaler in (ours, our_scaler()):
+        scaler.load_state_dict(state)
+        assert scaler.state_dict() == state
+        assert scaler.scale(torch.ones(())).item() == 8.0
+        assert scaler.state_dict() == state
+    theirs.load_state_dict(ours.state_dict())
+    loaded = pickle.loads(pickle.dumps(ours))
+    assert type(loaded) is ShardedGradScaler and loaded.state_dict() == state
+    assert copy.deepcopy(ours).state_dict() == state
+    with pytest.raises(RuntimeError, match="The source state dict is empty"):
+        ours.load_state_dict({})
+
+
+def resume() -> list[float]:
+    """A training that is interrupted goes on with the scale it had."""
+    scaler = our_scaler(init_scale=8.0, growth_interval=2)
+    param = with_grad(torch.ones(2), init_device_mesh("cpu", (2,)))
+    scales = []
+    for _ in range(5):
+        resumed = our_scaler()
+        resumed.load_state_dict(scaler.state_dict())
+        scaler = resumed
+        scaler.scale(torch.ones(()))
+        scaler.step(torch.optim.SGD([param], lr=0.0))
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_a_training_resumes() -> None:
+    assert run_ranks(resume, 2) == [[8.0, 16.0, 16.0, 32.0, 32.0]] * 2
+
+
+def test_one_that_is_not_enabled_does_nothing() -> None:
+    scaler = our_scaler(enabled=False, growth_factor=0.0)
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.tensor([1.0, math.inf])
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    assert scaler.scale("loss") == "loss" and not scaler.is_enabled()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(param.detach(), torch.tensor([0.0, -math.inf]))
+    assert scaler.state_dict() == {} and scaler.get_scale() == 1.0
+
+
+def test_it_works_without_a_process_group() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = our_scaler(init_scale=4.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(param.detach(), torch.zeros(2)) and scaler.get_scale() == 4.0
+
+
+def test_the_default_device_is_where_training_runs() -> None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    scaler = ShardedGradScaler()
+    assert scaler._device == ("cpu" if accelerator is None else accelerator.type)
+    assert scaler.is_enabled()
+
+
+RANGES = [
+    ("init_scale", 0.0, "Expected init_scale above 0, got 0.0"),
+    ("backoff_factor", 1.0, "Expected backoff_factor between 0 and 1, got 1.0"),
+    ("growth_factor", 1.0, "Expected growth_factor above 1, got 1.0"),
+    ("growth_interval", 0, "Expected growth_interval of at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "text"), RANGES)
+def test_arguments_out_of_range(name: str, value: float, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        our_scaler(**{name: value})
+    assert str(caught.value) == text
+
+
+def test_a_group_that_this_rank_is_not_in() -> None:
+    text = (
+        "Expected process_group to be a ProcessGroup that this rank is in, got int: "
+        f"{dist.GroupMember.NON_GROUP_MEMBER}"
+    )
+    with fake_ranks(2, rank=1), pytest.raises(TypeError) as caught:
+        our_scaler(process_group=dist.new_group([0]))
+    assert str(caught.value) == text
+
+
+def test_names_and_order_of_arguments_are_those_of_torch() -> None:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torchs
+
+    ours, theirs = signature(ShardedGradScaler).parameters, signature(Torchs).parameters
+    assert list(ours) == list(theirs)
+    differing = {name for name in ours if ours[name].default != theirs[name].default}
+    assert differing == {"device"}  # the CPU where there is no accelerator
