@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -90,6 +90,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def named(name: str) -> Callable[[str], str]:
+    """Return what puts a name before a message."""
+    return lambda text: f"{name}: {text}"
+
+
 def assert_same_parameters(wrapped: nn.Module, reference: nn.Module, **tolerance: float) -> None:
     """Compare all parameters under their names, while they are full."""
     with FSDP.summon_full_params(wrapped):
@@ -97,7 +102,7 @@ def assert_same_parameters(wrapped: nn.Module, reference: nn.Module, **tolerance
         assert list(ours) == list(theirs)
         for name, param in ours.items():
             assert not isinstance(param, DTensor), name
-            torch.testing.assert_close(param, theirs[name], msg=name, **tolerance)
+            torch.testing.assert_close(param, theirs[name], msg=named(name), **tolerance)
 
 
 def assert_same_gradients(wrapped: nn.Module, reference: nn.Module, **tolerance: float) -> None:
@@ -108,7 +113,7 @@ def assert_same_gradients(wrapped: nn.Module, reference: nn.Module, **tolerance:
         expected = theirs[name].grad
         assert (param.grad is None) == (expected is None), name
         if param.grad is not None and expected is not None:
-            torch.testing.assert_close(full(param.grad), expected, msg=name, **tolerance)
+            torch.testing.assert_close(full(param.grad), expected, msg=named(name), **tolerance)
 
 
 def on_all(fn: Any, num_ranks: int, *args: Any, **kwargs: Any) -> Any:
