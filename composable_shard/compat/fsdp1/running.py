@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composable_shard import ShardError, _torch, unsharded
-from composable_shard.core.nested import map_tensors
+from composable_shard.core.passes.nested import map_tensors
 
 if TYPE_CHECKING:
     from composable_shard.compat.fsdp1.module import FullyShardedDataParallel
