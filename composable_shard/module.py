@@ -39,7 +39,9 @@ def make_sharded(module: nn.Module, group: ParamGroup) -> None:
 class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type: ignore[misc]
     """What :func:`fully_shard` adds to the class of a module.
 
-    Settings act from the next forward or backward on, whenever they are called.
+    Settings act from the next forward or backward on, whenever they are called. In the examples of
+    the methods, ``model`` is an ``nn.Sequential`` of two sharded layers, sharded itself, on one of
+    two ranks, and ``x`` a batch.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +63,12 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
             ShardError: If called inside of :func:`composable_shard.unsharded`.
 
         Collective: one all-gather of the group's bytes, none if it is unsharded already.
+
+        Example:
+            >>> handle = model[0].unshard(async_op=True)
+            >>> handle.wait()
+            >>> hasattr(model[0].weight, "to_local")
+            False
         """
         group = self._group()
         if group in group.context.opened:
@@ -75,7 +83,14 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         return None
 
     def reshard(self) -> None:
-        """Free the unsharded parameters of this module's own group. Collective: none."""
+        """Free the unsharded parameters of this module's own group. Collective: none.
+
+        Example:
+            >>> model[0].unshard()
+            >>> model[0].reshard()
+            >>> model[0].weight.placements
+            (Shard(dim=0),)
+        """
         self._group().reshard()
 
     def reset_iter_state(self) -> None:
@@ -86,6 +101,13 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         time outside of a forward or backward, also before the first forward.
 
         Collective: none, but waits for launched ones.
+
+        Example:
+            >>> with model.no_sync():
+            ...     model(x).sum().backward()
+            >>> model.reset_iter_state()
+            >>> model[0].weight.grad is None
+            True
         """
         context = self._group().context
         context.clean_up()
@@ -151,6 +173,11 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
             ShardError: On all ranks, if the norm is not finite and ``error_if_nonfinite``.
 
         Collective: one all-gather of a few scalars for each mesh axis gradients are sharded on.
+
+        Example:
+            >>> model(x).sum().backward()
+            >>> model.clip_grad_norm_(1.0).ndim
+            0
         """
         return clip_grad_norm(
             cast(nn.Module, self).parameters(),
@@ -168,6 +195,12 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         Args:
             set_to_none: Whether to drop them (the default) or fill reduced ones with zeros;
                 accumulated ones are dropped in any case.
+
+        Example:
+            >>> model(x).sum().backward()
+            >>> model.zero_grad()
+            >>> model[0].weight.grad is None
+            True
         """
         for group in self._groups(recurse=True):
             group.gradients.discard()

@@ -34,6 +34,10 @@ class ModuleCommunication(HasGroup):
 
         Raises:
             ValueError: If it is not a positive number.
+
+        Example:
+            >>> model[0].set_gradient_divide_factor(1.0)
+            >>> model(x).sum().backward()
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"Expected factor to be a positive number, got {factor!r}")
@@ -53,6 +57,10 @@ class ModuleCommunication(HasGroup):
 
         Args:
             enable: The choice. Some backends sum faster than they average.
+
+        Example:
+            >>> model[0].set_force_sum_reduction_for_comms(True)
+            >>> model(x).sum().backward()
         """
         self._group().settings.reduction.sums_only = checked_bool("enable", enable)
 
@@ -64,6 +72,9 @@ class ModuleCommunication(HasGroup):
         Args:
             reduce_scatter_unused_params: Accepted for those who come from FSDP2.
             recurse: The same.
+
+        Example:
+            >>> model.set_reduce_scatter_unused_params(True)
         """
         checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
 
@@ -82,6 +93,10 @@ class ModuleCommunication(HasGroup):
         Raises:
             TypeError: If it is not an int.
             ValueError: If it is less than 1.
+
+        Example:
+            >>> model.set_reduce_scatter_max_input_buffers(2)
+            >>> model(x).sum().backward()
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
@@ -104,6 +119,13 @@ class ModuleCommunication(HasGroup):
         Raises:
             TypeError: If ``hook`` cannot be called.
             ValueError: If ``stream`` is given for a hybrid mesh.
+
+        Example:
+            >>> sums = []
+            >>> model[0].set_all_reduce_hook(lambda grads: sums.append(grads.shape))
+            >>> model(x).sum().backward()
+            >>> sums
+            [torch.Size([10])]
         """
         if not callable(hook):
             raise TypeError(f"Expected hook to be callable, got {type(hook).__name__}")
@@ -126,6 +148,16 @@ class ModuleCommunication(HasGroup):
 
         Raises:
             TypeError: If it has no ``allocate`` or cannot be called.
+
+        Example:
+            >>> from composable_shard import AllGather
+            >>> class Plain(AllGather):
+            ...     def allocate(self, size, *, dtype, device):
+            ...         return torch.empty(size, dtype=dtype, device=device)
+            ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            ...         output_tensor.copy_(input_tensor.repeat(group.size()))
+            >>> model[0].set_custom_all_gather(Plain())
+            >>> output = model(x)
         """
         _check_comm("all-gather", comm)
         for channel in self._group().channels.values():
@@ -139,6 +171,16 @@ class ModuleCommunication(HasGroup):
 
         Raises:
             TypeError: If it has no ``allocate`` or cannot be called.
+
+        Example:
+            >>> from composable_shard import ReduceScatter
+            >>> class First(ReduceScatter):
+            ...     def allocate(self, size, *, dtype, device):
+            ...         return torch.empty(size, dtype=dtype, device=device)
+            ...     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+            ...         output_tensor.copy_(input_tensor.chunk(group.size())[0])
+            >>> model[0].set_custom_reduce_scatter(First())
+            >>> model(x).sum().backward()
         """
         _check_comm("reduce-scatter", comm)
         for channel in self._group().channels.values():
@@ -152,6 +194,9 @@ class ModuleCommunication(HasGroup):
 
         Raises:
             ShardError: If the backend allocates none, or custom communication was set.
+
+        Example:
+            >>> model[0].set_allocate_memory_from_process_group_for_comm(False)
         """
         checked_bool("enable", enable)
         group = self._group()
@@ -168,6 +213,11 @@ class ModuleCommunication(HasGroup):
         Raises:
             ValueError: For another backend.
             ShardError: If the process group is not one of NCCL, or custom communication was set.
+
+        Example:
+            >>> model[0].set_symm_mem_for_comm("NCCL")
+            Traceback (most recent call last):
+            composable_shard.errors.ShardError: Expected group '0' on NCCL, ...
         """
         if backend != "NCCL":
             raise ValueError(f"Expected the symmetric memory of 'NCCL', got {backend!r}")
@@ -186,6 +236,10 @@ class ModuleCommunication(HasGroup):
             recurse: Whether to set it for all sharded modules below.
 
         Collective: makes one process group for each set of ranks, once.
+
+        Example:
+            >>> model.set_separate_reduce_scatter_group()
+            >>> model(x).sum().backward()
         """
         checked_bool("enable", enable)
         for group in self._groups(recurse):

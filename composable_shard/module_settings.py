@@ -49,6 +49,13 @@ class ModuleSettings(HasGroup):
 
         Raises:
             ValueError: If it is neither a bool nor a number that divides that of the shards.
+
+        Example:
+            >>> model.set_reshard_after_forward(False)
+            >>> with torch.no_grad():
+            ...     output = model(x)
+            >>> tuple(model[0].weight.shape), hasattr(model[0].weight, "to_local")
+            ((4, 4), False)
         """
         groups = self._groups(recurse)
         checked = [check_reshard(reshard_after_forward, group.channels) for group in groups]
@@ -66,6 +73,12 @@ class ModuleSettings(HasGroup):
         Args:
             reshard_after_backward: The choice.
             recurse: Whether to set it for all sharded modules below.
+
+        Example:
+            >>> model.set_reshard_after_backward(False)
+            >>> model(x).sum().backward()
+            >>> hasattr(model[0].weight, "to_local")
+            False
         """
         checked_bool("reshard_after_backward", reshard_after_backward)
         for group in self._groups(recurse):
@@ -78,6 +91,12 @@ class ModuleSettings(HasGroup):
 
         Args:
             unshard_in_backward: The choice.
+
+        Example:
+            >>> model[0].set_unshard_in_backward(False)
+            >>> model(x).sum().backward()
+            >>> model[0].bias.grad.placements
+            (Shard(dim=0),)
         """
         checked_bool("unshard_in_backward", unshard_in_backward)
         self._group().settings.unshards_in_backward = unshard_in_backward
@@ -90,6 +109,13 @@ class ModuleSettings(HasGroup):
 
         Raises:
             ValueError: If one of them is not sharded.
+
+        Example:
+            >>> model.set_modules_to_forward_prefetch([model[0], model[1]])
+            >>> with trace(model, "all_gather") as events:
+            ...     output = model(x)
+            >>> events
+            [('all_gather', '0'), ('all_gather', '1')]
         """
         self._group().settings.forward_prefetch = groups_of(modules)
 
@@ -101,6 +127,10 @@ class ModuleSettings(HasGroup):
 
         Raises:
             ValueError: If one of them is not sharded.
+
+        Example:
+            >>> model[1].set_modules_to_backward_prefetch([model[0]])
+            >>> model(x).sum().backward()
         """
         self._group().settings.backward_prefetch = groups_of(modules)
 
@@ -114,6 +144,10 @@ class ModuleSettings(HasGroup):
 
         Raises:
             TypeError: If it is no event.
+
+        Example:
+            >>> model.set_post_optim_event(torch.Event("cpu"))
+            >>> output = model(x)
         """
         if not isinstance(event, torch.Event):
             raise TypeError(f"Expected event to be a torch.Event, got {type(event).__name__}")
@@ -129,6 +163,14 @@ class ModuleSettings(HasGroup):
 
         Args:
             is_last_backward: The choice.
+
+        Example:
+            >>> model.set_is_last_backward(False)
+            >>> model(x).sum().backward()
+            >>> model.set_is_last_backward(True)
+            >>> model(x).sum().backward()
+            >>> model[0].weight.grad.placements
+            (Shard(dim=0),)
         """
         self._group().context.backward.is_last = checked_bool("is_last_backward", is_last_backward)
 
@@ -143,6 +185,12 @@ class ModuleSettings(HasGroup):
         Args:
             requires_gradient_sync: The choice.
             recurse: Whether to set it for all sharded modules below.
+
+        Example:
+            >>> model.set_requires_gradient_sync(False)
+            >>> model(x).sum().backward()
+            >>> model[0].weight.grad.placements
+            (Partial(avg),)
         """
         checked_bool("requires_gradient_sync", requires_gradient_sync)
         for group in self._groups(recurse):
@@ -153,6 +201,12 @@ class ModuleSettings(HasGroup):
         """Accumulate gradients without communication within this context.
 
         Nests, and restores what was set before. Acts on this module and all below.
+
+        Example:
+            >>> with model.no_sync():
+            ...     model(x).sum().backward()
+            >>> model[0].weight.grad.placements
+            (Partial(avg),)
         """
         groups = self._groups(recurse=True)
         before = [group.settings.requires_gradient_sync for group in groups]
@@ -172,6 +226,10 @@ class ModuleSettings(HasGroup):
         Args:
             requires_all_reduce: The choice; without effect on other meshes.
             recurse: Whether to set it for all sharded modules below.
+
+        Example:
+            >>> model.set_requires_all_reduce(False)
+            >>> model(x).sum().backward()
         """
         checked_bool("requires_all_reduce", requires_all_reduce)
         for group in self._groups(recurse):
