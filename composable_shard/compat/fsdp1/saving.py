@@ -138,12 +138,10 @@ def _after_save(
         value = state_dict[key]
         if not isinstance(value, torch.Tensor):
             continue
-        param = params.get(key, 0)
-        if param not in done or not isinstance(value, DTensor):
+        param = params.get(key)
+        if param not in done or param is None:
             value = converted(value, kind, config)
-            if param:
-                done[param] = value
-        state_dict[key] = done.get(param, value)
+        state_dict[key] = value if param is None else done.setdefault(param, value)
     if is_rank0_only(config) and not is_first_rank(wrapper):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             del state_dict[key]
