@@ -126,6 +126,7 @@ class FullyShardedDataParallel(nn.Module):
             scope = scope_of(module, ignored_modules, ignored_states)
         self._tops = shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
+        self.training = module.training
         self._checked_tree: object = None
         saving.install(self)
 

@@ -83,7 +83,7 @@ def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
     Raises:
         ShardError: If gradients are on where full parameters are asked for.
     """
-    lowers = wrapper.training or not wrapper.fsdp_full_precision_in_eval
+    lowers = wrapper.module.training or not wrapper.fsdp_full_precision_in_eval
     if lowers or wrapper.mixed_precision.param_dtype is None:
         yield True
         return
