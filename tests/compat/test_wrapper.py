@@ -318,6 +318,48 @@ def test_activation_checkpoints(inside: bool) -> None:
     run_ranks(checkpointed, 2, inside)
 
 
+class Vocabulary(nn.Module):
+    """An embedding and an output layer that share a weight, each with a wrapper of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.body = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 7)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.body(self.embed(x)))
+
+
+def tied_across() -> None:
+    plain, reference = two_of(Vocabulary())
+    model = FSDP(plain, auto_wrap_policy=always_wrap_policy, device_id=CPU)
+    assert len(FSDP.fsdp_modules(model)) == 4
+    batch = torch.arange(3) + dist.get_rank()
+    for either in (model, reference):
+        either(batch).square().sum().backward()
+    average_gradients(reference)
+    assert_same_gradients(model, reference)
+
+
+def test_parameters_tied_across_wrappers() -> None:
+    run_ranks(tied_across, 2)
+
+
+def inner_no_sync() -> list[bool]:
+    """Accumulate without sync in one wrapper only."""
+    model = wrap_nested(nested(), device_id=CPU)
+    inner = model.module.module[1]
+    with inner.no_sync():
+        model(*model.module.get_input(CPU)).sum().backward()
+    return [param.grad.placements[0].is_partial() for param in model.parameters()]
+
+
+def test_no_sync_of_an_inner_wrapper() -> None:
+    assert on_all(inner_no_sync, 2) == [False] * 2 + [True] * 4 + [False] * 4
+
+
 # Precision --------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,11 @@ import pytest
 
 MODULES = {
     "api": 2,
+    "compat.fsdp1.choices": 3,
+    "compat.fsdp1.module": 1,
+    "compat.fsdp1.optimizer_states": 1,
+    "compat.fsdp1.saving": 3,
+    "compat.fsdp1.wrap_policies": 6,
     "train.clip": 1,
     "train.synchronize": 1,
     "train.unsharded": 1,

@@ -44,6 +44,18 @@ def optim_state_dict(
         ValueError: If the optimizer has a parameter that is not of ``model``.
 
     Collective: for full tensors, a gather of each.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id="cpu")
+        ...     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        ...     model(torch.ones(1, 4)).sum().backward()
+        ...     optimizer.step()
+        ...     states = optim_state_dict(model, optimizer)["state"]
+        ...     {name: state["momentum_buffer"].shape for name, state in states.items()}
+        {'weight': torch.Size([4, 4]), 'bias': torch.Size([4])}
     """
     settings = get_state_dict_type(model)
     kind, config = settings.state_dict_type, settings.optim_state_dict_config

@@ -56,6 +56,17 @@ def set_state_dict_type(
     Raises:
         TypeError: If a config is not that of the type.
         ValueError: If there are no wrappers, or they disagree on what was set before.
+
+    Collective: none.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4, bias=False), device_id="cpu")
+        ...     before = set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+        ...     before.state_dict_type.name, model.state_dict()["weight"].shape
+        ('FULL_STATE_DICT', torch.Size([2, 4]))
     """
     new = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
     before = get_state_dict_type(module)
@@ -69,6 +80,16 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
     Raises:
         ValueError: If there are no wrappers, or they disagree.
+
+    Collective: none.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id="cpu")
+        ...     get_state_dict_type(model).state_dict_config
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
     """
     found = list(dict.fromkeys(wrapper.fsdp_state_dict_settings for wrapper in _wrappers(module)))
     if len(found) != 1:
@@ -98,6 +119,17 @@ def state_dict_type(
     Raises:
         TypeError: If a config is not that of the type.
         ValueError: If there are no wrappers, or they disagree on what was set before.
+
+    Collective: none.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id="cpu")
+        ...     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        ...         type(model.state_dict()["weight"]).__name__
+        'DTensor'
     """
     before = set_state_dict_type(
         module, state_dict_type, state_dict_config, optim_state_dict_config
