@@ -204,6 +204,7 @@ def incompatible() -> tuple[list[str], list[str], str]:
     states = root.state_dict()
     states["0.body.more"] = states.pop("0.body.0.weight")
     result = root.load_state_dict(states, strict=False)
+    states["0.inp.bias"] = torch.ones(7)
     try:
         root.load_state_dict(states)
     except RuntimeError as error:
@@ -215,7 +216,13 @@ def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
     missing, unexpected, text = run_ranks(incompatible, 2)[0]
     assert missing == ["0.body.0.weight"]
     assert unexpected == ["0.body.more"]
-    assert "_fsdp_wrapped_module" not in text
+    assert text == (
+        "Error(s) in loading state_dict for Sequential:\n"
+        '\tMissing key(s) in state_dict: "0.body.0.weight". \n'
+        '\tUnexpected key(s) in state_dict: "0.body.more". \n'
+        "\tsize mismatch for 0.inp.bias: copying a param with shape torch.Size([7]) from "
+        "checkpoint, the shape in current model is torch.Size([5])."
+    )
 
 
 def with_checkpoint() -> None:

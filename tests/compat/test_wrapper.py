@@ -357,6 +357,7 @@ def inner_no_sync() -> list[bool]:
 
 
 def test_no_sync_of_an_inner_wrapper() -> None:
+    # The wrapper holds the second and third of five layers.
     assert on_all(inner_no_sync, 2) == [False] * 2 + [True] * 4 + [False] * 4
 
 
@@ -496,6 +497,21 @@ def test_evaluation_in_full_precision() -> None:
     )
     for name in ("COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL"):
         assert on_all(full_precision, 2, name) == (text, [torch.float32, BF16])
+
+
+def twice() -> None:
+    def wrap(module: nn.Module) -> Any:
+        return FSDP(FSDP(module, device_id=CPU), device_id=CPU)
+
+    model = train_as_plain(wrap)
+    assert [wrapper.check_is_root() for wrapper in FSDP.fsdp_modules(model)] == [True, False]
+    assert list(model.state_dict()) == list(mlp().state_dict())
+    model.load_state_dict(mlp().state_dict())
+    assert_same_parameters(model, mlp())
+
+
+def test_a_wrapper_of_a_wrapper() -> None:
+    run_ranks(twice, 2)
 
 
 # From the meta device ---------------------------------------------------------------------------

@@ -206,6 +206,9 @@ class Choices:
                 f"Expected param_init_fn to be callable, got {type(self.param_init_fn).__name__}"
             )
 
+    def __deepcopy__(self, memo: object) -> Choices:
+        return self  # frozen, and process groups cannot be copied
+
     def as_arguments(self) -> dict[str, Any]:
         """Return them by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

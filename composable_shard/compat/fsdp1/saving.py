@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from composable_shard.compat.fsdp1.module import FullyShardedDataParallel
 
 _INNER = "_fsdp_wrapped_module."
+
+_errors: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+"""What a loading wrapper is told by those below."""
 
 
 def install(wrapper: FullyShardedDataParallel) -> None:
@@ -180,10 +184,11 @@ def _after_save(
 
 
 def _before_load(
-    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *_: object
+    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
     """Turn local shards into DTensors; give the keys the names that modules ask for."""
     inner = prefix + _INNER
+    _errors[wrapper] = rest[-1]
     rename_keys(state_dict, inner, prefix)
     if wrapper.fsdp_state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for name, param in wrapper.named_parameters(remove_duplicate=False):
@@ -196,6 +201,6 @@ def _before_load(
 
 
 def _after_load(wrapper: FullyShardedDataParallel, incompatible: Any) -> None:
-    """Tell what was missing by the names of the plain model."""
-    for keys in incompatible:
-        keys[:] = [key.replace(_INNER, "") for key in keys]
+    """Tell what does not fit by the names of the plain model."""
+    for texts in (*incompatible, _errors.pop(wrapper, [])):
+        texts[:] = [text.replace(_INNER, "") for text in texts]
