@@ -72,8 +72,8 @@ def fully_shard(
             the CPU; a mapping from parameter names does so for those it names.
         ignored_params: Parameters to leave as they are.
         dp_mesh_dims: Which axes of ``mesh`` are data-parallel, for parameters that are DTensors on
-            all of its axes. Parameters that are DTensors on another part of the same mesh (tensor
-            parallelism) do not need it.
+            all of its axes, or plain if these are all. Parameters that are DTensors on another part
+            of the same mesh (tensor parallelism) do not need it.
 
     Returns:
         The argument, whose modules are now :class:`FSDPModule`.

@@ -17,7 +17,8 @@ class DataParallelMeshDims:
     """Name the axes of a full mesh over which data is parallel.
 
     For parameters that are DTensors on a mesh of all axes, data-parallel ones and others (tensor
-    parallelism). Several names for one purpose act as one axis, flattened.
+    parallelism); plain parameters are taken where there are no others. Several names for one
+    purpose act as one axis, flattened.
 
     Args:
         shard: Axis, or axes, to shard parameters over.

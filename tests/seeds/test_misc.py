@@ -134,6 +134,17 @@ def test_module_device_mismatches_device_id() -> None:
         torch.cuda.set_device(0)
 
 
+def test_module_on_another_device_than_the_current_one() -> None:
+    model = pretend_on("cuda:1", nn.Linear(2, 2))
+    for device_id in (None, 1):
+        with fake_ranks(2, rank=1), pretend_cuda(0), pytest.raises(ValueError) as caught:
+            FSDP(model, device_id=device_id)
+        assert str(caught.value) == (
+            "Expected the module of rank 1 on the CPU or on its current device cuda:0, got it on "
+            "cuda:1; call torch.accelerator.set_device_index before"
+        )
+
+
 def test_module_device_mismatches_device_id_on_cpu() -> None:
     with fake_ranks(2, rank=1), pretend_cuda(1):
         model = pretend_on("cuda:1", nn.Linear(2, 2))
@@ -308,6 +319,8 @@ def test_fsdp_cpu_init_stays_on_cpu_on_cpu() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not stays_on_cpu(scope, Choices(device_id=0), torch.device("cuda", 0))
+        offloaded = Choices(cpu_offload=CPUOffload(offload_params=True))
+        assert not stays_on_cpu(scope, offloaded, torch.device("cuda", 0))
         with fake_ranks(1):  # compute is on the CPU too
             model = wrap_nested(nested(), device_id=CPU, sharding_strategy=NO_SHARD)
     assert {param.device for param in model.parameters()} == {CPU}
@@ -685,7 +698,7 @@ def test_fsdp_device_id_no_move_ignored_params_and_bufs_on_cpu() -> None:
 def test_no_params() -> None:
     with fake_ranks(2):
         for device_id in (None, CPU):
-            model = FSDP(nn.ReLU(), device_id=device_id if torch.cuda.is_available() else None)
+            model = FSDP(nn.ReLU(), device_id=device_id)
             assert list(model.parameters()) == []
         model = FSDP(nn.ReLU(), device_id=CPU)
         x = torch.tensor([-1.0, 2.0], requires_grad=True)

@@ -29,6 +29,10 @@ class ShardingStrategy(Enum):
     a node, replicated over the nodes.
 
     Source: ``torch.distributed.fsdp.ShardingStrategy``.
+
+    Example:
+        >>> [strategy.name for strategy in ShardingStrategy if strategy.is_hybrid]
+        ['HYBRID_SHARD', '_HYBRID_SHARD_ZERO2']
     """
 
     FULL_SHARD = auto()
@@ -68,6 +72,10 @@ class CPUOffload:
         offload_params: The choice.
 
     Source: ``torch.distributed.fsdp.CPUOffload``.
+
+    Example:
+        >>> CPUOffload().policy()
+        OffloadPolicy()
     """
 
     offload_params: bool = False
@@ -97,6 +105,10 @@ class MixedPrecision:
         TypeError: If a dtype is not one, or a choice is not a bool.
 
     Source: ``torch.distributed.fsdp.MixedPrecision``.
+
+    Example:
+        >>> MixedPrecision(torch.bfloat16, keep_low_precision_grads=True).policy().grad_dtype
+        torch.bfloat16
     """
 
     param_dtype: torch.dtype | None = None
@@ -193,6 +205,9 @@ class Choices:
             raise TypeError(
                 f"Expected param_init_fn to be callable, got {type(self.param_init_fn).__name__}"
             )
+
+    def __deepcopy__(self, memo: object) -> Choices:
+        return self  # frozen, and process groups cannot be copied
 
     def as_arguments(self) -> dict[str, Any]:
         """Return them by name."""

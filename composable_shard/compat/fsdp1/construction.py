@@ -94,8 +94,9 @@ def shard(
     for inner, buffers in kept:
         inner._buffers.update(buffers)
     if stays:
+        own = set(scope.params())
         for inner in scope.modules:
-            inner._apply(lambda t: t if t in scope.ignored_params else t.cpu(), recurse=False)
+            inner._apply(lambda t: t.cpu() if t in own else t, recurse=False)
     return tuple(tops)
 
 

@@ -38,16 +38,19 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
             "pass in device_id to compute on the latter"
         )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if elsewhere:
-        compute = elsewhere.pop()
-    elif accelerator is None or (asked is not None and asked.type == "cpu"):
-        compute = _CPU
-    else:
-        compute = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    current = _CPU
+    if accelerator is not None and (asked is None or asked.type != "cpu"):
+        current = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    compute = elsewhere.pop() if elsewhere else current
     if asked is not None and asked != compute:
         raise ValueError(
             f"Expected device_id to be where {_rank()} computes, got {compute} vs {asked}; make it "
             "the current device and have the module there or on the CPU"
+        )
+    if compute != current:
+        raise ValueError(
+            f"Expected the module of {_rank()} on the CPU or on its current device {current}, got "
+            f"it on {compute}; call torch.accelerator.set_device_index before"
         )
     return compute
 
@@ -140,7 +143,7 @@ def _reset(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
-    """Tell whether parameters stay on the CPU although compute is elsewhere; warns then.
+    """Tell whether parameters stay on the CPU though nobody offloads them; warns then.
 
     Raises:
         ValueError: If they are to be synchronized all the same.
@@ -153,7 +156,8 @@ def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
             f"Expected parameters and buffers on {device} to synchronize them, got some on the "
             "CPU; pass device_id, or move the module before"
         )
-    if not any(param.device == _CPU for param in scope.params()):
+    is_offloaded = choices.cpu_offload is not None and choices.cpu_offload.offload_params
+    if is_offloaded or not any(param.device == _CPU for param in scope.params()):
         return False
     warnings.warn(
         f"The module is on CPU and stays there: move it to {device} before training, or pass "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -126,7 +126,7 @@ class FullyShardedDataParallel(nn.Module):
             scope = scope_of(module, ignored_modules, ignored_states)
         self._tops = shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
-        self._checked_tree: object = None
+        self.training = module.training
         saving.install(self)
 
     # The wrapped module ---------------------------------------------------------------------
@@ -227,7 +227,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         is_root = self.check_is_root()
         if is_root:
-            self._checked_tree = running.check_tree(self, self._checked_tree)
+            running.check_tree(self)
         with running.precision(self) as lowers:
             if lowers and self.mixed_precision.casts_inputs(is_root):
                 dtype = self.mixed_precision.param_dtype
@@ -239,9 +239,8 @@ class FullyShardedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication within this context; nests."""
         with contextlib.ExitStack() as stack:
-            for inner in self.modules():
-                if isinstance(inner, FSDPModule):
-                    stack.enter_context(inner.no_sync())
+            for top in self._tops:
+                stack.enter_context(cast(FSDPModule, top).no_sync())
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable_shard import _torch
 from composable_shard.compat.fsdp1.saving import get_state_dict_type
 from composable_shard.compat.fsdp1.state_dict_types import (
     StateDictType,
@@ -43,6 +44,18 @@ def optim_state_dict(
         ValueError: If the optimizer has a parameter that is not of ``model``.
 
     Collective: for full tensors, a gather of each.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id="cpu")
+        ...     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        ...     model(torch.ones(1, 4)).sum().backward()
+        ...     optimizer.step()
+        ...     states = optim_state_dict(model, optimizer)["state"]
+        ...     {name: state["momentum_buffer"].shape for name, state in states.items()}
+        {'weight': torch.Size([4, 4]), 'bias': torch.Size([4])}
     """
     settings = get_state_dict_type(model)
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
@@ -104,7 +117,7 @@ def optim_state_dict_to_load(
     for index, (name, param) in enumerate(zip(names, params, strict=True)):
         if name in optim_state_dict["state"]:
             result["state"][name if is_named_optimizer else index] = {
-                key: _as_state_of(param, value, is_local)
+                key: _as_state_of(param, key, value, is_local)
                 for key, value in optim_state_dict["state"][name].items()
             }
     index = 0
@@ -138,10 +151,11 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
     return names
 
 
-def _as_state_of(param: torch.Tensor, value: Any, is_local: bool) -> Any:
+def _as_state_of(param: torch.Tensor, key: str, value: Any, is_local: bool) -> Any:
     """Return a state of a parameter, sharded as it is if it has its shape."""
-    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor):
+    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or key == "step":
         return value
     if is_local and not isinstance(value, DTensor):
-        return local_like(param, value) if value.ndim == param.ndim > 0 else value
-    return sharded_like(param, value) if value.shape == param.shape and param.ndim else value
+        is_shard = value.shape == _torch.local_tensor(param).shape
+        return local_like(param, value) if is_shard else value
+    return sharded_like(param, value) if value.shape == param.shape else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from composable_shard import ShardError, _torch, unsharded
+from composable_shard.core.passes.context import Context
 from composable_shard.core.passes.nested import map_tensors
 
 if TYPE_CHECKING:
@@ -30,15 +32,18 @@ def full_precision_in_eval() -> bool:
     return any(os.environ.get(name) == "1" for name in _EVAL_VARIABLES)
 
 
-def check_tree(root: FullyShardedDataParallel, checked: object) -> object:
-    """Check all wrappers below a root; return what tells the next time that they are the same.
+_checked: weakref.WeakSet[Context] = weakref.WeakSet()
+
+
+def check_tree(root: FullyShardedDataParallel) -> None:
+    """Check all wrappers below a root, once; have new optimizers step in backward.
 
     Raises:
-        ValueError: If they disagree on what must be the same in all.
+        ValueError: If wrappers disagree on what must be the same in all.
         RuntimeError: For an optimizer in backward without ``use_orig_params``.
     """
     contexts = [group.context for group in root.fsdp_groups()]
-    if checked != contexts:
+    if not all(context in _checked for context in contexts):
         wrappers = root.fsdp_modules(root)
         for name, value_of in _HOMOGENEOUS.items():
             values = sorted({value_of(wrapper) for wrapper in wrappers})
@@ -47,9 +52,9 @@ def check_tree(root: FullyShardedDataParallel, checked: object) -> object:
                     f"Expected one homogeneous value for {name} in nested wrappers, got {values}; "
                     "pass the same to all"
                 )
+        _checked.update(contexts)
     if torch.is_grad_enabled():
         _step_in_backward(root)
-    return contexts
 
 
 def _step_in_backward(root: FullyShardedDataParallel) -> None:
@@ -83,7 +88,7 @@ def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
     Raises:
         ShardError: If gradients are on where full parameters are asked for.
     """
-    lowers = wrapper.training or not wrapper.fsdp_full_precision_in_eval
+    lowers = wrapper.module.training or not wrapper.fsdp_full_precision_in_eval
     if lowers or wrapper.mixed_precision.param_dtype is None:
         yield True
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from composable_shard.compat.fsdp1.module import FullyShardedDataParallel
 
 _INNER = "_fsdp_wrapped_module."
+
+_errors: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+"""What a loading wrapper is told by those below."""
 
 
 def install(wrapper: FullyShardedDataParallel) -> None:
@@ -56,6 +60,17 @@ def set_state_dict_type(
     Raises:
         TypeError: If a config is not that of the type.
         ValueError: If there are no wrappers, or they disagree on what was set before.
+
+    Collective: none.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4, bias=False), device_id="cpu")
+        ...     before = set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+        ...     before.state_dict_type.name, model.state_dict()["weight"].shape
+        ('FULL_STATE_DICT', torch.Size([2, 4]))
     """
     new = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
     before = get_state_dict_type(module)
@@ -69,6 +84,16 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
     Raises:
         ValueError: If there are no wrappers, or they disagree.
+
+    Collective: none.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id="cpu")
+        ...     get_state_dict_type(model).state_dict_config
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
     """
     found = list(dict.fromkeys(wrapper.fsdp_state_dict_settings for wrapper in _wrappers(module)))
     if len(found) != 1:
@@ -98,6 +123,17 @@ def state_dict_type(
     Raises:
         TypeError: If a config is not that of the type.
         ValueError: If there are no wrappers, or they disagree on what was set before.
+
+    Collective: none.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id="cpu")
+        ...     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        ...         type(model.state_dict()["weight"]).__name__
+        'DTensor'
     """
     before = set_state_dict_type(
         module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -138,22 +174,21 @@ def _after_save(
         value = state_dict[key]
         if not isinstance(value, torch.Tensor):
             continue
-        param = params.get(key, 0)
-        if param not in done or not isinstance(value, DTensor):
+        param = params.get(key)
+        if param not in done or param is None:
             value = converted(value, kind, config)
-            if param:
-                done[param] = value
-        state_dict[key] = done.get(param, value)
+        state_dict[key] = value if param is None else done.setdefault(param, value)
     if is_rank0_only(config) and not is_first_rank(wrapper):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             del state_dict[key]
 
 
 def _before_load(
-    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *_: object
+    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
     """Turn local shards into DTensors; give the keys the names that modules ask for."""
     inner = prefix + _INNER
+    _errors[wrapper] = rest[-1]
     rename_keys(state_dict, inner, prefix)
     if wrapper.fsdp_state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for name, param in wrapper.named_parameters(remove_duplicate=False):
@@ -166,6 +201,6 @@ def _before_load(
 
 
 def _after_load(wrapper: FullyShardedDataParallel, incompatible: Any) -> None:
-    """Tell what was missing by the names of the plain model."""
-    for keys in incompatible:
-        keys[:] = [key.replace(_INNER, "") for key in keys]
+    """Tell what does not fit by the names of the plain model."""
+    for texts in (*incompatible, _errors.pop(wrapper, [])):
+        texts[:] = [text.replace(_INNER, "") for text in texts]

@@ -185,8 +185,9 @@ def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
     Collective: none for a full one.
     """
     mesh, local = param.device_mesh, _torch.local_tensor(param)
-    if isinstance(value, DTensor):
+    if isinstance(value, DTensor) and value.device_mesh == mesh:
         return value.redistribute(placements=param.placements)
+    value = value.full_tensor() if isinstance(value, DTensor) else value
     spec = _torch.spec_with_dtype(_torch.spec_of(param), value.dtype)
     cut = _torch.cut(value, mesh, param.placements)
     return _torch.from_local(cut.to(local.device, copy=True), spec)

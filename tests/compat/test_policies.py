@@ -1,0 +1,202 @@
+"""Which modules a policy wraps, compared with what torch's own policies choose."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp.wrap as theirs
+from torch import nn
+
+import composable_shard.compat.fsdp1 as ours
+from composable_shard.compat.fsdp1.wrap_policies import choose, in_order
+from composable_shard.testing import fake_ranks
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 1)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(self.up(self.attention(x, x, x)[0]))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList([Layer(8), Layer(8), Layer(4)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 3), "b": nn.Sequential(nn.Linear(8, 2))})
+
+    def forward(self, x: Any) -> Any:
+        x = self.embed(x)
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return self.heads["a"](x), self.heads["b"](x)
+
+
+def theirs_choose(model: nn.Module, policy: Any) -> list[str]:
+    """Return the names of the modules that torch wraps, inner ones first."""
+    names = {module: name for name, module in model.named_modules()}
+    wrapped: list[str] = []
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module, **_: Any) -> None:
+            super().__init__()
+            wrapped.append(names[module])
+            self.inner = module
+
+    if isinstance(policy, theirs._Policy):
+        chosen = policy._run_policy(model, set(), {})
+        make = theirs._construct_wrap_fn(model, chosen, Wrapper)
+        theirs._post_order_apply(model, make)
+    else:
+        theirs._recursive_wrap(model, policy, Wrapper, set(), set(), only_wrap_children=True)
+    return wrapped
+
+
+def ours_choose(model: nn.Module, policy: Any) -> list[str]:
+    names = {module: name for name, module in model.named_modules()}
+    return [names[m] for m, _ in in_order(model, choose(model, policy, set(), set()))]
+
+
+def is_small(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features < 10
+
+
+POLICIES: dict[str, Any] = {
+    "classes": lambda of: of.ModuleWrapPolicy({Layer, nn.Embedding}),
+    "nested_classes": lambda of: of.ModuleWrapPolicy([Layer, nn.Linear]),
+    "custom": lambda of: of.CustomPolicy(is_small),
+    "lambda": lambda of: partial(of.lambda_auto_wrap_policy, lambda_fn=is_small),
+    "transformer": lambda of: partial(
+        of.transformer_auto_wrap_policy, transformer_layer_cls={Layer}
+    ),
+    "size_1": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=1),
+    "size_100": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=100),
+    "size_500": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=500),
+    "size_1000": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=1000),
+    "size_default": lambda of: of.size_based_auto_wrap_policy,
+    "size_leaves": lambda of: partial(
+        of.size_based_auto_wrap_policy, min_num_params=50, force_leaf_modules={Layer}
+    ),
+    "size_excluded": lambda of: partial(
+        of.size_based_auto_wrap_policy, min_num_params=50, exclude_wrap_modules={nn.Linear}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_choose_what_those_of_torch_choose(name: str) -> None:
+    containers = {"layers", "heads"}  # without a forward: never wrapped by ours
+    wanted = [n for n in theirs_choose(Model(), POLICIES[name](theirs)) if n not in containers]
+    assert ours_choose(Model(), POLICIES[name](ours)) == wanted
+
+
+def test_always_wraps_all_but_containers() -> None:
+    model = Model()
+    wanted = [name for name in theirs_choose(Model(), theirs.always_wrap_policy)]
+    assert ours_choose(model, ours.always_wrap_policy) == [
+        name for name in wanted if name not in ("layers", "heads")
+    ]
+    assert len(wanted) == len(list(model.modules())) - 1
+
+
+def test_arguments_of_a_custom_policy_replace_those_of_the_root() -> None:
+    low = ours.MixedPrecision()
+
+    def choose_layers(module: nn.Module) -> Any:
+        if isinstance(module, nn.Embedding):
+            return {
+                "sharding_strategy": ours.ShardingStrategy.SHARD_GRAD_OP,
+                "mixed_precision": low,
+            }
+        return isinstance(module, Layer)
+
+    with fake_ranks(2):
+        model = ours.FullyShardedDataParallel(
+            Model(), auto_wrap_policy=ours.CustomPolicy(choose_layers), device_id="cpu"
+        )
+    root, embed, *layers = ours.FullyShardedDataParallel.fsdp_modules(model)
+    assert [wrapper.sharding_strategy.name for wrapper in (root, embed, *layers)] == [
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        *["FULL_SHARD"] * 3,
+    ]
+    assert embed.mixed_precision is low
+
+
+def test_a_module_at_several_places_is_wrapped_once() -> None:
+    layer = nn.Linear(2, 2)
+    with fake_ranks(2):
+        model = ours.FullyShardedDataParallel(
+            nn.Sequential(layer, nn.Sequential(layer, nn.ReLU()), layer),
+            auto_wrap_policy=ours.ModuleWrapPolicy({nn.Linear}),
+            device_id="cpu",
+        )
+    wrapper = model[0]
+    assert isinstance(wrapper, ours.FullyShardedDataParallel)
+    assert wrapper is model[1][0] is model[2]
+    assert wrapper.module is layer
+    assert len(list(model.parameters())) == 2
+
+
+def test_what_is_ignored_or_wrapped_is_not_looked_into() -> None:
+    with fake_ranks(2):
+        plain = Model()
+        plain.layers[1] = ours.FullyShardedDataParallel(plain.layers[1], device_id="cpu")
+        model = ours.FullyShardedDataParallel(
+            plain,
+            auto_wrap_policy=ours.ModuleWrapPolicy({nn.Linear}),
+            ignored_modules=[plain.layers[0]],
+            device_id="cpu",
+        )
+    wrappers = set(model.fsdp_modules(model))
+    assert [name for name, module in model.named_modules() if module in wrappers] == [
+        "",
+        "layers.1",
+        "layers.2.attention.out_proj",
+        "layers.2.up",
+        "layers.2.down",
+        "heads.a",
+        "heads.b.0",
+    ]
+    assert {type(m).__name__ for m in plain.layers[0].modules()} == {
+        "Layer",
+        "MultiheadAttention",
+        "Linear",
+        "NonDynamicallyQuantizableLinear",
+    }
+
+
+def test_policies_say_what_they_are() -> None:
+    assert repr(ours.ModuleWrapPolicy({nn.ReLU, nn.Linear})) == (
+        "ModuleWrapPolicy(['Linear', 'ReLU'])"
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "text"),
+    [
+        (
+            {nn.Linear},
+            TypeError,
+            "Expected auto_wrap_policy to be a function, a ModuleWrapPolicy or a CustomPolicy of "
+            "composable_shard.compat.fsdp1, got set",
+        ),
+        (
+            ours.CustomPolicy(lambda module: None),  # type: ignore[arg-type, return-value]
+            ValueError,
+            "Expected lambda_fn to return a bool or a dict of arguments, got NoneType for "
+            "Embedding",
+        ),
+    ],
+)
+def test_what_is_no_policy(policy: Any, error: type[Exception], text: str) -> None:
+    with fake_ranks(2), pytest.raises(error) as caught:
+        ours.FullyShardedDataParallel(Model(), auto_wrap_policy=policy, device_id="cpu")
+    assert str(caught.value) == text

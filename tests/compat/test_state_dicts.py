@@ -1,0 +1,313 @@
+"""State dicts of wrapped models and of their optimizers: names, values, kinds, who has them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as checkpoint
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard.compat.fsdp1 import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+    always_wrap_policy,
+)
+from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from composable_shard.testing import fake_ranks, run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Uneven rows, a scalar, a tied layer, buffers, a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.body = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 3))
+        self.again = self.body
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.norm(self.inp(x))) * self.scale + self.frozen
+
+
+def trained(policy: Any = always_wrap_policy, **kwargs: Any) -> tuple[Any, Any, Net, Any]:
+    """Return a wrapped model and a plain one after the same steps, with their optimizers."""
+    torch.manual_seed(0)
+    reference = Net()
+    model = FSDP(copy.deepcopy(reference), auto_wrap_policy=policy, device_id=CPU, **kwargs)
+    optimizers = []
+    for either in (model, reference):
+        groups = [
+            {"params": [p for n, p in either.named_parameters() if "body" not in n], "lr": 0.1},
+            {"params": [p for n, p in either.named_parameters() if "body" in n]},
+        ]
+        optimizers.append(torch.optim.Adam(groups, lr=0.01))
+    for step in range(2):
+        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        for either, optimizer in zip((model, reference), optimizers, strict=True):
+            either(batch).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizers[0], reference, optimizers[1]
+
+
+def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    return {n: optimizer.state[p] for n, p in model.named_parameters() if p in optimizer.state}
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert not isinstance(got, DTensor)
+    torch.testing.assert_close(got, wanted.detach())
+
+
+def full_states(strategy: ShardingStrategy) -> None:
+    model, optimizer, reference, plain_optimizer = trained(sharding_strategy=strategy)
+    states, wanted = model.state_dict(), reference.state_dict()
+    assert list(states) == list(wanted)
+    assert states._metadata == wanted._metadata
+    for key, value in states.items():
+        same(value, wanted[key])
+    assert states["again.0.weight"] is states["body.0.weight"]  # saved once
+    named = FSDP.optim_state_dict(model, optimizer)
+    by_name = named_states(reference, plain_optimizer)
+    assert list(named["state"]) == list(by_name)
+    for name, values in by_name.items():
+        for key, value in values.items():
+            same(named["state"][name][key], value)
+    assert [group["lr"] for group in named["param_groups"]] == [0.1, 0.01]
+    assert [group["params"] for group in named["param_groups"]] == [
+        ["scale", "frozen", "inp.weight", "inp.bias", "norm.weight", "norm.bias"],
+        ["body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias"],
+    ]
+
+
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+def test_full_states_are_those_of_the_plain_model(strategy: ShardingStrategy) -> None:
+    run_ranks(full_states, 2, strategy)
+
+
+def there_and_back(kind: StateDictType, policies: tuple[Any, Any]) -> None:
+    """Save from one way of wrapping, load into another; local shards need the same one."""
+    model, optimizer, _, _ = trained(policies[0])
+    with FSDP.state_dict_type(model, kind):
+        assert FSDP.get_state_dict_type(model).state_dict_type is kind
+        states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    assert FSDP.get_state_dict_type(model) == StateDictSettings()
+    for name, param in model.named_parameters():
+        value, moment = states[name], named["state"].get(name, {}).get("exp_avg")
+        if kind is StateDictType.FULL_STATE_DICT:
+            assert value.shape == param.shape and not isinstance(value, DTensor)
+        elif kind is StateDictType.SHARDED_STATE_DICT:
+            assert isinstance(value, DTensor) and value.placements == param.placements
+        else:
+            assert torch.equal(value, param.to_local()) and not isinstance(value, DTensor)
+        if moment is not None:
+            assert type(moment) is (DTensor if isinstance(value, DTensor) else torch.Tensor)
+            assert moment.shape == value.shape
+    other = FSDP(Net(), auto_wrap_policy=policies[1], device_id=CPU)
+    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+    names = {id(p): n for n, p in model.named_parameters()}
+    own = dict(other.named_parameters())
+    for group in groups:
+        group["params"] = [own[names[id(p)]] for p in group["params"]]
+    loaded = torch.optim.Adam(groups)
+    with FSDP.state_dict_type(other, kind):
+        result = other.load_state_dict(states)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        FSDP.optim_state_dict_to_load(other, loaded, named, load_directly=True)
+    for name, param in model.named_parameters():
+        assert torch.equal(own[name].full_tensor(), param.full_tensor())
+        for key, value in optimizer.state.get(param, {}).items():
+            got = loaded.state[own[name]][key]
+            assert type(got) is type(value)
+            if isinstance(value, DTensor):
+                assert got.placements == value.placements
+                got, value = got.full_tensor(), value.full_tensor()
+            assert torch.equal(got, value)
+    for buffer, wanted in zip(other.buffers(), model.buffers(), strict=True):
+        assert torch.equal(buffer, wanted)
+    assert [group["lr"] for group in loaded.param_groups] == [0.1, 0.01]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("kind", StateDictType)
+def test_what_is_saved_loads(kind: StateDictType, num_ranks: int) -> None:
+    run_ranks(there_and_back, num_ranks, kind, (always_wrap_policy, None))
+    run_ranks(there_and_back, num_ranks, kind, (None, ModuleWrapPolicy({nn.Sequential})))
+
+
+def rank0_only() -> tuple[list[str], list[str], list[str]]:
+    model, optimizer, reference, _ = trained()
+    root = nn.Sequential(nn.Linear(4, 4), model)
+    with FSDP.state_dict_type(
+        root,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        FullOptimStateDictConfig(rank0_only=True),
+    ):
+        states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        around = root.state_dict()
+    if dist.get_rank() == 0:
+        for key, value in reference.state_dict().items():
+            same(states[key], value)
+    return list(states), list(named), list(around)
+
+
+def test_only_the_first_rank_has_full_states_if_asked() -> None:
+    first, second = run_ranks(rank0_only, 2)
+    keys = list(Net().state_dict())
+    plain = ["0.weight", "0.bias"]
+    assert first == (keys, ["state", "param_groups"], plain + [f"1.{key}" for key in keys])
+    assert second == ([], [], plain)
+
+
+def plain_checkpoint(path: str) -> None:
+    """A file of a plain model loads, and one of a wrapped model loads into a plain one."""
+    model, _, reference, _ = trained(None)
+    states = model.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(states, path)
+    dist.barrier()
+    plain = Net()
+    plain.load_state_dict(torch.load(path))
+    for key, value in plain.state_dict().items():
+        same(value, reference.state_dict()[key])
+    other = FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU)
+    other.load_state_dict(torch.load(path))
+    for key, value in other.state_dict().items():
+        same(value, reference.state_dict()[key])
+
+
+def test_files_of_plain_models(tmp_path: Path) -> None:
+    run_ranks(plain_checkpoint, 2, str(tmp_path / "states.pt"))
+
+
+def incompatible() -> tuple[list[str], list[str], str]:
+    root = nn.Sequential(FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU))
+    states = root.state_dict()
+    states["0.body.more"] = states.pop("0.body.0.weight")
+    result = root.load_state_dict(states, strict=False)
+    states["0.inp.bias"] = torch.ones(7)
+    try:
+        root.load_state_dict(states)
+    except RuntimeError as error:
+        return result.missing_keys, result.unexpected_keys, str(error)
+    return [], [], "no error"
+
+
+def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
+    missing, unexpected, text = run_ranks(incompatible, 2)[0]
+    assert missing == ["0.body.0.weight"]
+    assert unexpected == ["0.body.more"]
+    assert text == (
+        "Error(s) in loading state_dict for Sequential:\n"
+        '\tMissing key(s) in state_dict: "0.body.0.weight". \n'
+        '\tUnexpected key(s) in state_dict: "0.body.more". \n'
+        "\tsize mismatch for 0.inp.bias: copying a param with shape torch.Size([7]) from "
+        "checkpoint, the shape in current model is torch.Size([5])."
+    )
+
+
+def with_checkpoint() -> None:
+    """The functions of torch.distributed.checkpoint see the names of the plain model."""
+    model, optimizer, reference, plain_optimizer = trained()
+    root, around = nn.Sequential(model), nn.Sequential(reference)
+    for ours, theirs in ((model, reference), (root, around)):
+        wanted = checkpoint.get_model_state_dict(theirs)
+        for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+            with FSDP.state_dict_type(ours, kind):
+                states = checkpoint.get_model_state_dict(ours)
+                assert list(states) == list(wanted)
+                checkpoint.set_model_state_dict(ours, states)
+        mine = checkpoint.get_optimizer_state_dict(ours, optimizer)
+        assert list(mine["state"]) == list(
+            checkpoint.get_optimizer_state_dict(theirs, plain_optimizer)["state"]
+        )
+        checkpoint.set_optimizer_state_dict(ours, optimizer, mine)
+
+
+def test_names_in_torch_distributed_checkpoint() -> None:
+    run_ranks(with_checkpoint, 2)
+
+
+def in_low_precision() -> set[torch.dtype]:
+    model, *_ = trained(None, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    return {value.dtype for value in model.state_dict().values()}
+
+
+def test_states_keep_their_own_dtype_under_mixed_precision() -> None:
+    assert run_ranks(in_low_precision, 2) == [{torch.float32, torch.int64}] * 2
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+def raised(call: Any) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_kinds_that_do_not_go_together() -> None:
+    with fake_ranks(2):
+        model = nn.Sequential(*(FSDP(nn.Linear(2, 2), device_id="cpu") for _ in range(2)))
+        assert raised(lambda: FSDP.set_state_dict_type(model, "full")) == (
+            "Expected state_dict_type to be a StateDictType of composable_shard.compat.fsdp1, got "
+            "str"
+        )
+        full = StateDictType.FULL_STATE_DICT
+        assert raised(lambda: FSDP.set_state_dict_type(model, full, ShardedStateDictConfig())) == (
+            "Expected a FullStateDictConfig for StateDictType.FULL_STATE_DICT, got "
+            "ShardedStateDictConfig"
+        )
+        FSDP.set_state_dict_type(
+            model[0], StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=True)
+        )
+        assert raised(lambda: FSDP.get_state_dict_type(model)).startswith(
+            "Expected one kind of state dicts in all wrappers of Sequential, got 2 kinds: "
+        )
+        assert raised(lambda: FSDP.get_state_dict_type(nn.Linear(1, 1))) == (
+            "Expected one kind of state dicts in all wrappers of Linear, got no wrapper; call "
+            "set_state_dict_type on a module with wrappers, and on all of it"
+        )
+
+
+def test_optimizers_that_do_not_fit() -> None:
+    with fake_ranks(2):
+        model = FSDP(nn.Linear(2, 2), device_id="cpu")
+        other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+        assert raised(lambda: FSDP.optim_state_dict(model, other)) == (
+            "Expected an optimizer of the parameters of FullyShardedDataParallel, got one of "
+            "another parameter of shape [3]"
+        )
+        own = torch.optim.SGD(model.parameters())
+        states: dict[str, Any] = {"state": {"gain": {}, "weight": {}}, "param_groups": []}
+        assert raised(lambda: FSDP.optim_state_dict_to_load(model, own, states)) == (
+            "Expected states of parameters that the optimizer has, got some of ['gain']"
+        )
+        FSDP.set_state_dict_type(
+            model,
+            StateDictType.FULL_STATE_DICT,
+            optim_state_dict_config=FullOptimStateDictConfig(rank0_only=True),
+        )
+        assert raised(lambda: FSDP.optim_state_dict_to_load(model, own, states)) == (
+            "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
+            "every rank and set it to False"
+        )
