@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
 
 from composable_shard import AllGather, FSDPModule, ReduceScatter, fully_shard
+from composable_shard.core.comms.custom import Memory
+from composable_shard.core.group import group_of
 from composable_shard.insight.trace import trace
 from composable_shard.testing import run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences
@@ -87,6 +89,16 @@ def torchs(module: FSDPModule) -> None:
     module.set_custom_all_gather(TorchsAllGather())
 
 
+def in_memory_of_a_backend(module: FSDPModule) -> None:
+    def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(tuple(shape), 7, dtype=dtype, device=device)
+
+    group = group_of(module)  # type: ignore[arg-type]
+    assert group is not None
+    for channel in group.channels.values():
+        channel.use_memory(Memory(allocate))
+
+
 def apart(module: FSDPModule) -> None:
     module.set_separate_reduce_scatter_group()
 
@@ -111,6 +123,7 @@ def without_effect(module: FSDPModule) -> None:
 CHOICES: list[Choose] = [
     custom,
     torchs,
+    in_memory_of_a_backend,
     apart,
     apart_and_back,
     sums,

@@ -188,8 +188,8 @@ class Memory:
     register: Callable[[torch.Tensor, dist.ProcessGroup], object] = lambda *_: None
 
 
-class AllGatherIn(AllGather):
-    """The all-gather of c10d over memory of a backend's choice."""
+class _In(_Allocates):
+    """Allocates from a memory, and makes buffers known to it."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -198,6 +198,14 @@ class AllGatherIn(AllGather):
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return self._memory.allocate(size, dtype, device)
+
+    def _register(self, *tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
+        for tensor in tensors:
+            self._memory.register(tensor, group)
+
+
+class AllGatherIn(_In, AllGather):
+    """The all-gather of c10d over memory of a backend's choice."""
 
     def __call__(
         self,
@@ -206,23 +214,14 @@ class AllGatherIn(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Waitable | None:
-        for tensor in (output_tensor, input_tensor):
-            self._memory.register(tensor, group)
+        self._register(output_tensor, input_tensor, group=group)
         return _waited_unless(
             async_op, _torch.all_gather_flat([output_tensor], [input_tensor], group)
         )
 
 
-class ReduceScatterIn(ReduceScatter):
+class ReduceScatterIn(_In, ReduceScatter):
     """The reduce-scatter of c10d over memory of a backend's choice."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return self._memory.allocate(size, dtype, device)
 
     def __call__(
         self,
@@ -232,8 +231,7 @@ class ReduceScatterIn(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Waitable | None:
-        for tensor in (output_tensor, input_tensor):
-            self._memory.register(tensor, group)
+        self._register(output_tensor, input_tensor, group=group)
         return _waited_unless(
             async_op, _torch.reduce_scatter_flat([output_tensor], [input_tensor], group, op)
         )
