@@ -138,10 +138,14 @@ def test_gathered_are_the_shards_of_all(dtype: torch.dtype, far_steps: int | Non
         assert run_ranks(Reading(gathered, far_steps), ranks, dtype) == [True] * ranks
 
 
-def reduced(dtype: torch.dtype, op: str) -> bool:
+def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
+    """Reduce in `dtype` what is of the first of `dtypes` on rank 0, of the next on rank 1, ..."""
     rank, count = dist.get_rank(), dist.get_world_size()
     full = [
-        [numbers(peer, count * numel, dtype).view(count, numel) for peer in range(count)]
+        [
+            numbers(peer, count * numel, dtypes[peer % len(dtypes)]).view(count, numel)
+            for peer in range(count)
+        ]
         for numel in NUMELS
     ]
     inputs = [parts[rank].flatten().clone() for parts in full]
@@ -154,7 +158,7 @@ def reduced(dtype: torch.dtype, op: str) -> bool:
     offers.settle({TAG})
     same = []
     for out, parts in zip(outputs, full, strict=True):
-        total = parts[0][rank].clone()
+        total = parts[0][rank].to(dtype, copy=True)
         for part in parts[1:]:
             total += part[rank]
         same.append(torch.equal(out, total / count if op == "AVG" else total))
@@ -164,12 +168,24 @@ def reduced(dtype: torch.dtype, op: str) -> bool:
 @pytest.mark.usefixtures("readable")
 @pytest.mark.parametrize("far_steps", [None, 1, 2])
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtypes", "dtype"),
+    [
+        ((torch.float32,), torch.float32),
+        ((torch.bfloat16,), torch.bfloat16),
+        ((torch.float64,), torch.float64),
+        ((torch.bfloat16,), torch.float32),
+        ((torch.bfloat16, torch.float32), torch.float32),
+        ((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    ],
+    ids=str,
+)
 def test_reduced_is_the_sum_in_rank_order(
-    dtype: torch.dtype, op: str, far_steps: int | None
+    dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str, far_steps: int | None
 ) -> None:
     for ranks in (2, 3, 4):
-        assert run_ranks(Reading(reduced, far_steps), ranks, dtype, op) == [True] * ranks
+        case = Reading(reduced, far_steps), ranks, dtypes, dtype, op
+        assert run_ranks(*case) == [True] * ranks
 
 
 def copied_while_gathering(numel: int) -> int:
@@ -294,9 +310,10 @@ def dropped_at_once() -> tuple[bool, list[bool]]:
         flagged = [bool(one._flags.all()) for one in offers._offers[known - 1 :]]
         return len(garbage) == 50, flagged
     dist.barrier()
-    offer.read(0, offer.addresses(0)[0], seen)
+    offer.read(0, offer.places(0)[0].address, seen)
     offer.finish()
     dist.barrier()
+    offers._offers.remove(offer)  # which rank 0 never reads
     return torch.equal(seen, torch.zeros(1 << 16)), []
 
 
@@ -327,7 +344,7 @@ def nobody_reads() -> str:
     group = fresh_group(timeout=datetime.timedelta(seconds=2))
     peer = 1 - dist.get_rank()
     offer = Offer(group, TAG, {peer: [torch.ones(3)]})
-    offer.addresses(peer)
+    offer.places(peer)
     with mock.patch.object(offers, "write", lambda *_: None):
         offer.finish()
     offers.settle({TAG + 1})  # somebody else's: nothing to wait for

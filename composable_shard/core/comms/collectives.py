@@ -34,7 +34,14 @@ class AllGatherLaunch(Protocol):
 
 
 class ReduceScatterLaunch(Protocol):
-    """Reduces many tensors at once."""
+    """Reduces many tensors at once.
+
+    Attributes:
+        widens: Whether an input may be of a narrower dtype than its output, in which it is summed;
+            another one on each rank.
+    """
+
+    widens: bool = False
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Tell whether ``op`` may be ``ReduceOp.AVG``."""

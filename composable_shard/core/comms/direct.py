@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
 from composable_shard.core.comms.near_memory import near_ranks
-from composable_shard.core.comms.offers import Offer
+from composable_shard.core.comms.offers import Offer, Place
 from composable_shard.core.comms.streams import Waitable
 
 WORTH_READING = 1 << 15  # bytes for each rank; fewer are sent as fast as their address
@@ -56,8 +56,8 @@ class _Reading:
     def wait(self) -> bool:
         places, self._places = self._places, {}
         for peer, members in places.items():
-            for address, place in zip(self._offer.addresses(peer), members, strict=True):
-                self._offer.read(peer, address, place)
+            for theirs, own in zip(self._offer.places(peer), members, strict=True):
+                self._offer.read(peer, theirs.address, own)
         if places:
             self._offer.finish()
         return True
@@ -66,8 +66,11 @@ class _Reading:
 class DirectReduceScatter(ReduceScatterLaunch):
     """Every rank gets its part from every other and sums.
 
-    The sum is taken in rank order, so that every shard of a gradient is rounded alike.
+    The sum is taken in rank order, so that every shard of a gradient is rounded alike. Near ranks
+    are read as they are, and widened as they are added; what is sent is cast before.
     """
+
+    widens = True
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         return True
@@ -77,84 +80,88 @@ class DirectReduceScatter(ReduceScatterLaunch):
     ) -> list[Waitable]:
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         rank, num_ranks = group.rank(), group.size()
-        parts = [full.view(num_ranks, -1) for full in inputs]
         near, far = _routes(group, outputs)
-        arrived = [
-            dict(zip(far, part.new_empty(len(far), part.shape[1]), strict=True)) for part in parts
+        parts = [full.view(num_ranks, -1) for full in inputs]
+        sums = [
+            _RankOrderSum(out, {rank: part[rank]}, num_ranks if op == dist.ReduceOp.AVG else 1)
+            for out, part in zip(outputs, parts, strict=True)
         ]
         works: list[Waitable] = []
         for peer in far:
-            works += [group.recv([places[peer]], peer, tag) for places in arrived]
+            for total, out in zip(sums, outputs, strict=True):
+                total.parts[peer] = torch.empty_like(out)
+                works.append(group.recv([total.parts[peer]], peer, tag))
         for peer in far:
-            works += [group.send([part[peer]], peer, tag) for part in parts]
-        for part, places in zip(parts, arrived, strict=True):
-            places[rank] = part[rank]
-        offered = {peer: [part[peer] for part in parts] for peer in near}
-        offer = Offer(group, tag, offered) if near else None
-        divisor = num_ranks if op == dist.ReduceOp.AVG else 1
-        return [_RankOrderSum(works, outputs, arrived, offer, near, divisor)]
+            for part, out in zip(parts, outputs, strict=True):
+                works.append(group.send([part[peer].to(out.dtype)], peer, tag))  # keeps its tensor
+        offer = None
+        if near:
+            offer = Offer(group, tag, {peer: [part[peer] for part in parts] for peer in near})
+        return [*works, _Summing(sums, offer, near)]
 
 
-class _RankOrderSum:
-    """Sums the parts of all ranks when it is waited for, chunk by chunk.
+class _Summing:
+    """Takes the sums when it is waited for, after the messages before it."""
 
-    A chunk of a near rank is read into a scratch that stays in the cache until it is added.
-    """
-
-    def __init__(
-        self,
-        works: list[Waitable],
-        outputs: Tensors,
-        arrived: list[dict[int, torch.Tensor]],
-        offer: Offer | None,
-        near: Sequence[int],
-        divisor: int,
-    ) -> None:
-        self._works = works
-        self._pairs = list(zip(outputs, arrived, strict=True))
+    def __init__(self, sums: list[_RankOrderSum], offer: Offer | None, near: list[int]) -> None:
+        self._sums = sums
         self._offer = offer
         self._near = near
-        self._divisor = divisor
 
     def wait(self) -> bool:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        sums, self._sums = self._sums, []
         offer, self._offer = self._offer, None
-        pairs, self._pairs = self._pairs, []
-        addresses = {peer: offer.addresses(peer) for peer in self._near} if offer else {}
-        for index, (out, arrived) in enumerate(pairs):
-            self._sum(out, arrived, offer, {peer: to[index] for peer, to in addresses.items()})
+        places = {peer: offer.places(peer) for peer in self._near} if offer else {}
+        for index, total in enumerate(sums):
+            total.take(offer, {peer: members[index] for peer, members in places.items()})
         if offer is not None:
             offer.finish()
         return True
 
-    def _sum(
-        self,
-        out: torch.Tensor,
-        arrived: dict[int, torch.Tensor],
-        offer: Offer | None,
-        addresses: dict[int, int],
-    ) -> None:
-        chunk_numel = CHUNK_NUMEL if addresses else max(out.numel(), 1)
-        scratch = out.new_empty(len(addresses), min(chunk_numel, out.numel()))
-        slots = dict(zip(addresses, scratch, strict=True))
-        ranks = sorted([*arrived, *addresses])
-        for start in range(0, out.numel(), chunk_numel):
-            total = out[start : start + chunk_numel]
-            numel = total.numel()
-            for peer, address in addresses.items():
+
+class _RankOrderSum:
+    """Sums the parts of all ranks, chunk by chunk.
+
+    A chunk of a near rank is read into a scratch that stays in the cache until it is added.
+
+    Attributes:
+        out: The sum, or the average.
+        parts: Those that are in the memory of this rank, by the rank that each is of.
+        divisor: What to divide by.
+    """
+
+    def __init__(self, out: torch.Tensor, parts: dict[int, torch.Tensor], divisor: int) -> None:
+        self.out = out
+        self.parts = parts
+        self.divisor = divisor
+
+    def take(self, offer: Offer | None, places: dict[int, Place]) -> None:
+        """Take the sum of ``parts`` and of those that near ranks offer."""
+        numel = self.out.numel()
+        chunk_numel = CHUNK_NUMEL if places else max(numel, 1)
+        scratch = {
+            peer: self.out.new_empty(min(chunk_numel, numel), dtype=place.dtype)
+            for peer, place in places.items()
+        }
+        for start in range(0, numel, chunk_numel):
+            total = self.out[start : start + chunk_numel]
+            parts = {rank: part[start : start + chunk_numel] for rank, part in self.parts.items()}
+            for peer, place in places.items():
                 assert offer is not None
-                offer.read(peer, address + start * out.itemsize, slots[peer][:numel])
-            parts = [
-                slots[rank][:numel] if rank in slots else arrived[rank][start : start + numel]
-                for rank in ranks
-            ]
-            torch.add(parts[0], parts[1], out=total)
-            for part in parts[2:]:
-                total.add_(part)
-            if self._divisor != 1:
-                total.div_(self._divisor)
+                parts[peer] = scratch[peer][: total.numel()]
+                offer.read(peer, place.address + start * place.dtype.itemsize, parts[peer])
+            self._add([parts[rank] for rank in sorted(parts)], total)
+
+    def _add(self, parts: Tensors, total: torch.Tensor) -> None:
+        first, second, *others = parts
+        if total.dtype in (first.dtype, second.dtype):
+            torch.add(first, second, out=total)
+        else:  # two narrow ones would be added in their own dtype
+            total.copy_(first).add_(second)
+        for part in others:
+            total.add_(part)
+        if self.divisor != 1:
+            total.div_(self.divisor)
 
 
 def _routes(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Mapping
-from typing import cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,31 @@ from composable_shard.core.comms.near_memory import near_ranks, read, write
 from composable_shard.core.comms.streams import Waitable
 from composable_shard.errors import ShardError
 
+_DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]  # by the number that says which it is
 _NAP = 2e-5  # seconds between two looks at the flags
 _SET = torch.ones(1, dtype=torch.uint8)
 
 _offers: list[Offer] = []  # those that some near rank may still read
+
+
+class Place(NamedTuple):
+    """Where a tensor is in the memory of its owner, and what it is made of."""
+
+    address: int
+    dtype: torch.dtype
 
 
 class Offer:
@@ -36,7 +57,7 @@ class Offer:
     Args:
         group: The process group.
         tag: A number on which the ranks have agreed.
-        tensors: What each near rank may read. All ranks offer tensors of the same lengths.
+        tensors: What each near rank may read. All ranks offer tensors of the same numels.
     """
 
     def __init__(
@@ -51,18 +72,24 @@ class Offer:
         self._said: list[tuple[torch.Tensor, Waitable]] = []
         self._heard: dict[int, tuple[torch.Tensor, Waitable]] = {}
         for slot, (peer, members) in enumerate(tensors.items()):
-            addresses = [self._flags[slot:], *members]
-            said = torch.tensor([tensor.data_ptr() for tensor in addresses])
+            addresses = [tensor.data_ptr() for tensor in [self._flags[slot:], *members]]
+            dtypes = [_DTYPES.index(tensor.dtype) for tensor in members]
+            said = torch.tensor(addresses + dtypes)
             heard = torch.empty_like(said)
             self._heard[peer] = heard, group.recv([heard], peer, tag)
             self._said.append((said, group.send([said], peer, tag)))
         _offers.append(self)
 
-    def addresses(self, peer: int) -> list[int]:
+    def places(self, peer: int) -> list[Place]:
         """Wait until a near rank has offered its tensors; return where they are."""
         heard, work = self._heard[peer]
         work.wait()
-        return cast(list[int], heard[1:].tolist())
+        _, *said = heard.tolist()
+        half = len(said) // 2
+        return [
+            Place(address, _DTYPES[number])
+            for address, number in zip(said[:half], said[half:], strict=True)
+        ]
 
     def read(self, peer: int, address: int, into: torch.Tensor) -> None:
         """Fill a contiguous tensor from the memory of a near rank."""
