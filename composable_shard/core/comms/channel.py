@@ -59,8 +59,9 @@ class Channel:
     # Choices --------------------------------------------------------------------------------
 
     def _use_fastest(self) -> None:
-        group = self.mesh.shard_group
-        if group is not None and _torch.backend_name(group, self.mesh.device) == "gloo":
+        group, device = self.mesh.shard_group, self.mesh.device
+        backend = None if group is None else _torch.backend_name(group, device)
+        if backend == "gloo" and device.type == "cpu":
             self.all_gather, self.reduce_scatter = DirectAllGather(), DirectReduceScatter()
         else:
             self.all_gather, self.reduce_scatter = CoalescedAllGather(), CoalescedReduceScatter()
