@@ -108,7 +108,7 @@ class ParamGroup:
         self.mesh = mesh
         self.units = GroupUnits(params, units, policy)
         self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
-        self.freshness = Freshness(self.units.params)
+        self.freshness = Freshness(self.units.all)
         self.settings = GroupSettings()
         self.context: Context
         self.name = ""
@@ -229,8 +229,7 @@ class ParamGroup:
         else:
             self.units.finish_gather(state.transfers)
         self._follow_requires_grad()
-        for param in self.params:
-            param.register_unsharded()
+        self.units.all.register_unsharded()
         self.shows_sharded = False
         self._move_to(Unsharded(state.version))
         self.context.emit("wait_for_all_gather", self)
@@ -249,8 +248,7 @@ class ParamGroup:
         if isinstance(state, Unsharding):
             state.pending.wait()
         elif isinstance(state, Unsharded):
-            for param in self.params:
-                param.register_sharded()
+            self.units.all.register_sharded()
             if num_ranks is not None:
                 freed = PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
         elif num_ranks is not None:
@@ -265,19 +263,16 @@ class ParamGroup:
         Collective: none, and none later: a rank may look at its shards without the others.
         """
         if self.is_unsharded:
-            for param in self.params:
-                param.register_sharded()
+            self.units.all.register_sharded()
             self.shows_sharded = True
 
     def _show_unsharded(self) -> None:
         if self.shows_sharded:
-            for param in self.params:
-                param.register_unsharded()
+            self.units.all.register_unsharded()
             self.shows_sharded = False
 
     def _follow_requires_grad(self) -> None:
-        for param in self.params:
-            param.follow_requires_grad(self.on_gradient)
+        self.units.all.follow_requires_grad(self.on_gradient)
 
     def _check_unchanged_since_forward(self) -> None:
         uses_shards = isinstance(self.state, Sharded) or self.units.share_storage
