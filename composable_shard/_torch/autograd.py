@@ -9,10 +9,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-
-def current_backward() -> int:
-    """Return the id of the running backward, -1 outside of one."""
-    return torch._C._current_graph_task_id()
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the id of the running backward, -1 outside of one."""
 
 
 def will_run(node: Node) -> bool:

@@ -7,8 +7,7 @@ exists nowhere but inside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -32,13 +31,11 @@ if TYPE_CHECKING:
     from composable_shard.core.passes.hooks import Call
 
 
-@dataclass(frozen=True)
-class Sharded:
+class Sharded(NamedTuple):
     """Only the shards exist; the sharded parameters are registered."""
 
 
-@dataclass(frozen=True)
-class Unsharding:
+class Unsharding(NamedTuple):
     """The gather has been launched; the sharded parameters are still registered.
 
     Attributes:
@@ -51,15 +48,13 @@ class Unsharding:
     is_regather: bool = False
 
 
-@dataclass(frozen=True)
-class Unsharded:
+class Unsharded(NamedTuple):
     """The unsharded parameters are valid and registered."""
 
     version: int
 
 
-@dataclass(frozen=True)
-class PartlySharded:
+class PartlySharded(NamedTuple):
     """Each of ``num_ranks`` neighbours keeps a part; the sharded parameters are registered."""
 
     kept: Kept
@@ -165,7 +160,7 @@ class ParamGroup:
 
     @property
     def is_trainable(self) -> bool:
-        return any(param.sharded.requires_grad for param in self.params)
+        return self.units.all.is_trainable
 
     def unshard(self) -> None:
         """Launch the gather unless it is under way, done and still valid.
@@ -193,8 +188,10 @@ class ParamGroup:
         self.context.before_gather()
         if self.units.settle(self.label):
             watch_optimizer_steps(self)
-        transfers = self.units.start_gather()
-        self._launch(transfers, self.freshness.version())
+        version = self.freshness.at_forward  # in backward they are as they were then
+        if version is None or not in_backward:
+            version = self.freshness.version()
+        self._launch(self.units.start_gather(), version)
 
     def _regather(self, state: PartlySharded) -> None:
         transfers = self.units.start_regather(state.kept, state.num_ranks)
@@ -273,6 +270,12 @@ class ParamGroup:
 
     def _follow_requires_grad(self) -> None:
         self.units.all.follow_requires_grad(self.on_gradient)
+
+    def note_forward(self) -> None:
+        """Remember with which parameters a forward ran whose backward is to come."""
+        state = self.state
+        version = state.version if isinstance(state, Unsharded) else self.freshness.version()
+        self.freshness.at_forward = version
 
     def _check_unchanged_since_forward(self) -> None:
         uses_shards = isinstance(self.state, Sharded) or self.units.share_storage

@@ -58,7 +58,8 @@ class UnreducedGradients:
 
     def take(self, param: ShardedParam) -> torch.Tensor | None:
         """Take away what autograd and earlier microbatches left; the sum as this rank has it."""
-        grad, total = take_unsharded(param), unreduced(param)
+        grad = take_unsharded(param)
+        total = None if param.sharded.grad is None else unreduced(param)
         if total is None:
             return grad
         param.sharded.grad = None

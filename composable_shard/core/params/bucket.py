@@ -130,8 +130,9 @@ class ParamBucket:
         if not layout.staging_numel:
             return Transfer(self._in_place, inputs)
         staging = self.unsharded.new_empty(layout.staging_numel)
-        numels = [layout.num_shards * numel for _, numel in layout.messages[len(layout.direct) :]]
-        return Transfer([*self._in_place, *staging.split(numels)], inputs)
+        numels = layout.staged_numels
+        staged = [staging] if len(numels) == 1 else staging.split_with_sizes(numels)
+        return Transfer([*self._in_place, *staged], inputs)
 
     def finish_gather(self, transfer: Transfer) -> None:
         layout = self.layout
@@ -145,7 +146,7 @@ class ParamBucket:
         if layout.packed_numel:
             torch.split_with_sizes_copy(
                 transfer.outputs[-1].view(layout.num_shards, -1),
-                list(layout.packed_shard_numels),
+                layout.packed_shard_numels,
                 dim=1,
                 out=self._unpacked,
             )

@@ -29,10 +29,6 @@ class Freshness:
         """Count a step of an optimizer that has some of the parameters."""
         self._num_optimizer_steps += 1
 
-    def note_forward(self) -> None:
-        """Remember with which parameters a forward ran whose backward is to come."""
-        self.at_forward = self.version()
-
     def forget_forward(self) -> None:
         """Expect no backward of the last forward any more."""
         self.at_forward = None

@@ -17,6 +17,7 @@ from composable_shard import _torch
 from composable_shard.core.params.param import ShardedParam, Slot
 
 _version_of = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
 
 
 class ParamSet:
@@ -52,6 +53,11 @@ class ParamSet:
         """Whether the unsharded parameters have been made, by a first gather."""
         return len(self._unsharded) == len(self._params)
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any of them is."""
+        return any(map(_requires_grad, self._sharded))
+
     def version(self) -> int:
         """Return a number that grows when sharded values change in place."""
         return sum(map(_version_of, self._counted))
@@ -66,7 +72,7 @@ class ParamSet:
 
     def are_intact(self) -> bool:
         """Tell whether modules and DTensors still hold what was put there."""
-        locals_ = map(_torch.local_tensor, self._sharded)
+        locals_ = _torch.local_tensors(self._sharded)
         return self.are_registered(unsharded=False) and all(map(is_, locals_, self._locals))
 
     def register_sharded(self) -> None:
@@ -84,7 +90,7 @@ class ParamSet:
         Args:
             on_gradient: Called whenever a backward has accumulated into one of them.
         """
-        wanted = [param.requires_grad for param in self._sharded]
+        wanted = list(map(_requires_grad, self._sharded))
         if wanted != self._followed:
             for param in self._params:
                 param.follow_requires_grad(on_gradient)

@@ -133,8 +133,8 @@ class BackwardPass:
     def arrive(self, group: ParamGroup) -> None:
         """Note that autograd has run one of the nodes that are waited for."""
         backward = _torch.current_backward()
-        countdown = self._countdown(group)
-        if backward not in countdown.left:
+        countdown = self._countdowns.get(group)
+        if countdown is None or backward not in countdown.left:
             self._enter(group)
             countdown = self._countdown(group)
         if self._is_inside:

@@ -172,11 +172,14 @@ class ModuleHooks:
 
         Also called, without output, when forward raised.
         """
-        return self.leave(module, output, failed=output is None and sys.exc_info()[0] is not None)
+        return self._leave(module, output, failed=output is None and sys.exc_info()[0] is not None)
 
     @torch.compiler.disable
     def leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
         """Do what :meth:`post_forward` does, knowing whether forward raised."""
+        return self._leave(module, output, failed=failed)
+
+    def _leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
         if self._group in self._group.context.opened:
             return output
         calls = self._group.calls

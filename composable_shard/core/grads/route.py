@@ -1,0 +1,71 @@
+"""Which gradients are reduced together, and where their shards come out: planned once, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from composable_shard.core.grads.grad_bucket import GradBucket
+from composable_shard.core.params.param import ShardedParam
+
+
+class Route:
+    """The way of some plain tensors, gradients or inner tensors of gradients, through one bucket.
+
+    Attributes:
+        bucket: Where they are packed.
+        members: For each its parameter, and the name of the inner tensor (``None``: all of it).
+    """
+
+    def __init__(
+        self, bucket: GradBucket, members: Sequence[tuple[int, ShardedParam, str | None]], rank: int
+    ) -> None:
+        self.bucket = bucket
+        self.members = [(param, inner) for _, param, inner in members]
+        self._indices = [index for index, _, _ in members]
+        self._is_plain = all(inner is None and param.form.is_plain for _, param, inner in members)
+        flat = torch.empty(bucket.numel, device="meta")
+        starts = bucket.layout.shard_offsets
+        shards = [
+            param.form.local(flat[start:], rank)
+            for (param, _), start in zip(self.members, starts, strict=True)
+        ]
+        self._places = [(tuple(s.shape), s.stride(), s.storage_offset()) for s in shards]
+        devices = {param.device for param, _ in self.members}
+        self._device = devices.pop() if len(devices) == 1 else None
+
+    def enter(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Pick the members' tensors, as they lie in memory, out of the gradients of all."""
+        if self._is_plain:
+            return [grads[index] for index in self._indices]
+        return [
+            None if (grad := grads[index]) is None else param.form.rows(_inner(grad, name))
+            for index, (param, name) in zip(self._indices, self.members, strict=True)
+        ]
+
+    def shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """View this rank's shard of each member in the flat result of the reduction."""
+        return [flat.as_strided(*place) for place in self._places]
+
+    def converted_shards(
+        self, flat: torch.Tensor, dtypes: Sequence[torch.dtype]
+    ) -> list[torch.Tensor]:
+        """Return the shards on the devices of the parameters, each in its dtype.
+
+        They are converted in one kernel if they all go the same way.
+        """
+        first = dtypes[0]
+        if self._device is not None and all(dtype is first for dtype in dtypes):
+            return self.shards(flat.to(self._device, first))
+        return [
+            shard.to(param.device, dtype)
+            for shard, (param, _), dtype in zip(
+                self.shards(flat), self.members, dtypes, strict=True
+            )
+        ]
+
+
+def _inner(grad: torch.Tensor, name: str | None) -> torch.Tensor:
+    inner: torch.Tensor = grad if name is None else getattr(grad, name)
+    return inner
