@@ -66,6 +66,7 @@ from composable_shard._torch.tensors import (
     sparse_values,
     unscale_all_,
     with_own_storage,
+    without_overrides,
 )
 from composable_shard._torch.transforms import (
     inner_value,
@@ -133,4 +134,5 @@ __all__ = [
     "waited",
     "will_run",
     "with_own_storage",
+    "without_overrides",
 ]

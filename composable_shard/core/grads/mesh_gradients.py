@@ -21,6 +21,7 @@ from composable_shard.core.grads.route import Route
 from composable_shard.core.grads.scale import ReductionScale, plan_scale
 from composable_shard.core.grads.sharded_grad import (
     deliver,
+    deliver_all,
     has_hooks,
     hold_for_replicas,
     is_partial,
@@ -92,15 +93,20 @@ class MeshGradients:
         Collective: one reduce-scatter launch for each reduction dtype; all ranks must call it,
         with or without gradients of their own.
         """
-        trainable = [param for param in self._params if param.sharded.requires_grad]
+        with _torch.without_overrides():
+            trainable = [param for param in self._params if param.sharded.requires_grad]
         has_replicas = self._mesh.num_replicas > 1
         self._holds = has_replicas and not self._settings.all_reduces
         self._all_reduces = has_replicas and self._settings.all_reduces
         if self._holds:
             for param in trainable:
                 hold_for_replicas(param)
-        held = [_held_dtype(param) for param in trainable]
-        grads = [self.unreduced.take(param) for param in trainable]
+        with _torch.without_overrides():
+            held = [_held_dtype(param) for param in trainable]
+        grads = [
+            take_unsharded(param) if dtype is None else self.unreduced.take(param)
+            for param, dtype in zip(trainable, held, strict=True)
+        ]
         if self._mesh.num_ranks == 1 and self._settings.hook is None:
             self._deliver_alone(trainable, grads)
             return
@@ -257,8 +263,12 @@ class MeshGradients:
         if self._holds:
             dtypes = [route.bucket.dtype for _ in route.members]
         else:
-            dtypes = [self._grad_dtype(param) for param, _ in route.members]
+            with _torch.without_overrides():
+                dtypes = [self._grad_dtype(param) for param, _ in route.members]
         shards = route.converted_shards(transfer.result, dtypes)
+        if route.params is not None and not self._holds and all(wanted):
+            deliver_all(route.params, shards)
+            return
         inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for place, ((param, name), shard) in enumerate(zip(route.members, shards, strict=True)):
             if not wanted[place] and not (self._settings.hook is not None and shard.any()):
@@ -301,4 +311,4 @@ class MeshGradients:
 def _held_dtype(param: ShardedParam) -> torch.dtype | None:
     """Return the dtype of a gradient that waits for the next reduction, if there is one."""
     grad = param.sharded.grad
-    return grad.dtype if is_partial(grad) else None
+    return None if grad is None or not is_partial(grad) else grad.dtype

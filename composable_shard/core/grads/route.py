@@ -16,6 +16,7 @@ class Route:
     Attributes:
         bucket: Where they are packed.
         members: For each its parameter, and the name of the inner tensor (``None``: all of it).
+        params: The parameters, if all members are whole gradients; else ``None``.
     """
 
     def __init__(
@@ -23,8 +24,10 @@ class Route:
     ) -> None:
         self.bucket = bucket
         self.members = [(param, inner) for _, param, inner in members]
+        is_whole = all(inner is None for _, inner in self.members)
+        self.params = [param for param, _ in self.members] if is_whole else None
         self._indices = [index for index, _, _ in members]
-        self._is_plain = all(inner is None and param.form.is_plain for _, param, inner in members)
+        self._is_plain = is_whole and all(param.form.is_plain for param, _ in self.members)
         flat = torch.empty(bucket.numel, device="meta")
         starts = bucket.layout.shard_offsets
         shards = [

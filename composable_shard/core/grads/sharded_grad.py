@@ -6,6 +6,7 @@ sync); averaged over the shards but not the replicas; or reduced, with the param
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
@@ -74,20 +75,40 @@ def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
         param: The parameter.
         shard: On its device, in the dtype that was asked of its gradients.
     """
+    sharded = param.sharded
     grad: torch.Tensor = _torch.from_local(shard, param.spec_of_grad("sharded", shard.dtype))
-    with_hooks = has_hooks(param)
-    if with_hooks:
-        with torch.no_grad():
-            grad = _torch.call_grad_hooks(param.sharded, grad)
-    present = param.sharded.grad
+    if not _torch.has_grad_hooks(sharded):
+        _add(sharded, grad)
+        return
+    with torch.no_grad():
+        grad = _torch.call_grad_hooks(sharded, grad)
+        _add(sharded, grad)
+        _torch.call_post_accumulate_grad_hooks(sharded)
+
+
+def deliver_all(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
+    """Deliver several; in half the time where there are neither hooks nor gradients yet."""
+    with _torch.without_overrides():
+        if all(_is_bare(param.sharded) for param in params):
+            for param, shard in zip(params, shards, strict=True):
+                spec = param.spec_of_grad("sharded", shard.dtype)
+                assign_grad(param.sharded, _torch.from_local(shard, spec))
+            return
+    for param, shard in zip(params, shards, strict=True):
+        deliver(param, shard)
+
+
+def _is_bare(param: nn.Parameter) -> bool:
+    return param.grad is None and not _torch.has_grad_hooks(param)
+
+
+def _add(param: nn.Parameter, grad: torch.Tensor) -> None:
+    present = param.grad
     if present is None:
-        assign_grad(param.sharded, grad)
+        assign_grad(param, grad)
     else:
         with torch.no_grad():
             _torch.local_tensor(present).add_(_torch.local_tensor(grad))
-    if with_hooks:
-        with torch.no_grad():
-            _torch.call_post_accumulate_grad_hooks(param.sharded)
 
 
 def assign(param: ShardedParam, grad: torch.Tensor) -> None:

@@ -58,8 +58,7 @@ class UnreducedGradients:
 
     def take(self, param: ShardedParam) -> torch.Tensor | None:
         """Take away what autograd and earlier microbatches left; the sum as this rank has it."""
-        grad = take_unsharded(param)
-        total = None if param.sharded.grad is None else unreduced(param)
+        grad, total = take_unsharded(param), unreduced(param)
         if total is None:
             return grad
         param.sharded.grad = None
@@ -116,10 +115,11 @@ class UnreducedGradients:
 
 def take_unsharded(param: ShardedParam) -> torch.Tensor | None:
     """Take away what autograd accumulated on the unsharded parameter: this rank's part of it."""
-    if param.unsharded is None:
+    unsharded = param.unsharded
+    if unsharded is None:
         return None
-    grad = param.unsharded.grad
+    grad = unsharded.grad
     if grad is None:
         return None
-    param.unsharded.grad = None
-    return param.placement.model_local_grad(grad)
+    unsharded.grad = None
+    return grad if param.placement.model is None else param.placement.model_local_grad(grad)

@@ -60,7 +60,8 @@ class ParamSet:
 
     def version(self) -> int:
         """Return a number that grows when sharded values change in place."""
-        return sum(map(_version_of, self._counted))
+        with _torch.without_overrides():
+            return sum(map(_version_of, self._counted))
 
     def readable_versions(self) -> list[int]:
         """Return the version counters of ``readable``."""
@@ -90,7 +91,8 @@ class ParamSet:
         Args:
             on_gradient: Called whenever a backward has accumulated into one of them.
         """
-        wanted = list(map(_requires_grad, self._sharded))
+        with _torch.without_overrides():
+            wanted = list(map(_requires_grad, self._sharded))
         if wanted != self._followed:
             for param in self._params:
                 param.follow_requires_grad(on_gradient)
