@@ -73,7 +73,8 @@ class GradBucket:
             self._add(transfer, index, self._in_order(layout.params[index], grads[index]))
         for index in layout.permuted:
             self._add(transfer, index, self._permuted(layout.params[index], grads[index]))
-        transfer.outputs.append(result[layout.packed_offset :])
+        start = layout.packed_offset
+        transfer.outputs.append(result[start:] if start else result)
         transfer.inputs.append(self._packed(grads, transfer.present))
         return transfer
 

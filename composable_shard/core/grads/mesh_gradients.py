@@ -267,7 +267,7 @@ class MeshGradients:
                 dtypes = [self._grad_dtype(param) for param, _ in route.members]
         shards = route.converted_shards(transfer.result, dtypes)
         if route.params is not None and not self._holds and all(wanted):
-            deliver_all(route.params, shards)
+            deliver_all(route.params, shards, route.specs(dtypes))
             return
         inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for place, ((param, name), shard) in enumerate(zip(route.members, shards, strict=True)):

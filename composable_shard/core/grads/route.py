@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from composable_shard import _torch
 from composable_shard.core.grads.grad_bucket import GradBucket
 from composable_shard.core.params.param import ShardedParam
 
@@ -35,6 +36,7 @@ class Route:
             for (param, _), start in zip(self.members, starts, strict=True)
         ]
         self._places = [(tuple(s.shape), s.stride(), s.storage_offset()) for s in shards]
+        self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
         devices = {param.device for param, _ in self.members}
         self._device = devices.pop() if len(devices) == 1 else None
 
@@ -50,6 +52,13 @@ class Route:
     def shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """View this rank's shard of each member in the flat result of the reduction."""
         return [flat.as_strided(*place) for place in self._places]
+
+    def specs(self, dtypes: list[torch.dtype]) -> list[_torch.DTensorSpec]:
+        """Return what describes the reduced gradients as DTensors of these dtypes."""
+        if self._specs[0] != dtypes:
+            pairs = zip(self.members, dtypes, strict=True)
+            self._specs = dtypes, [p.spec_of_grad("sharded", dtype) for (p, _), dtype in pairs]
+        return self._specs[1]
 
     def converted_shards(
         self, flat: torch.Tensor, dtypes: Sequence[torch.dtype]

@@ -86,20 +86,26 @@ def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
         _torch.call_post_accumulate_grad_hooks(sharded)
 
 
-def deliver_all(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
-    """Deliver several; in half the time where there are neither hooks nor gradients yet."""
+def deliver_all(
+    params: Sequence[ShardedParam],
+    shards: Sequence[torch.Tensor],
+    specs: Sequence[_torch.DTensorSpec],
+) -> None:
+    """Deliver several; in half the time where there are neither hooks nor gradients yet.
+
+    Args:
+        params: The parameters.
+        shards: See :func:`deliver`.
+        specs: What describes each as a reduced gradient.
+    """
     with _torch.without_overrides():
-        if all(_is_bare(param.sharded) for param in params):
-            for param, shard in zip(params, shards, strict=True):
-                spec = param.spec_of_grad("sharded", shard.dtype)
-                assign_grad(param.sharded, _torch.from_local(shard, spec))
+        bare = [param.sharded for param in params if param.sharded.grad is None]
+        if len(bare) == len(params) and not any(map(_torch.has_grad_hooks, bare)):
+            for sharded, shard, spec in zip(bare, shards, specs, strict=True):
+                assign_grad(sharded, _torch.from_local(shard, spec))
             return
     for param, shard in zip(params, shards, strict=True):
         deliver(param, shard)
-
-
-def _is_bare(param: nn.Parameter) -> bool:
-    return param.grad is None and not _torch.has_grad_hooks(param)
 
 
 def _add(param: nn.Parameter, grad: torch.Tensor) -> None:

@@ -174,7 +174,7 @@ class BackwardPass:
 
     def _will_arrive(self, group: ParamGroup) -> bool:
         """Tell whether the running backward accumulates into a parameter of ``group``."""
-        return any(True for _ in self._countdown(group).accumulators_to_run())
+        return self._countdown(group).num_to_arrive() > 0
 
     def _finish_group(self, group: ParamGroup) -> None:
         self._context.emit("post_backward", group)
