@@ -79,7 +79,8 @@ class ParamGroup:
         modules: The modules that were passed to ``fully_shard``.
         mesh: Over which ranks its parameters are sharded, but those with a mesh of their own.
         channels: How it talks to the ranks of each mesh.
-        units: Their parameters, in what is gathered as a whole.
+        params: The parameters of the modules, but those of nested groups and ignored ones.
+        units: The same, in what is gathered as a whole.
         freshness: Whether unsharded parameters are still valid.
         settings: What users may change.
         context: What is shared with the other groups of the tree.
@@ -102,6 +103,7 @@ class ParamGroup:
         self.modules = modules
         self.mesh = mesh
         self.units = GroupUnits(params, units, policy)
+        self.params = self.units.params
         self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
         self.freshness = Freshness(self.units.all)
         self.settings = GroupSettings()
@@ -118,11 +120,6 @@ class ParamGroup:
     def label(self) -> str:
         """What messages call the group; that of the root has no name."""
         return f"group '{self.name}'" if self.name else "the root group"
-
-    @property
-    def params(self) -> list[ShardedParam]:
-        """The parameters of the modules, but those of nested groups and ignored ones."""
-        return self.units.params
 
     @property
     def policy(self) -> MixedPrecisionPolicy:

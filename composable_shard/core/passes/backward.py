@@ -53,8 +53,8 @@ class BackwardPass:
 
     def join(self, group: ParamGroup) -> None:
         """Note that ``group`` is entered by a forward that may have a backward."""
-        if group.is_trainable:
-            self._to_reduce.setdefault(group)
+        if group not in self._to_reduce and group.is_trainable:
+            self._to_reduce[group] = None
 
     def expect(self, group: ParamGroup) -> None:
         """Note that ``group`` is left by a forward that may have a backward."""
