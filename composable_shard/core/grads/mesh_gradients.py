@@ -71,6 +71,8 @@ class MeshGradients:
         self._buckets: dict[Any, GradBucket] = {}
         self._routes: list[Route] = []
         self._routes_are_for: tuple[Any, ...] | None = None
+        self._stored: list[torch.dtype] = []
+        self._own: list[torch.dtype] = []  # the dtypes in which gradients of those are reduced
         self._scales: dict[Any, ReductionScale] = {}
         self._recipes = GradRecipes(channel.mesh)
 
@@ -180,17 +182,20 @@ class MeshGradients:
             held: Dtypes of the gradients that wait for this reduction, which are not narrowed.
         """
         stored = [param.local.dtype for param in params]
-        key = (params, stored, held, self._recipes.num_agreed)
+        if stored != self._stored:
+            self._stored, self._own = stored, list(map(self._policy.reduction_dtype, stored))
+        dtypes = [
+            own if waiting is None else torch.promote_types(own, waiting)
+            for own, waiting in zip(self._own, held, strict=True)
+        ]
+        key = (params, dtypes, self._recipes.num_agreed)
         if key == self._routes_are_for:
             return self._routes
         members: dict[torch.dtype, list[tuple[int, ShardedParam, str | None]]] = {}
         for index, param in enumerate(params):
-            dtype, waiting = self._policy.reduction_dtype(stored[index]), held[index]
-            if waiting is not None:
-                dtype = torch.promote_types(dtype, waiting)
             recipe = self._recipes.of(param)
             for name in recipe.names if recipe else (None,):
-                members.setdefault(dtype, []).append((index, param, name))
+                members.setdefault(dtypes[index], []).append((index, param, name))
         rank = self._mesh.shard_rank
         self._routes = [Route(self._bucket(d, some), some, rank) for d, some in members.items()]
         self._routes_are_for = key

@@ -181,7 +181,7 @@ class ShardedParam:
 
     def forget_unsharded(self) -> None:
         """Let go of the unsharded parameter; the next gather makes another."""
-        self.unsharded, self.accumulator = None, None
+        self.unsharded, self.accumulator, self.is_subclass = None, None, False
 
     def register_sharded(self) -> None:
         for slot in self.slots:
