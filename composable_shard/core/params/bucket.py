@@ -145,7 +145,7 @@ class ParamBucket:
                 full.copy_(shards)
         if layout.packed_numel:
             torch.split_with_sizes_copy(
-                transfer.outputs[-1].view(layout.num_shards, -1),
+                transfer.outputs[-1].view(layout.num_shards, -1)[: layout.num_packed_shards],
                 layout.packed_shard_numels,
                 dim=1,
                 out=self._unpacked,
@@ -187,7 +187,7 @@ class ParamBucket:
             self._unpacked = [
                 self._unsharded_region(index).view(
                     layout.num_shards, layout.params[index].shard_numel
-                )
+                )[: layout.num_packed_shards]
                 for index in layout.packed
             ]
 
