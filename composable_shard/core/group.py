@@ -7,8 +7,7 @@ exists nowhere but inside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -32,13 +31,11 @@ if TYPE_CHECKING:
     from composable_shard.core.passes.hooks import Call
 
 
-@dataclass(frozen=True)
-class Sharded:
+class Sharded(NamedTuple):
     """Only the shards exist; the sharded parameters are registered."""
 
 
-@dataclass(frozen=True)
-class Unsharding:
+class Unsharding(NamedTuple):
     """The gather has been launched; the sharded parameters are still registered.
 
     Attributes:
@@ -51,15 +48,13 @@ class Unsharding:
     is_regather: bool = False
 
 
-@dataclass(frozen=True)
-class Unsharded:
+class Unsharded(NamedTuple):
     """The unsharded parameters are valid and registered."""
 
     version: int
 
 
-@dataclass(frozen=True)
-class PartlySharded:
+class PartlySharded(NamedTuple):
     """Each of ``num_ranks`` neighbours keeps a part; the sharded parameters are registered."""
 
     kept: Kept
@@ -84,7 +79,8 @@ class ParamGroup:
         modules: The modules that were passed to ``fully_shard``.
         mesh: Over which ranks its parameters are sharded, but those with a mesh of their own.
         channels: How it talks to the ranks of each mesh.
-        units: Their parameters, in what is gathered as a whole.
+        params: The parameters of the modules, but those of nested groups and ignored ones.
+        units: The same, in what is gathered as a whole.
         freshness: Whether unsharded parameters are still valid.
         settings: What users may change.
         context: What is shared with the other groups of the tree.
@@ -107,8 +103,9 @@ class ParamGroup:
         self.modules = modules
         self.mesh = mesh
         self.units = GroupUnits(params, units, policy)
+        self.params = self.units.params
         self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
-        self.freshness = Freshness(self.units.params)
+        self.freshness = Freshness(self.units.all)
         self.settings = GroupSettings()
         self.context: Context
         self.name = ""
@@ -123,11 +120,6 @@ class ParamGroup:
     def label(self) -> str:
         """What messages call the group; that of the root has no name."""
         return f"group '{self.name}'" if self.name else "the root group"
-
-    @property
-    def params(self) -> list[ShardedParam]:
-        """The parameters of the modules, but those of nested groups and ignored ones."""
-        return self.units.params
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -165,7 +157,7 @@ class ParamGroup:
 
     @property
     def is_trainable(self) -> bool:
-        return any(param.sharded.requires_grad for param in self.params)
+        return self.units.all.is_trainable
 
     def unshard(self) -> None:
         """Launch the gather unless it is under way, done and still valid.
@@ -193,8 +185,10 @@ class ParamGroup:
         self.context.before_gather()
         if self.units.settle(self.label):
             watch_optimizer_steps(self)
-        transfers = self.units.start_gather()
-        self._launch(transfers, self.freshness.version())
+        version = self.freshness.at_forward  # in backward they are as they were then
+        if version is None or not in_backward:
+            version = self.freshness.version()
+        self._launch(self.units.start_gather(), version)
 
     def _regather(self, state: PartlySharded) -> None:
         transfers = self.units.start_regather(state.kept, state.num_ranks)
@@ -229,8 +223,7 @@ class ParamGroup:
         else:
             self.units.finish_gather(state.transfers)
         self._follow_requires_grad()
-        for param in self.params:
-            param.register_unsharded()
+        self.units.all.register_unsharded()
         self.shows_sharded = False
         self._move_to(Unsharded(state.version))
         self.context.emit("wait_for_all_gather", self)
@@ -249,8 +242,7 @@ class ParamGroup:
         if isinstance(state, Unsharding):
             state.pending.wait()
         elif isinstance(state, Unsharded):
-            for param in self.params:
-                param.register_sharded()
+            self.units.all.register_sharded()
             if num_ranks is not None:
                 freed = PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
         elif num_ranks is not None:
@@ -265,19 +257,22 @@ class ParamGroup:
         Collective: none, and none later: a rank may look at its shards without the others.
         """
         if self.is_unsharded:
-            for param in self.params:
-                param.register_sharded()
+            self.units.all.register_sharded()
             self.shows_sharded = True
 
     def _show_unsharded(self) -> None:
         if self.shows_sharded:
-            for param in self.params:
-                param.register_unsharded()
+            self.units.all.register_unsharded()
             self.shows_sharded = False
 
     def _follow_requires_grad(self) -> None:
-        for param in self.params:
-            param.follow_requires_grad(self.on_gradient)
+        self.units.all.follow_requires_grad(self.on_gradient)
+
+    def note_forward(self) -> None:
+        """Remember with which parameters a forward ran whose backward is to come."""
+        state = self.state
+        version = state.version if isinstance(state, Unsharded) else self.freshness.version()
+        self.freshness.at_forward = version
 
     def _check_unchanged_since_forward(self) -> None:
         uses_shards = isinstance(self.state, Sharded) or self.units.share_storage

@@ -58,6 +58,7 @@ class GradBucket:
         self.layout: BucketLayout = plan_bucket(tuple(params), num_shards, dtype.itemsize)
         self.dtype = dtype
         self._device = device
+        self._packed_indices = [i for i in self.layout.packed if self.layout.params[i].numel]
         self._full_flags: dict[torch.dtype, torch.Tensor] = {}
 
     def start_reduce(
@@ -78,7 +79,8 @@ class GradBucket:
             self._add(transfer, index, self._in_order(layout.params[index], grads[index], widens))
         for index in layout.permuted:
             self._add(transfer, index, self._permuted(layout.params[index], grads[index]))
-        transfer.outputs.append(result[layout.packed_offset :])
+        start = layout.packed_offset
+        transfer.outputs.append(result[start:] if start else result)
         transfer.inputs.append(self._packed(grads, transfer.present))
         return transfer
 
@@ -136,22 +138,30 @@ class GradBucket:
     def _packed(self, grads: Sequence[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
         """Return [num_shards * (packed_numel + flags)]; one kernel pads, casts and packs."""
         layout = self.layout
-        packed = [index for index in layout.packed if layout.params[index].numel]
-        members = [grads[index] for index in packed]
+        members = [grads[index] for index in self._packed_indices]
         dtypes = {grad.dtype for grad in members if grad is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
         scratch = self._empty(layout.num_shards, layout.packed_numel + len(grads))
         rows = [
-            torch.zeros(params.rows, params.inner, dtype=dtype, device=self._device)
-            if grad is None
-            else grad.to(dtype).reshape(params.rows, params.inner)
-            for params, grad in zip((layout.params[i] for i in packed), members, strict=True)
+            self._rows(layout.params[index], grad, dtype)
+            for index, grad in zip(self._packed_indices, members, strict=True)
         ]
-        _torch.chunk_cat_into(scratch, [*rows, self._flag_rows(dtype, tuple(present))])
+        rows.append(self._flag_rows(dtype, present))
+        _torch.chunk_cat_into(scratch, rows)
         assert scratch.shape == (layout.num_shards, layout.packed_numel + len(grads))
         return scratch.view(-1)
 
-    def _flag_rows(self, dtype: torch.dtype, present: tuple[bool, ...]) -> torch.Tensor:
+    def _rows(
+        self, param: ParamLayout, grad: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a packed gradient, cut along dim 0 whatever its other dims."""
+        if grad is None:
+            return torch.zeros(param.rows, param.inner, dtype=dtype, device=self._device)
+        if grad.dtype != dtype:
+            grad = grad.to(dtype)
+        return grad if param.dim == 0 else grad.reshape(param.rows, param.inner)
+
+    def _flag_rows(self, dtype: torch.dtype, present: list[bool]) -> torch.Tensor:
         """Return the flags once for each shard; those of a full set are kept."""
         flags = self._full_flags.get(dtype) if all(present) else None
         if flags is None:

@@ -45,6 +45,11 @@ class GradRecipes:
         """Return how the gradient of ``param`` is rebuilt, ``None`` for a plain one."""
         return self._recipes.get(param)
 
+    @property
+    def num_agreed(self) -> int:
+        """Of how many parameters it is known; never falls."""
+        return len(self._recipes)
+
     def agree(self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
         """Agree once which gradients are tensor subclasses, made of which inner tensors.
 
@@ -52,9 +57,7 @@ class GradRecipes:
         subclass, until some rank had a gradient for it.
         """
         for param, grad in zip(params, grads, strict=True):
-            if param in self._recipes or param.unsharded is None:
-                continue
-            if not _torch.is_wrapper_subclass(param.unsharded_local()):
+            if not param.is_subclass or param in self._recipes:
                 continue
             said = _recipe_of(grad)
             heard: list[Any] = [said] * self._mesh.num_ranks

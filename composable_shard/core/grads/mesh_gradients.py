@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,13 +17,15 @@ from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.streams import Pending, on_stream
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
 from composable_shard.core.grads.grad_recipes import GradRecipes
+from composable_shard.core.grads.route import Route
 from composable_shard.core.grads.scale import ReductionScale, plan_scale
 from composable_shard.core.grads.sharded_grad import (
     deliver,
+    deliver_all,
     has_hooks,
     hold_for_replicas,
+    is_partial,
     set_unreplicated,
-    unreduced,
     unreplicated,
 )
 from composable_shard.core.grads.unreduced import UnreducedGradients, take_unsharded
@@ -32,21 +34,12 @@ from composable_shard.core.settings import ReductionSettings
 from composable_shard.policy import MixedPrecisionPolicy
 
 
-class _Member(NamedTuple):
-    """One plain tensor to reduce: a gradient, or the inner tensor ``inner`` of one."""
-
-    param: ShardedParam
-    inner: str | None
-    grad: torch.Tensor | None
-
-
 @dataclass
 class _Reduction:
-    """A launched reduction: a bucket, its transfer, whose gradients it carries, what is left."""
+    """A launched reduction: whose gradients it carries, its buffers, what is left to divide by."""
 
-    bucket: GradBucket
+    route: Route
     transfer: GradTransfer
-    members: list[tuple[ShardedParam, str | None]]
     divide_after: float
 
 
@@ -76,6 +69,11 @@ class MeshGradients:
         self._holds = False  # the running reduction leaves gradients to be averaged over replicas
         self._all_reduces = False  # the running reduction has a second stage to come
         self._buckets: dict[Any, GradBucket] = {}
+        self._routes: list[Route] = []
+        self._routes_are_for: tuple[Any, ...] | None = None
+        self._stored: list[torch.dtype] = []
+        self._own: list[torch.dtype] = []  # the dtypes in which gradients of those are reduced
+        self._scales: dict[Any, ReductionScale] = {}
         self._recipes = GradRecipes(channel.mesh)
 
     def accumulate(self) -> None:
@@ -97,23 +95,29 @@ class MeshGradients:
         Collective: one reduce-scatter launch for each reduction dtype; all ranks must call it,
         with or without gradients of their own.
         """
-        trainable = [param for param in self._params if param.sharded.requires_grad]
+        with _torch.without_overrides():
+            trainable = [param for param in self._params if param.sharded.requires_grad]
         has_replicas = self._mesh.num_replicas > 1
         self._holds = has_replicas and not self._settings.all_reduces
         self._all_reduces = has_replicas and self._settings.all_reduces
         if self._holds:
             for param in trainable:
                 hold_for_replicas(param)
-        dtypes = [self._reduce_dtype(param) for param in trainable]
-        grads = [self.unreduced.take(param) for param in trainable]
+        with _torch.without_overrides():
+            held = [_held_dtype(param) for param in trainable]
+        grads = [
+            take_unsharded(param) if dtype is None else self.unreduced.take(param)
+            for param, dtype in zip(trainable, held, strict=True)
+        ]
         if self._mesh.num_ranks == 1 and self._settings.hook is None:
             self._deliver_alone(trainable, grads)
             return
         self._recipes.agree(trainable, grads)
         works, owned = [], []
-        for dtype, members in self._members(trainable, grads, dtypes).items():
-            reduction = self._start(dtype, members)
-            transfer = reduction.transfer
+        widens = self._channel.reduce_scatter.widens
+        for route in self._routes_of(trainable, held):
+            transfer = route.bucket.start_reduce(route.enter(grads), widens=widens)
+            reduction = _Reduction(route, transfer, 1.0)
             works += self._scatter(reduction)
             owned += [*transfer.inputs, transfer.result]
             self._reductions.append(reduction)
@@ -135,7 +139,9 @@ class MeshGradients:
             self._add_held(reduction)
             transfer = reduction.transfer
             transfer.inputs.clear()
-            scale = plan_scale(self._mesh.num_replicas, reduction.bucket.dtype, can_average=average)
+            scale = plan_scale(
+                self._mesh.num_replicas, reduction.route.bucket.dtype, can_average=average
+            )
             if scale.before != 1:
                 transfer.result.div_(scale.before)
             works += self._channel.all_reduce(transfer.result, average=scale.averages)
@@ -167,52 +173,60 @@ class MeshGradients:
 
     # What goes in ---------------------------------------------------------------------------
 
-    def _reduce_dtype(self, param: ShardedParam) -> torch.dtype:
-        own = self._policy.reduction_dtype(param.local.dtype)
-        held = unreduced(param)
-        if held is None:
-            held = unreplicated(param)
-        return own if held is None else torch.promote_types(own, held.dtype)
+    def _routes_of(
+        self, params: Sequence[ShardedParam], held: Sequence[torch.dtype | None]
+    ) -> list[Route]:
+        """Sort plain gradients, and the inner tensors of others, by the dtype of reduction.
 
-    def _members(
-        self,
-        params: Sequence[ShardedParam],
-        grads: Sequence[torch.Tensor | None],
-        dtypes: Sequence[torch.dtype],
-    ) -> dict[torch.dtype, list[_Member]]:
-        """Sort plain gradients, and the inner tensors of others, by the dtype of reduction."""
-        members: dict[torch.dtype, list[_Member]] = {}
-        for param, grad, dtype in zip(params, grads, dtypes, strict=True):
+        Args:
+            params: The parameters.
+            held: Dtypes of the gradients that wait for this reduction, which are not narrowed.
+        """
+        stored = [param.local.dtype for param in params]
+        if stored != self._stored:
+            self._stored, self._own = stored, list(map(self._policy.reduction_dtype, stored))
+        dtypes = [
+            own if waiting is None else torch.promote_types(own, waiting)
+            for own, waiting in zip(self._own, held, strict=True)
+        ]
+        key = (params, dtypes, self._recipes.num_agreed)
+        if key == self._routes_are_for:
+            return self._routes
+        members: dict[torch.dtype, list[tuple[int, ShardedParam, str | None]]] = {}
+        for index, param in enumerate(params):
             recipe = self._recipes.of(param)
-            names: tuple[str | None, ...] = recipe.names if recipe else (None,)
-            for name in names:
-                inner = grad if grad is None or name is None else getattr(grad, name)
-                rows = None if inner is None else param.form.rows(inner)
-                members.setdefault(dtype, []).append(_Member(param, name, rows))
-        return members
+            for name in recipe.names if recipe else (None,):
+                members.setdefault(dtypes[index], []).append((index, param, name))
+        rank = self._mesh.shard_rank
+        self._routes = [Route(self._bucket(d, some), some, rank) for d, some in members.items()]
+        self._routes_are_for = key
+        return self._routes
 
-    def _start(self, dtype: torch.dtype, members: list[_Member]) -> _Reduction:
-        layouts = tuple(member.param.layout for member in members)
+    def _bucket(
+        self, dtype: torch.dtype, members: Sequence[tuple[int, ShardedParam, str | None]]
+    ) -> GradBucket:
+        layouts = tuple(param.layout for _, param, _ in members)
         bucket = self._buckets.get((layouts, dtype))
         if bucket is None:
             bucket = GradBucket(layouts, self._mesh.num_shards, dtype, self._mesh.device)
             self._buckets[layouts, dtype] = bucket
-        grads = [member.grad for member in members]
-        transfer = bucket.start_reduce(grads, widens=self._channel.reduce_scatter.widens)
-        places = [(member.param, member.inner) for member in members]
-        return _Reduction(bucket, transfer, places, 1.0)
+        return bucket
 
     def _scale(self, dtype: torch.dtype) -> ReductionScale:
-        divisor, averages = self._settings.divisor, self._channel.can_average()
-        return plan_scale(
-            self._mesh.num_shards,
-            dtype,
-            divisor=None if divisor is None else divisor / self._mesh.num_replicas,
-            can_average=averages and not self._settings.sums_only,
-        )
+        divisor, sums_only = self._settings.divisor, self._settings.sums_only
+        key = (dtype, divisor, sums_only, self._channel.reduce_scatter)
+        scale = self._scales.get(key)
+        if scale is None:
+            scale = self._scales[key] = plan_scale(
+                self._mesh.num_shards,
+                dtype,
+                divisor=None if divisor is None else divisor / self._mesh.num_replicas,
+                can_average=self._channel.can_average() and not sums_only,
+            )
+        return scale
 
     def _scatter(self, reduction: _Reduction) -> list[Any]:
-        scale, transfer = self._scale(reduction.bucket.dtype), reduction.transfer
+        scale, transfer = self._scale(reduction.route.bucket.dtype), reduction.transfer
         if self._mesh.num_shards == 1:
             transfer.stay()
             reduction.divide_after = scale.before * scale.after
@@ -235,41 +249,35 @@ class MeshGradients:
         if hook is None:
             return
         with torch.no_grad(), on_stream(stream):
-            hook(reduction.transfer.result[: reduction.bucket.numel])
+            hook(reduction.transfer.result[: reduction.route.bucket.numel])
 
     def _add_held(self, reduction: _Reduction) -> None:
         """Add the gradients that earlier reductions left to be averaged over the replicas."""
-        shards = self._shards(reduction, reduction.transfer.result)
-        for index, ((param, _), shard) in enumerate(zip(reduction.members, shards, strict=True)):
+        route = reduction.route
+        shards = route.shards(reduction.transfer.result)
+        for index, ((param, _), shard) in enumerate(zip(route.members, shards, strict=True)):
             held = unreplicated(param)
             if held is None:
                 continue
             param.sharded.grad = None
             shard.add_(held.to(shard.device))
-            reduction.bucket.flag(reduction.transfer, index)
-
-    def _shards(self, reduction: _Reduction, flat: torch.Tensor) -> list[torch.Tensor]:
-        rank = self._mesh.shard_rank
-        offsets = reduction.bucket.layout.shard_offsets
-        return [
-            param.form.local(flat[start:], rank)
-            for (param, _), start in zip(reduction.members, offsets, strict=True)
-        ]
+            route.bucket.flag(reduction.transfer, index)
 
     def _hand_out(self, reduction: _Reduction) -> None:
-        bucket, transfer, flat = reduction.bucket, reduction.transfer, reduction.transfer.result
-        wanted = bucket.anybody_has(transfer)
-        if not self._holds:
-            dtypes = {self._grad_dtype(param) for param, _ in reduction.members}
-            if len(dtypes) == 1:
-                flat = flat.to(dtypes.pop())
-        devices = {param.device for param, _ in reduction.members}
-        if len(devices) == 1:
-            flat = flat.to(devices.pop())
+        route, transfer = reduction.route, reduction.transfer
+        wanted = route.bucket.anybody_has(transfer)
+        if self._holds:
+            dtypes = [route.bucket.dtype for _ in route.members]
+        else:
+            with _torch.without_overrides():
+                dtypes = [self._grad_dtype(param) for param, _ in route.members]
+        shards = route.converted_shards(transfer.result, dtypes)
+        if route.params is not None and not self._holds and all(wanted):
+            deliver_all(route.params, shards, route.specs(dtypes))
+            return
         inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
-        shards = self._shards(reduction, flat)
-        for (param, name), shard, is_wanted in zip(reduction.members, shards, wanted, strict=True):
-            if not is_wanted and not (self._settings.hook is not None and shard.any()):
+        for place, ((param, name), shard) in enumerate(zip(route.members, shards, strict=True)):
+            if not wanted[place] and not (self._settings.hook is not None and shard.any()):
                 continue
             if name is None:
                 self._put(param, shard)
@@ -278,11 +286,11 @@ class MeshGradients:
             assert recipe is not None
             parts[name] = shard.clone()  # subclasses may demand equal storage offsets
             if len(parts) == len(recipe.names):
-                self._put(param, recipe.rebuild(parts))
+                self._put(param, recipe.rebuild(parts).to(dtypes[place]))
 
     def _put(self, param: ShardedParam, shard: torch.Tensor) -> None:
         if not self._holds:
-            deliver(param, shard.to(self._grad_dtype(param)))
+            deliver(param, shard)
             return
         present = unreplicated(param)
         if present is None:
@@ -298,9 +306,15 @@ class MeshGradients:
         for param, grad in zip(params, grads, strict=True):
             if grad is None:
                 continue
-            grad = grad.to(self._grad_dtype(param))
+            grad = grad.to(param.device, self._grad_dtype(param))
             deliver(param, grad if scale is None else grad / scale)
 
     def _grad_dtype(self, param: ShardedParam) -> torch.dtype:
         asked = param.remember_grad_dtype()
         return asked or self._policy.grad_dtype or param.local.dtype
+
+
+def _held_dtype(param: ShardedParam) -> torch.dtype | None:
+    """Return the dtype of a gradient that waits for the next reduction, if there is one."""
+    grad = param.sharded.grad
+    return None if grad is None or not is_partial(grad) else grad.dtype

@@ -6,6 +6,7 @@ sync); averaged over the shards but not the replicas; or reduced, with the param
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
@@ -45,13 +46,13 @@ def reduced(param: ShardedParam) -> torch.Tensor | None:
 
 def set_unreduced(param: ShardedParam, total: torch.Tensor) -> None:
     """Let ``total``, this rank's sum of the shape of the parameter, be the gradient."""
-    spec = param.spec_of_grad(param.placement.unreduced, total.dtype)
+    spec = param.spec_of_grad("unreduced", total.dtype)
     assign(param, _torch.from_local(total.to(param.device), spec))
 
 
 def set_unreplicated(param: ShardedParam, shard: torch.Tensor) -> None:
     """Let ``shard``, averaged over the ranks that share the parameter, be the gradient."""
-    spec = param.spec_of_grad(param.placement.unreplicated, shard.dtype)
+    spec = param.spec_of_grad("unreplicated", shard.dtype)
     assign(param, _torch.from_local(shard.to(param.device), spec))
 
 
@@ -68,23 +69,52 @@ def has_hooks(param: ShardedParam) -> bool:
 
 
 def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
-    """Make ``shard`` the reduced gradient, or add it to the one there; call the user's hooks."""
-    shard = shard.to(param.device)
-    spec = param.spec_of_grad(param.placement.sharded, shard.dtype)
-    grad: torch.Tensor = _torch.from_local(shard, spec)
-    with_hooks = has_hooks(param)
-    if with_hooks:
-        with torch.no_grad():
-            grad = _torch.call_grad_hooks(param.sharded, grad)
-    present = param.sharded.grad
+    """Make ``shard`` the reduced gradient, or add it to the one there; call the user's hooks.
+
+    Args:
+        param: The parameter.
+        shard: On its device, in the dtype that was asked of its gradients.
+    """
+    sharded = param.sharded
+    grad: torch.Tensor = _torch.from_local(shard, param.spec_of_grad("sharded", shard.dtype))
+    if not _torch.has_grad_hooks(sharded):
+        _add(sharded, grad)
+        return
+    with torch.no_grad():
+        grad = _torch.call_grad_hooks(sharded, grad)
+        _add(sharded, grad)
+        _torch.call_post_accumulate_grad_hooks(sharded)
+
+
+def deliver_all(
+    params: Sequence[ShardedParam],
+    shards: Sequence[torch.Tensor],
+    specs: Sequence[_torch.DTensorSpec],
+) -> None:
+    """Deliver several; in half the time where there are neither hooks nor gradients yet.
+
+    Args:
+        params: The parameters.
+        shards: See :func:`deliver`.
+        specs: What describes each as a reduced gradient.
+    """
+    with _torch.without_overrides():
+        bare = [param.sharded for param in params if param.sharded.grad is None]
+        if len(bare) == len(params) and not any(map(_torch.has_grad_hooks, bare)):
+            for sharded, shard, spec in zip(bare, shards, specs, strict=True):
+                assign_grad(sharded, _torch.from_local(shard, spec))
+            return
+    for param, shard in zip(params, shards, strict=True):
+        deliver(param, shard)
+
+
+def _add(param: nn.Parameter, grad: torch.Tensor) -> None:
+    present = param.grad
     if present is None:
-        assign(param, grad)
+        assign_grad(param, grad)
     else:
         with torch.no_grad():
             _torch.local_tensor(present).add_(_torch.local_tensor(grad))
-    if with_hooks:
-        with torch.no_grad():
-            _torch.call_post_accumulate_grad_hooks(param.sharded)
 
 
 def assign(param: ShardedParam, grad: torch.Tensor) -> None:
@@ -95,7 +125,8 @@ def assign(param: ShardedParam, grad: torch.Tensor) -> None:
 
 def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     """Set ``param.grad``, also to a dtype that torch would refuse by itself."""
-    if param.grad_dtype is not None and param.grad_dtype != grad.dtype:
+    asked = param.grad_dtype
+    if asked is not None and asked != grad.dtype:
         param.grad = None
         param.grad_dtype = None
     param.grad = grad

@@ -115,10 +115,11 @@ class UnreducedGradients:
 
 def take_unsharded(param: ShardedParam) -> torch.Tensor | None:
     """Take away what autograd accumulated on the unsharded parameter: this rank's part of it."""
-    if param.unsharded is None:
+    unsharded = param.unsharded
+    if unsharded is None:
         return None
-    grad = param.unsharded.grad
+    grad = unsharded.grad
     if grad is None:
         return None
-    param.unsharded.grad = None
-    return param.placement.model_local_grad(grad)
+    unsharded.grad = None
+    return grad if param.placement.model is None else param.placement.model_local_grad(grad)

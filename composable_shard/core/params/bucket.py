@@ -130,8 +130,9 @@ class ParamBucket:
         if not layout.staging_numel:
             return Transfer(self._in_place, inputs)
         staging = self.unsharded.new_empty(layout.staging_numel)
-        numels = [layout.num_shards * numel for _, numel in layout.messages[len(layout.direct) :]]
-        return Transfer([*self._in_place, *staging.split(numels)], inputs)
+        numels = layout.staged_numels
+        staged = [staging] if len(numels) == 1 else staging.split_with_sizes(numels)
+        return Transfer([*self._in_place, *staged], inputs)
 
     def finish_gather(self, transfer: Transfer) -> None:
         layout = self.layout
@@ -144,8 +145,8 @@ class ParamBucket:
                 full.copy_(shards)
         if layout.packed_numel:
             torch.split_with_sizes_copy(
-                transfer.outputs[-1].view(layout.num_shards, -1),
-                list(layout.packed_shard_numels),
+                transfer.outputs[-1].view(layout.num_shards, -1)[: layout.num_packed_shards],
+                layout.packed_shard_numels,
                 dim=1,
                 out=self._unpacked,
             )
@@ -186,7 +187,7 @@ class ParamBucket:
             self._unpacked = [
                 self._unsharded_region(index).view(
                     layout.num_shards, layout.params[index].shard_numel
-                )
+                )[: layout.num_packed_shards]
                 for index in layout.packed
             ]
 

@@ -34,6 +34,11 @@ class DenseForm:
     def is_replicated(self) -> bool:
         return self.dim is None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rows of a whole tensor are the tensor itself."""
+        return self.dim is not None and self.order is None
+
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """View a whole tensor, or a local shard, with its dims in the order of memory."""
         if self.dim is None:

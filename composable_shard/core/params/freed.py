@@ -32,10 +32,9 @@ class FreedParameters:
         """Let autograd refuse the group's unsharded parameters, unless they cannot be freed."""
         if group in self._marked or group.units.share_storage:
             return
-        params = [p.unsharded for p in group.params if p.unsharded is not None]
-        params = [param for param in params if not param.is_inference()]
+        params = group.units.all.readable
         if params:
-            self._marked[group] = params, [param._version for param in params]
+            self._marked[group] = params, group.units.all.readable_versions()
             _torch.set_versions(params, [VERSION_OF_FREED] * len(params))
 
     def unmark(self, group: ParamGroup) -> None:

@@ -6,9 +6,7 @@ foreach and fused optimizers move neither, so their steps are counted besides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.params.param_set import ParamSet
 
 
 class Freshness:
@@ -18,25 +16,18 @@ class Freshness:
         at_forward: The number when a forward ran whose backward is to come, if any.
     """
 
-    def __init__(self, params: Sequence[ShardedParam]) -> None:
+    def __init__(self, params: ParamSet) -> None:
         self.at_forward: int | None = None
         self._params = params
         self._num_optimizer_steps = 0
 
     def version(self) -> int:
         """Return a number that grows whenever the sharded parameters change in place."""
-        version = self._num_optimizer_steps
-        for param in self._params:
-            version += param.version()
-        return version
+        return self._num_optimizer_steps + self._params.version()
 
     def note_optimizer_step(self) -> None:
         """Count a step of an optimizer that has some of the parameters."""
         self._num_optimizer_steps += 1
-
-    def note_forward(self) -> None:
-        """Remember with which parameters a forward ran whose backward is to come."""
-        self.at_forward = self.version()
 
     def forget_forward(self) -> None:
         """Expect no backward of the last forward any more."""

@@ -158,8 +158,19 @@ class BucketLayout:
         return sum(self.params[index].shard_numel for index in self.packed)
 
     @cached_property
-    def packed_shard_numels(self) -> tuple[int, ...]:
-        return tuple(self.params[index].shard_numel for index in self.packed)
+    def packed_shard_numels(self) -> list[int]:
+        return [self.params[index].shard_numel for index in self.packed]
+
+    @cached_property
+    def num_packed_shards(self) -> int:
+        """How many ranks have elements of packed parameters; the last ones may have padding."""
+        packed = [self.params[index] for index in self.packed]
+        return max((p.num_full_shards + (p.num_remaining_rows > 0) for p in packed), default=0)
+
+    @cached_property
+    def staged_numels(self) -> list[int]:
+        """Elements, from all ranks, of every message that arrives beside its place."""
+        return [self.num_shards * numel for _, numel in self.messages[len(self.direct) :]]
 
     @cached_property
     def staging_numel(self) -> int:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.params.dense import plan_dense
 from composable_shard.core.params.layout import ParamLayout
-from composable_shard.core.params.placement import Placements, plan_placement
+from composable_shard.core.params.placement import GradStage, plan_placement
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import CPUOffloadPolicy
 
@@ -71,10 +71,12 @@ class ShardedParam:
         placement: Mesh and placements of its DTensor and of its gradient's.
         form: How the elements that this rank's peers share are laid out and cut.
         offload: How it is kept on the CPU; ``None`` if it is not.
+        device: Where the local shard belongs.
         spec: Mesh, placements and global shape of the sharded DTensor.
         sharded: The DTensor parameter.
         local: The local tensor of ``sharded``, to notice when somebody replaces it.
         unsharded: The parameter of compute, once it was gathered.
+        is_subclass: Whether ``unsharded`` is made of inner tensors.
         accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
             same in every graph. ``None`` while the parameter is frozen.
     """
@@ -100,10 +102,12 @@ class ShardedParam:
             stride = torch.empty(shape, device="meta").stride()
         meta = _torch.TensorMeta(shape, stride, original.dtype)
         self.spec = _torch.make_spec(self.placement.mesh, self.placement.sharded, meta)
-        self._specs: dict[tuple[Placements, torch.dtype], _torch.DTensorSpec] = {}
+        self.device = torch.device("cpu") if offload is not None else mesh.device
+        self._specs: dict[tuple[GradStage, torch.dtype], _torch.DTensorSpec] = {}
         self.sharded: nn.Parameter
         self.local: torch.Tensor
         self.unsharded: nn.Parameter | None = None
+        self.is_subclass = False
         self.accumulator: Node | None = None
         self._is_watched = False
         self._asked_grad_dtype: torch.dtype | None = None
@@ -116,11 +120,6 @@ class ShardedParam:
     def shape(self) -> torch.Size:
         """The global shape."""
         return self.spec.shape
-
-    @property
-    def device(self) -> torch.device:
-        """Where the local shard belongs."""
-        return torch.device("cpu") if self.offload is not None else self.mesh.device
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor: of one like the original, or of a plain one."""
@@ -164,6 +163,7 @@ class ShardedParam:
             asked = self.remember_grad_dtype()
             if asked is not None:
                 self.unsharded.grad_dtype = asked
+        self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
         return self.unsharded
 
@@ -181,7 +181,7 @@ class ShardedParam:
 
     def forget_unsharded(self) -> None:
         """Let go of the unsharded parameter; the next gather makes another."""
-        self.unsharded, self.accumulator = None, None
+        self.unsharded, self.accumulator, self.is_subclass = None, None, False
 
     def register_sharded(self) -> None:
         for slot in self.slots:
@@ -228,14 +228,15 @@ class ShardedParam:
         """Return a number that grows when the sharded values change in place."""
         return self.sharded._version + self.local._version
 
-    def spec_of_grad(self, placements: Placements, dtype: torch.dtype) -> _torch.DTensorSpec:
-        """Describe a gradient that has come as far as ``placements`` say."""
-        key = (placements, dtype)
+    def spec_of_grad(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
+        """Describe a gradient that has come as far as one of the placements."""
+        key = (stage, dtype)
         spec = self._specs.get(key)
         if spec is None:
             meta = self.spec.tensor_meta
             assert meta is not None
             like = _torch.TensorMeta(meta.shape, meta.stride, dtype)
+            placements = getattr(self.placement, stage)
             spec = self._specs[key] = _torch.make_spec(self.placement.mesh, placements, like)
         return spec
 

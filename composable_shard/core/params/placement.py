@@ -7,7 +7,7 @@ DTensor then spans the data-parallel axes and those that it had.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +17,9 @@ from composable_shard import _torch
 from composable_shard.mesh import ShardMesh
 
 Placements = tuple[Placement, ...]
+
+GradStage = Literal["sharded", "unreplicated", "unreduced"]
+"""How far the reduction of a gradient has come: which placements of a parameter it has."""
 
 
 @dataclass(frozen=True)

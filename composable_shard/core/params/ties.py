@@ -100,7 +100,7 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
     for key, known in list(_known.items()):
         original = known.original()
         if original is None:
-            del _known[key]
+            _known.pop(key, None)  # unless its finalizer has, in a garbage collection just now
             continue
         own = managed.params.get(original, ())
         places = tuple(dict.fromkeys((*known.places, *own)))

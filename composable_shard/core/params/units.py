@@ -16,6 +16,7 @@ from composable_shard.core.params.bucket import GatherUnit, ParamBucket, Transfe
 from composable_shard.core.params.extension import needs_extension
 from composable_shard.core.params.extension_gather import ExtensionGather, agree_formats
 from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.params.param_set import ParamSet
 from composable_shard.errors import MaterializationError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -35,6 +36,8 @@ class GroupUnits:
     Attributes:
         params: The parameters.
         policy: Which dtype they compute in.
+        all: The parameters, taken together.
+        share_storage: Whether some unsharded parameters are the shards themselves.
     """
 
     def __init__(
@@ -45,24 +48,26 @@ class GroupUnits:
     ) -> None:
         self.params = list(params)
         self.policy = policy
-        self._units = units
+        self.all = ParamSet(self.params)
         self._settled = False
+        self._set_units(units)
 
-    @property
-    def share_storage(self) -> bool:
-        """Whether some unsharded parameters are the shards themselves."""
-        return any(isinstance(unit, ParamBucket) and unit.shares_storage for unit in self._units)
+    def _set_units(self, units: list[GatherUnit]) -> None:
+        self._units = units
+        self._extensions: dict[ShardMesh, list[ExtensionGather]] = {}
+        for unit in units:
+            if isinstance(unit, ExtensionGather):
+                self._extensions.setdefault(unit.mesh, []).append(unit)
+        self.share_storage = any(
+            isinstance(unit, ParamBucket) and unit.shares_storage for unit in units
+        )
 
     def start_gather(self) -> Transfers:
         """Allocate the unsharded storage and name what is sent and received.
 
         Collective: one all-gather of a small object at the first gather of tensor subclasses.
         """
-        extensions: dict[ShardMesh, list[ExtensionGather]] = {}
-        for unit in self._units:
-            if isinstance(unit, ExtensionGather):
-                extensions.setdefault(unit.mesh, []).append(unit)
-        for gathers in extensions.values():
+        for gathers in self._extensions.values():
             agree_formats(gathers)
         return tuple((unit.mesh, unit.start_gather()) for unit in self._units)
 
@@ -72,6 +77,8 @@ class GroupUnits:
             unit.finish_gather(transfer)
             if isinstance(unit, ParamBucket) and unit.params[0].unsharded is None:
                 unit.create_unsharded_params()
+        if not self.all.is_created:
+            self.all.look_again()
 
     def keep(self, num_parts: int) -> Kept:
         """Copy this rank's part, of ``num_parts`` equal ones, of the unsharded storage."""
@@ -107,7 +114,7 @@ class GroupUnits:
             StaleParameterError: If parameters were replaced between forward and backward.
             MaterializationError: If parameters are not on the device of compute.
         """
-        intact = all(param.is_intact() for param in self.params)
+        intact = self.all.are_intact()
         if self._settled and intact:
             return False
         if self._settled and _torch.current_backward() != -1:
@@ -121,6 +128,7 @@ class GroupUnits:
         self._check_materialized(label)
         if not intact or self._extended_since_built():
             self._rebuild()
+        self.all.look_again()
         self._settled = True
         return True
 
@@ -135,12 +143,14 @@ class GroupUnits:
         return any(needs_extension(param.local) for param in bucketed)
 
     def _rebuild(self) -> None:
-        self._units, locals_ = build_units(
+        units, locals_ = build_units(
             self.params, [param.local for param in self.params], self.policy
         )
         for param, local in zip(self.params, locals_, strict=True):
             param.adopt_local(local)
             param.forget_unsharded()
+        self._set_units(units)
+        self.all.look_again()
 
     def _check_materialized(self, label: str) -> None:
         wrong = [param for param in self.params if param.local.device != param.device]

@@ -53,8 +53,8 @@ class BackwardPass:
 
     def join(self, group: ParamGroup) -> None:
         """Note that ``group`` is entered by a forward that may have a backward."""
-        if group.is_trainable:
-            self._to_reduce.setdefault(group)
+        if group not in self._to_reduce and group.is_trainable:
+            self._to_reduce[group] = None
 
     def expect(self, group: ParamGroup) -> None:
         """Note that ``group`` is left by a forward that may have a backward."""
@@ -133,8 +133,8 @@ class BackwardPass:
     def arrive(self, group: ParamGroup) -> None:
         """Note that autograd has run one of the nodes that are waited for."""
         backward = _torch.current_backward()
-        countdown = self._countdown(group)
-        if backward not in countdown.left:
+        countdown = self._countdowns.get(group)
+        if countdown is None or backward not in countdown.left:
             self._enter(group)
             countdown = self._countdown(group)
         if self._is_inside:
@@ -174,7 +174,7 @@ class BackwardPass:
 
     def _will_arrive(self, group: ParamGroup) -> bool:
         """Tell whether the running backward accumulates into a parameter of ``group``."""
-        return any(True for _ in self._countdown(group).accumulators_to_run())
+        return self._countdown(group).num_to_arrive() > 0
 
     def _finish_group(self, group: ParamGroup) -> None:
         self._context.emit("post_backward", group)

@@ -26,6 +26,11 @@ class CastBuffers:
         self._dtype = dtype
         self._lent: list[tuple[nn.Module, str, torch.Tensor]] = []
 
+    @property
+    def may_lend(self) -> bool:
+        """Whether there is anything it could ever lend."""
+        return bool(self._modules)
+
     def lend(self) -> None:
         """Lend the buffers."""
         for module in self._modules:
@@ -56,6 +61,11 @@ class PreciseNormWeights:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._norms = [module for module in modules if _torch.is_batch_norm(module)]
         self._lent: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether there is anything it could ever lend."""
+        return bool(self._norms)
 
     def lend(self) -> None:
         """Lend the weights; gradients reach the parameters through the cast."""

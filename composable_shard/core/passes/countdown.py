@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch.autograd.graph import Node
 
@@ -62,19 +62,18 @@ class Countdown:
     def __init__(self, group: ParamGroup) -> None:
         self.is_bounded = True
         self.left: dict[int, int] = {}
-        self._params = group.params
+        self._params = group.units.all
+        self._num_params = len(group.params)
         self._is_partial = False  # some parameter gets no gradient from the innermost backward
 
-    def accumulators_to_run(self) -> Iterator[Node]:
-        """Yield the accumulations that are part of the innermost running backward."""
-        for param in self._params:
-            if param.accumulator is not None and _torch.will_run(param.accumulator):
-                yield param.accumulator
+    def num_to_arrive(self) -> int:
+        """Return how many accumulations are part of the innermost running backward."""
+        return _torch.num_to_run(self._params.accumulators)
 
     def enter(self, backward: int) -> None:
         if backward not in self.left:
-            self.left[backward] = sum(1 for _ in self.accumulators_to_run())
-            self._is_partial = self.left[backward] < len(self._params)
+            self.left[backward] = self.num_to_arrive()
+            self._is_partial = self.left[backward] < self._num_params
 
     def expect(self, backward: int, boundaries: Sequence[Boundary]) -> None:
         """Wait for the boundaries of one call of the module.

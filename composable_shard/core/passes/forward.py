@@ -122,7 +122,7 @@ class ForwardPass:
 
     def _free(self, group: ParamGroup) -> None:
         if torch.is_grad_enabled():
-            group.freshness.note_forward()
+            group.note_forward()
         reshard = group.settings.reshard_after_forward
         if reshard is None:  # the root's parameters are needed at once, if there is a backward
             reshard = group is not self._context.root or not torch.is_grad_enabled()

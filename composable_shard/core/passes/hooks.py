@@ -22,7 +22,8 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.passes.buffers import CastBuffers, PreciseNormWeights
 from composable_shard.core.passes.countdown import Boundary, Token
 from composable_shard.core.passes.lent import Lent, find_lent
-from composable_shard.core.passes.nested import ATOMS, map_tensors, tensors_in, tensors_stored_in
+from composable_shard.core.passes.nested import map_tensors, tensors_in
+from composable_shard.core.passes.stored import StoredTensors
 from composable_shard.errors import ShardError
 
 Args = tuple[Any, ...]
@@ -31,8 +32,6 @@ Kwargs = dict[str, Any]
 
 _HOOKS = "_composable_shard_hooks"
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParamGroup]] = weakref.WeakKeyDictionary()
-
-_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
 def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
@@ -124,8 +123,8 @@ class ModuleHooks:
         self._group = group
         self._managed = list(managed)
         buffers = CastBuffers(managed, group.policy.buffer_dtype)
-        self._lenders = (buffers, PreciseNormWeights(managed))
-        self._stored: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._lenders = [x for x in (buffers, PreciseNormWeights(managed)) if x.may_lend]
+        self._stored = StoredTensors(managed)
 
     def claim_modules(self) -> None:
         """Have :func:`owner_of` find the group of the modules."""
@@ -153,7 +152,7 @@ class ModuleHooks:
         if call.lent is Lent.SHARDED:
             context.forward.frees_all = True  # before functional_call takes them out again
         if opens:
-            args, kwargs = self._to_device((args, kwargs))
+            args, kwargs = self._to_device(args, kwargs)
         if not group.calls:
             self._take_back()  # what an interrupt left lent
             for lender in self._lenders:
@@ -161,10 +160,10 @@ class ModuleHooks:
         group.calls.append(call)
         dtype = group.policy.param_dtype
         if dtype is not None and group.policy.cast_forward_inputs:
-            args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs))
+            args, kwargs = _map_inputs(partial(_cast, dtype), args, kwargs)
         if torch.is_grad_enabled() and group.params:
             context.backward.join(group)
-            args, kwargs = map_tensors(partial(self._put_boundary, call), (args, kwargs))
+            args, kwargs = _map_inputs(partial(self._put_boundary, call), args, kwargs)
         return args, kwargs
 
     @torch.compiler.disable
@@ -173,11 +172,14 @@ class ModuleHooks:
 
         Also called, without output, when forward raised.
         """
-        return self.leave(module, output, failed=output is None and sys.exc_info()[0] is not None)
+        return self._leave(module, output, failed=output is None and sys.exc_info()[0] is not None)
 
     @torch.compiler.disable
     def leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
         """Do what :meth:`post_forward` does, knowing whether forward raised."""
+        return self._leave(module, output, failed=failed)
+
+    def _leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
         if self._group in self._group.context.opened:
             return output
         calls = self._group.calls
@@ -210,11 +212,11 @@ class ModuleHooks:
         for lender in reversed(self._lenders):
             lender.take_back()
 
-    def _to_device(self, inputs: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
+    def _to_device(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         device = self._group.mesh.device
         if device.type == "cpu":
-            return inputs
-        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), inputs)
+            return args, kwargs
+        return _map_inputs(lambda tensor: tensor.to(device, non_blocking=True), args, kwargs)
 
     def _put_boundary(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         """Put an identity before the module, whose backward runs after all of the module's."""
@@ -237,7 +239,7 @@ class ModuleHooks:
         """
         is_watched = False
         pre_backward = partial(self._pre_backward, call.boundaries)
-        tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._newly_stored())
+        tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._stored.newly())
         if _torch.is_transforming():
             tensors = [level for tensor in tensors for level in _levels(tensor)]
         for tensor in tensors:
@@ -251,24 +253,15 @@ class ModuleHooks:
                 base.register_hook(pre_backward)
         return is_watched
 
-    def _newly_stored(self) -> Iterator[torch.Tensor]:
-        """Yield what forward stored away on its modules, such as a loss to be added later."""
-        stored, self._stored = self._stored, {}
-        seen: set[int] = set()
-        for module in self._managed:
-            for name, value in module.__dict__.items():
-                if name in _MODULE_ATTRIBUTES or type(value) in ATOMS:
-                    continue
-                for tensor in tensors_stored_in(value, seen):
-                    if tensor.grad_fn is None:
-                        continue
-                    known = stored.get(id(tensor))
-                    self._stored[id(tensor)] = weakref.ref(tensor)
-                    if known is None or known() is not tensor:
-                        yield tensor
-
     def _pre_backward(self, boundaries: Sequence[Boundary], grad: torch.Tensor) -> None:
         self._group.context.backward.need(self._group, boundaries)
+
+
+def _map_inputs(
+    change: Callable[[torch.Tensor], torch.Tensor], args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
+    """Apply ``change`` to every tensor in the inputs of a module."""
+    return map_tensors(change, args), map_tensors(change, kwargs) if kwargs else kwargs
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -32,6 +32,8 @@ def find_lent(group: ParamGroup) -> Lent:
         ShardError: If they do for some, or stay there when the call is over. On the ranks where.
     """
     is_unsharded, sharded = group.is_unsharded, False
+    if group.units.all.are_registered(unsharded=is_unsharded):
+        return Lent.NOTHING
     others = []
     for param in group.params:
         current = param.slots[0].get()
@@ -68,4 +70,6 @@ def _register(param: ShardedParam, is_unsharded: bool) -> None:
 
 def holds_shards(group: ParamGroup) -> bool:
     """Tell whether sharded parameters, ours or assigned ones, stand in all places of ``group``."""
-    return all(isinstance(param.slots[0].get(), DTensor) for param in group.params)
+    return group.units.all.are_registered(unsharded=False) or all(
+        isinstance(param.slots[0].get(), DTensor) for param in group.params
+    )

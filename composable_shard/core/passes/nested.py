@@ -53,8 +53,8 @@ def map_tensors(change: _Change, value: Any) -> Any:
         return _map_sequence(change, value)
     if isinstance(value, (_VALUES, _ITEMS)):
         return _map_view(change, value)
-    if isinstance(value, Mapping):
-        return _map_mapping(change, value)
+    if type(value) is dict or isinstance(value, Mapping):
+        return _map_mapping(change, value) if value else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(change, value)
     return _map_registered(change, value)
@@ -62,7 +62,7 @@ def map_tensors(change: _Change, value: Any) -> Any:
 
 def _map_sequence(change: _Change, value: Any) -> Any:
     items = [map_tensors(change, item) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
+    if all(map(operator.is_, items, value)):
         return value
     if hasattr(value, "_fields"):
         return type(value)(*items)
@@ -147,6 +147,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         children, _ = _torch.registered_container(value) or ((), None)
         for item in children:
             yield from tensors_in(item)
+
+
+def holds_nothing(value: Any) -> bool:
+    """Tell quickly whether ``value`` is one in which :func:`tensors_stored_in` never finds any."""
+    kind = type(value)
+    if kind is tuple:
+        return all(type(item) in ATOMS for item in value)
+    is_ours = kind.__module__.split(".")[0] == _CLOSED_PACKAGES[1]
+    return kind in ATOMS or (is_ours and not issubclass(kind, (Mapping, *_ITERABLE)))
 
 
 def tensors_stored_in(

@@ -1,0 +1,83 @@
+"""Which gradients are reduced together, and where their shards come out: planned once, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from composable_shard import _torch
+from composable_shard.core.grads.grad_bucket import GradBucket
+from composable_shard.core.params.param import ShardedParam
+
+
+class Route:
+    """The way of some plain tensors, gradients or inner tensors of gradients, through one bucket.
+
+    Attributes:
+        bucket: Where they are packed.
+        members: For each its parameter, and the name of the inner tensor (``None``: all of it).
+        params: The parameters, if all members are whole gradients; else ``None``.
+    """
+
+    def __init__(
+        self, bucket: GradBucket, members: Sequence[tuple[int, ShardedParam, str | None]], rank: int
+    ) -> None:
+        self.bucket = bucket
+        self.members = [(param, inner) for _, param, inner in members]
+        is_whole = all(inner is None for _, inner in self.members)
+        self.params = [param for param, _ in self.members] if is_whole else None
+        self._indices = [index for index, _, _ in members]
+        self._is_plain = is_whole and all(param.form.is_plain for param, _ in self.members)
+        flat = torch.empty(bucket.numel, device="meta")
+        starts = bucket.layout.shard_offsets
+        shards = [
+            param.form.local(flat[start:], rank)
+            for (param, _), start in zip(self.members, starts, strict=True)
+        ]
+        self._places = [(tuple(s.shape), s.stride(), s.storage_offset()) for s in shards]
+        self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
+        devices = {param.device for param, _ in self.members}
+        self._device = devices.pop() if len(devices) == 1 else None
+
+    def enter(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Pick the members' tensors, as they lie in memory, out of the gradients of all."""
+        if self._is_plain:
+            return [grads[index] for index in self._indices]
+        return [
+            None if (grad := grads[index]) is None else param.form.rows(_inner(grad, name))
+            for index, (param, name) in zip(self._indices, self.members, strict=True)
+        ]
+
+    def shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """View this rank's shard of each member in the flat result of the reduction."""
+        return [flat.as_strided(*place) for place in self._places]
+
+    def specs(self, dtypes: list[torch.dtype]) -> list[_torch.DTensorSpec]:
+        """Return what describes the reduced gradients as DTensors of these dtypes."""
+        if self._specs[0] != dtypes:
+            pairs = zip(self.members, dtypes, strict=True)
+            self._specs = dtypes, [p.spec_of_grad("sharded", dtype) for (p, _), dtype in pairs]
+        return self._specs[1]
+
+    def converted_shards(
+        self, flat: torch.Tensor, dtypes: Sequence[torch.dtype]
+    ) -> list[torch.Tensor]:
+        """Return the shards on the devices of the parameters, each in its dtype.
+
+        They are converted in one kernel if they all go the same way.
+        """
+        first = dtypes[0]
+        if self._device is not None and all(dtype is first for dtype in dtypes):
+            return self.shards(flat.to(self._device, first))
+        return [
+            shard.to(param.device, dtype)
+            for shard, (param, _), dtype in zip(
+                self.shards(flat), self.members, dtypes, strict=True
+            )
+        ]
+
+
+def _inner(grad: torch.Tensor, name: str | None) -> torch.Tensor:
+    inner: torch.Tensor = grad if name is None else getattr(grad, name)
+    return inner
