@@ -211,3 +211,26 @@ def subclass_outputs() -> list[bool]:
 
 def test_tensor_subclasses_are_copied() -> None:
     assert run_ranks(subclass_outputs, 2) == [[True, True, True, False]] * 2
+
+
+class Counts(nn.Linear):
+    """Wants to be told when its parameters are replaced."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "heard" in self.__dict__:
+            self.heard.append(type(value) is nn.Parameter)
+        super().__setattr__(name, value)
+
+
+def heard_by_a_copy() -> list[bool]:
+    model = Counts(WIDTH, WIDTH)
+    fully_shard(model, reshard_after_forward=True)
+    copied = copy.deepcopy(model)
+    copied.__dict__["heard"] = []
+    with torch.no_grad():
+        copied(torch.ones(1, WIDTH))
+    return copied.heard
+
+
+def test_a_copy_of_a_module_with_its_own_setattr_is_told() -> None:
+    assert run_ranks(heard_by_a_copy, 2) == [[True, False]] * 2
