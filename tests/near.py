@@ -1,4 +1,4 @@
-"""Ranks that read each other's memory, whatever the size of what they exchange."""
+"""Ranks that read each other's memory, and ranks that are kept from it."""
 
 from __future__ import annotations
 
@@ -11,41 +11,39 @@ import pytest
 import torch.distributed as dist
 
 from composable_shard.core.comms import direct
-from composable_shard.core.comms.near_memory import near_ranks
+from composable_shard.core.comms.neighbours import Neighbour, neighbours
 from composable_shard.testing import run_ranks
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Reading(Generic[Result]):
-    """Calls `fn` on a rank that reads even the smallest tensor out of the memory of its owner.
+class Apart(Generic[Result]):
+    """Calls `fn` on a rank that is kept from reading those at some distance.
 
     Args:
         fn: What to call.
-        far_steps: Ranks at this distance are kept from reading each other.
+        steps: The distance in ranks; `None` keeps it from reading any.
     """
 
     fn: Callable[..., Result]
-    far_steps: int | None = None
+    steps: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        def near(group: dist.ProcessGroup) -> dict[int, int]:
-            count = group.size()
-            return {
-                peer: process
-                for peer, process in near_ranks(group).items()
-                if self.far_steps
-                not in ((peer - group.rank()) % count, (group.rank() - peer) % count)
-            }
-
-        with mock.patch.multiple(direct, WORTH_READING=0, near_ranks=near):
+        with mock.patch.object(direct, "neighbours", self._near):
             return self.fn(*args, **kwargs)
+
+    def _near(self, group: dist.ProcessGroup) -> dict[int, Neighbour]:
+        rank, count, near = group.rank(), group.size(), neighbours(group)
+        if self.steps is None:
+            return {}
+        apart = {(rank + self.steps) % count, (rank - self.steps) % count}
+        return {peer: near[peer] for peer in near if peer not in apart}
 
 
 def processes() -> dict[int, int]:
     assert dist.group.WORLD is not None
-    return near_ranks(dist.group.WORLD)
+    return {rank: one.process for rank, one in neighbours(dist.group.WORLD).items()}
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -16,12 +17,18 @@ from torch import nn
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.core.comms import direct, near_memory, offers
 from composable_shard.core.comms.direct import DirectAllGather, DirectReduceScatter
+from composable_shard.core.comms.neighbours import (
+    NUM_LETTERS,
+    LetterBox,
+    Neighbour,
+    neighbours,
+)
 from composable_shard.core.comms.offers import Offer
 from composable_shard.core.comms.streams import Pending
 from composable_shard.core.passes.context import Context
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
-from near import Reading, readable
+from near import Apart, readable
 
 __all__ = ["readable"]
 
@@ -42,48 +49,43 @@ def fresh_group(**options: object) -> dist.ProcessGroup:
 def near_and_processes() -> tuple[dict[int, int], list[int]]:
     heard: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(heard, os.getpid())
-    return near_memory.near_ranks(fresh_group()), heard
+    return {rank: one.process for rank, one in neighbours(fresh_group()).items()}, heard
 
 
 @pytest.mark.usefixtures("readable")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_of_one_host_are_near(ranks: int) -> None:
+def test_ranks_of_one_host_are_neighbours(ranks: int) -> None:
     for rank, (near, heard) in enumerate(run_ranks(near_and_processes, ranks)):
         assert near == {peer: heard[peer] for peer in range(ranks) if peer != rank}
 
 
-def near_with_a_false_number() -> dict[int, int]:
+def near_with_a_false_number() -> list[int]:
     number = os.getppid() if dist.get_rank() == 1 else os.getpid()
     with mock.patch.object(os, "getpid", lambda: number):
-        return near_memory.near_ranks(fresh_group())
+        return sorted(neighbours(fresh_group()))
 
 
 @pytest.mark.usefixtures("readable")
-def test_a_process_that_does_not_know_the_secret_is_not_near() -> None:
-    near = run_ranks(near_with_a_false_number, 3)
-    assert [sorted(ranks) for ranks in near] == [[2], [], [0]]
+def test_a_process_that_does_not_know_the_secret_is_no_neighbour() -> None:
+    assert run_ranks(near_with_a_false_number, 3) == [[2], [], [0]]
 
 
-def near_without_leave() -> dict[int, int]:
-    near_memory._system_call.cache_clear()
+def near_without_leave() -> list[int]:
     setting = {near_memory.SWITCH: "0" if dist.get_rank() == 1 else "1"}
-    try:
-        with mock.patch.dict(os.environ, setting):
-            return near_memory.near_ranks(fresh_group())
-    finally:
-        near_memory._system_call.cache_clear()
+    with mock.patch.dict(os.environ, setting):
+        return sorted(neighbours(fresh_group()))
 
 
 @pytest.mark.usefixtures("readable")
 def test_a_rank_that_is_told_not_to_read_is_not_read_either() -> None:
-    assert [sorted(ranks) for ranks in run_ranks(near_without_leave, 3)] == [[2], [], [0]]
+    assert run_ranks(near_without_leave, 3) == [[2], [], [0]]
 
 
 def test_memory_that_is_not_there() -> None:
-    if near_memory._system_call("process_vm_readv") is None:
+    if not near_memory.is_offered():
         pytest.skip("the system does not let a process read another one")
     with pytest.raises(ShardError) as caught:
-        near_memory.read(os.getpid(), 8, torch.empty(3))
+        near_memory.read(os.getpid(), 8, torch.empty(3).data_ptr(), 12)
     assert str(caught.value) == (
         f"Expected to copy 12 bytes by process_vm_readv with process {os.getpid()}, got 0 and the "
         "error 'Bad address'; has that rank ended? COMPOSABLE_SHARD_READ_NEAR_MEMORY=0 on all "
@@ -92,14 +94,68 @@ def test_memory_that_is_not_there() -> None:
 
 
 def test_long_tensors_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    if near_memory._system_call("process_vm_readv") is None:
+    if not near_memory.is_offered():
         pytest.skip("the system does not let a process read another one")
     monkeypatch.setattr(near_memory, "LONGEST_COPY", 7)
     source, read = torch.arange(10), torch.zeros(10, dtype=torch.int64)
-    near_memory.read(os.getpid(), source.data_ptr(), read)
+    near_memory.read(os.getpid(), source.data_ptr(), read.data_ptr(), read.nbytes)
     assert torch.equal(read, source)
-    near_memory.write(os.getpid(), read.data_ptr(), source.flip(0).contiguous())
-    assert torch.equal(read, source.flip(0))
+    flipped = source.flip(0).contiguous()
+    near_memory.write(os.getpid(), read.data_ptr(), flipped.data_ptr(), read.nbytes)
+    assert torch.equal(read, flipped)
+
+
+# Letters --------------------------------------------------------------------------------------
+
+
+def letters_to_itself() -> tuple[Neighbour, LetterBox]:
+    box = LetterBox()
+    return Neighbour(0, os.getpid(), box, box.address), box
+
+
+def test_letters_arrive_by_tag_in_the_order_they_were_written() -> None:
+    if not near_memory.is_offered():
+        pytest.skip("the system does not let a process read another one")
+    neighbour, box = letters_to_itself()
+    assert box.take(1) is None
+    for tag, address in [(1, 10), (2, 20), (1, 11)]:
+        assert neighbour.write(tag, address, 100 + address)
+    assert [box.take(tag) for tag in (2, 1, 1, 1)] == [(20, 120), (10, 110), (11, 111), None]
+
+
+def test_a_full_box_takes_no_letter_until_one_is_taken_out() -> None:
+    if not near_memory.is_offered():
+        pytest.skip("the system does not let a process read another one")
+    neighbour, box = letters_to_itself()
+    for lap in range(3):
+        for number in range(NUM_LETTERS):
+            assert neighbour.write(5, lap, number)
+        assert not neighbour.write(5, lap, -1)
+        assert [box.take(5) for _ in range(NUM_LETTERS)] == [
+            (lap, number) for number in range(NUM_LETTERS)
+        ]
+
+
+def ends_before_it_offers() -> str:
+    group, rank = fresh_group(), dist.get_rank()
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait  # a zombie until the block is left
+        time.sleep(0.2)
+        neighbours(group)[1 - rank] = Neighbour(1 - rank, ended.pid, LetterBox(), 0)
+        offer = Offer(group, TAG, {})
+        with pytest.raises(ShardError) as caught:
+            offer.places(1 - rank)
+        offers._offers.remove(offer)
+        return str(caught.value).replace(str(ended.pid), "P")
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_neighbour_that_has_ended_is_named_at_once() -> None:
+    assert run_ranks(ends_before_it_offers, 2) == [
+        f"Expected rank {peer} of the process group to take part in a collective, got the end of "
+        "its process P"
+        for peer in (1, 0)
+    ]
 
 
 # The collectives ------------------------------------------------------------------------------
@@ -111,6 +167,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, tor
 def numbers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * rank + numel)
     return (torch.randn(numel, generator=generator) * 9).to(dtype)
+
+
+def kept_apart(fn: Callable[..., bool], apart: int | None) -> Callable[..., bool]:
+    """Let ranks read all others (`None`), none (0), or those that are not so many ranks away."""
+    return fn if apart is None else Apart(fn, apart or None)
 
 
 def gathered(dtype: torch.dtype) -> bool:
@@ -131,11 +192,11 @@ def gathered(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.usefixtures("readable")
-@pytest.mark.parametrize("far_steps", [None, 1, 2])
+@pytest.mark.parametrize("apart", [None, 0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gathered_are_the_shards_of_all(dtype: torch.dtype, far_steps: int | None) -> None:
+def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None) -> None:
     for ranks in (2, 3, 4):
-        assert run_ranks(Reading(gathered, far_steps), ranks, dtype) == [True] * ranks
+        assert run_ranks(kept_apart(gathered, apart), ranks, dtype) == [True] * ranks
 
 
 def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
@@ -166,7 +227,7 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
 
 
 @pytest.mark.usefixtures("readable")
-@pytest.mark.parametrize("far_steps", [None, 1, 2])
+@pytest.mark.parametrize("apart", [None, 0, 1, 2])
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 @pytest.mark.parametrize(
     ("dtypes", "dtype"),
@@ -181,45 +242,20 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
     ids=str,
 )
 def test_reduced_is_the_sum_in_rank_order(
-    dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str, far_steps: int | None
+    dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str, apart: int | None
 ) -> None:
     for ranks in (2, 3, 4):
-        case = Reading(reduced, far_steps), ranks, dtypes, dtype, op
+        case = kept_apart(reduced, apart), ranks, dtypes, dtype, op
         assert run_ranks(*case) == [True] * ranks
-
-
-def copied_while_gathering(numel: int) -> int:
-    """How many tensors of others this rank reads, to gather one of them."""
-    group, count = dist.group.WORLD, 0
-    assert group is not None
-
-    def counted(*args: object) -> None:
-        nonlocal count
-        count += 1
-        near_memory.read(*args)  # type: ignore[arg-type]
-
-    with mock.patch.object(offers, "read", counted):
-        out = torch.empty(2 * numel)
-        Pending(DirectAllGather().launch([out], [torch.ones(numel)], group, TAG)).wait()
-    assert torch.equal(out, torch.ones(2 * numel))
-    offers.settle({TAG})
-    return count
-
-
-@pytest.mark.usefixtures("readable")
-def test_small_tensors_are_sent() -> None:
-    numel = direct.WORTH_READING // 4
-    assert run_ranks(copied_while_gathering, 2, numel) == [1, 1]
-    assert run_ranks(copied_while_gathering, 2, numel - 1) == [0, 0]
 
 
 # When memory may be changed and freed ----------------------------------------------------------
 
 
-def slowly(process: int, address: int, into: torch.Tensor) -> None:
+def slowly(process: int, there: int, here: int, nbytes: int) -> None:
     if dist.get_rank() == 1:
-        time.sleep(0.2)
-    near_memory.read(process, address, into)
+        time.sleep(0.1)
+    near_memory.read(process, there, here, nbytes)
 
 
 def changed_at_once(act: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -270,7 +306,7 @@ def trains_without_sync(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_nothing_is_read_when_a_pass_has_ended(
     act: Callable[[nn.Module, torch.Tensor], torch.Tensor],
 ) -> None:
-    for seen in run_ranks(Reading(changed_at_once), 2, act):
+    for seen in run_ranks(changed_at_once, 2, act):
         assert torch.equal(seen, torch.full((1, WIDTH), float(WIDTH)))
 
 
@@ -291,7 +327,7 @@ def cast_and_reused() -> tuple[torch.Tensor, int]:
 
 @pytest.mark.usefixtures("readable")
 def test_a_cast_lives_until_it_was_read() -> None:
-    for weight, _ in run_ranks(Reading(cast_and_reused), 2):
+    for weight, _ in run_ranks(cast_and_reused, 2):
         assert torch.equal(weight, torch.ones(256, 256))
 
 
@@ -307,7 +343,7 @@ def dropped_at_once() -> tuple[bool, list[bool]]:
         garbage = [torch.full((1 << 16,), 7.0) for _ in range(50)]
         dist.barrier()
         dist.barrier()
-        flagged = [bool(one._flags.all()) for one in offers._offers[known - 1 :]]
+        flagged = [one.was_read for one in offers._offers[known - 1 :]]
         return len(garbage) == 50, flagged
     dist.barrier()
     offer.read(0, offer.places(0)[0].address, seen)
@@ -336,7 +372,7 @@ def memory_after_training() -> list[int]:
 
 @pytest.mark.usefixtures("readable")
 def test_nothing_is_held_after_a_backward() -> None:
-    for held in run_ranks(Reading(memory_after_training), 2):
+    for held in run_ranks(memory_after_training, 2):
         assert held == [held[0]] * 3
 
 
@@ -357,7 +393,7 @@ def nobody_reads() -> str:
 @pytest.mark.usefixtures("readable")
 def test_a_rank_that_does_not_read_is_missed_within_the_time_out() -> None:
     assert run_ranks(nobody_reads, 2) == [
-        f"Expected ranks [{peer}] of the process group to read what this rank has offered within "
-        "its time-out of 2 s, got no sign of it; they have ended, or wait elsewhere"
+        f"Expected rank {peer} of the process group to take part in a collective, got no sign of "
+        "it within the time-out of 2 s"
         for peer in (1, 0)
     ]

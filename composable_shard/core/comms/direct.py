@@ -1,7 +1,7 @@
 """All-gather and reduce-scatter from rank to rank on the CPU, for gloo, whose own are slow.
 
-Ranks on the same host read each other's memory where they may (``near_memory.py``). Others send:
-every rank its shard to every other, straight into place. Small tensors are always sent.
+Ranks on the same host read each other's memory where they may (``neighbours.py``). Others send:
+every rank its shard to every other, straight into place.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
-from composable_shard.core.comms.near_memory import near_ranks
+from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.core.comms.offers import Offer, Place
 from composable_shard.core.comms.streams import Waitable
 
-WORTH_READING = 1 << 15  # bytes for each rank; fewer are sent as fast as their address
 CHUNK_NUMEL = 1 << 16  # elements summed at once: a few of them fit into a cache
 
 
@@ -31,7 +30,7 @@ class DirectAllGather(AllGatherLaunch):
         rank, num_ranks = group.rank(), group.size()
         places = [out.view(num_ranks, -1) for out in _sendable(outputs)]
         shards = _sendable(inputs)
-        near, far = _routes(group, shards)
+        near, far = _routes(group)
         works: list[Waitable] = []
         for peer in far:
             works += [group.recv([place[peer]], peer, tag) for place in places]
@@ -48,7 +47,7 @@ class DirectAllGather(AllGatherLaunch):
 
 
 class _Reading:
-    """Reads what near ranks offer into its places when it is waited for."""
+    """Reads what neighbours offer into its places when it is waited for."""
 
     def __init__(self, offer: Offer, places: dict[int, Tensors]) -> None:
         self._offer = offer
@@ -67,7 +66,7 @@ class _Reading:
 class DirectReduceScatter(ReduceScatterLaunch):
     """Every rank gets its part from every other and sums.
 
-    The sum is taken in rank order, so that every shard of a gradient is rounded alike. Near ranks
+    The sum is taken in rank order, so that every shard of a gradient is rounded alike. Neighbours
     are read as they are, and widened as they are added; what is sent is cast before.
     """
 
@@ -81,7 +80,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
     ) -> list[Waitable]:
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         rank, num_ranks = group.rank(), group.size()
-        near, far = _routes(group, outputs)
+        near, far = _routes(group)
         parts = [full.view(num_ranks, -1) for full in inputs]
         sums = [
             _RankOrderSum(out, {rank: part[rank]}, num_ranks if op == dist.ReduceOp.AVG else 1)
@@ -123,7 +122,7 @@ class _Summing:
 class _RankOrderSum:
     """Sums the parts of all ranks, chunk by chunk.
 
-    A chunk of a near rank is read into a scratch that stays in the cache until it is added.
+    A chunk of a neighbour is read into a scratch that stays in the cache until it is added.
 
     Attributes:
         out: The sum, or the average.
@@ -137,7 +136,7 @@ class _RankOrderSum:
         self.divisor = divisor
 
     def take(self, offer: Offer | None, places: dict[int, Place]) -> None:
-        """Take the sum of ``parts`` and of those that near ranks offer."""
+        """Take the sum of ``parts`` and of those that neighbours offer."""
         numel = self.out.numel()
         chunk_numel = CHUNK_NUMEL if places else max(numel, 1)
         scratch = {
@@ -165,18 +164,13 @@ class _RankOrderSum:
             total.div_(self.divisor)
 
 
-def _routes(
-    group: dist.ProcessGroup, shards: Sequence[torch.Tensor]
-) -> tuple[list[int], list[int]]:
+def _routes(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """Sort the other ranks into those to read from and those to exchange messages with.
 
     Both begin with the next rank, so that no rank is everybody's first.
     """
-    rank, num_ranks = group.rank(), group.size()
+    rank, num_ranks, near = group.rank(), group.size(), neighbours(group)
     others = [(rank + step) % num_ranks for step in range(1, num_ranks)]
-    if sum(shard.nbytes for shard in shards) < WORTH_READING:
-        return [], others
-    near = near_ranks(group)
     return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
 
 

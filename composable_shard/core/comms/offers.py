@@ -1,6 +1,6 @@
-"""Tensors that near ranks read out of this one's memory, and those that this one reads.
+"""Tensors that neighbours read out of this rank's memory, and those that it reads.
 
-An offer is an exchange of addresses with every near rank of a process group. Each rank reads when
+An offer is an exchange of addresses with every neighbour in a process group. Each rank reads when
 it needs the bytes, and then sets a flag in the memory of the owner. Until it is set, the owner must
 neither free nor change what it offered. It does not wait for that with every offer, since a rank
 that is a little ahead would lose its lead each time, but when a pass ends (:func:`settle`).
@@ -8,36 +8,31 @@ that is a little ahead would lose its lead each time, but when a pass ends (:fun
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
-from collections.abc import Container, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.comms.near_memory import near_ranks, read, write
-from composable_shard.core.comms.streams import Waitable
+from composable_shard.core.comms.near_memory import read, write
+from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.errors import ShardError
 
 _DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]  # by the number that says which it is
-_NAP = 2e-5  # seconds between two looks at the flags
-_SET = torch.ones(1, dtype=torch.uint8)
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]  # by the number that says which one it is
+_NUM_YIELDS = 20  # looks before the first nap
+_NAP = 2e-5  # seconds
+_LONG = 0.05  # seconds after which a rank looks whether the other has ended
+_SET = ctypes.c_uint8(1)
 
-_offers: list[Offer] = []  # those that some near rank may still read
+_offers: list[Offer] = []  # those that some neighbour may still read
 
 
 class Place(NamedTuple):
@@ -57,7 +52,7 @@ class Offer:
     Args:
         group: The process group.
         tag: A number on which the ranks have agreed.
-        tensors: What each near rank may read. All ranks offer tensors of the same numels.
+        tensors: What each neighbour may read. All ranks offer tensors of the same numels.
     """
 
     def __init__(
@@ -65,73 +60,92 @@ class Offer:
     ) -> None:
         self.tag = tag
         self.is_finished = False
-        self._group = group
-        self._processes = near_ranks(group)
         self._tensors = tensors
-        self._flags = torch.zeros(len(tensors), dtype=torch.uint8)
-        self._said: list[tuple[torch.Tensor, Waitable]] = []
-        self._heard: dict[int, tuple[torch.Tensor, Waitable]] = {}
+        self._time_out = _torch.timeout_of(group)
+        self._neighbours = neighbours(group)
+        self._flags = (ctypes.c_uint8 * len(tensors))()
+        self._flags_there: dict[int, int] = {}
+        self._tables = []
         for slot, (peer, members) in enumerate(tensors.items()):
-            addresses = [tensor.data_ptr() for tensor in [self._flags[slot:], *members]]
-            dtypes = [_DTYPES.index(tensor.dtype) for tensor in members]
-            said = torch.tensor(addresses + dtypes)
-            heard = torch.empty_like(said)
-            self._heard[peer] = heard, group.recv([heard], peer, tag)
-            self._said.append((said, group.send([said], peer, tag)))
+            words = [ctypes.addressof(self._flags) + slot]
+            for tensor in members:
+                words += [tensor.data_ptr(), _DTYPES.index(tensor.dtype)]
+            table = (ctypes.c_int64 * len(words))(*words)
+            self._tables.append(table)
+            letter = tag, ctypes.addressof(table), len(words)
+            self._wait(peer, partial(self._neighbours[peer].write, *letter))
         _offers.append(self)
 
     def places(self, peer: int) -> list[Place]:
-        """Wait until a near rank has offered its tensors; return where they are."""
-        heard, work = self._heard[peer]
-        work.wait()
-        _, *said = heard.tolist()
-        half = len(said) // 2
+        """Wait until a neighbour has offered its tensors; return where they are.
+
+        Raises:
+            ShardError: If it does not within the time-out of the process group, or has ended.
+        """
+        neighbour = self._neighbours[peer]
+        address, count = self._wait(peer, partial(neighbour.box.take, self.tag))
+        words = (ctypes.c_int64 * count)()
+        read(neighbour.process, address, ctypes.addressof(words), ctypes.sizeof(words))
+        self._flags_there[peer], *said = words
         return [
-            Place(address, _DTYPES[number])
-            for address, number in zip(said[:half], said[half:], strict=True)
+            Place(place, _DTYPES[number])
+            for place, number in zip(said[::2], said[1::2], strict=True)
         ]
 
     def read(self, peer: int, address: int, into: torch.Tensor) -> None:
-        """Fill a contiguous tensor from the memory of a near rank."""
-        read(self._processes[peer], address, into)
+        """Fill a contiguous tensor from the memory of a neighbour."""
+        read(self._neighbours[peer].process, address, into.data_ptr(), into.nbytes)
 
     def finish(self) -> None:
-        """Tell the near ranks that this one has read; let go of what they have read."""
-        for peer, (heard, _) in self._heard.items():
-            write(self._processes[peer], int(heard[0]), _SET)
-        for _, work in self._said:
-            work.wait()
+        """Tell the neighbours that this rank has read; let go of what they have read."""
+        for peer, flag in self._flags_there.items():
+            write(self._neighbours[peer].process, flag, ctypes.addressof(_SET), 1)
         self.is_finished = True
         _offers[:] = [offer for offer in _offers if not (offer.is_finished and offer.was_read)]
 
     @property
     def was_read(self) -> bool:
-        """Whether all near ranks have read."""
-        return bool(self._flags.all())
+        """Whether all neighbours have read."""
+        return all(self._flags)
 
     def wait_until_read(self) -> None:
-        """Wait until all near ranks have read.
+        """Wait until all neighbours have read.
 
         Raises:
-            ShardError: If one of them does not within the time-out of the process group.
+            ShardError: If one of them does not within the time-out of the process group, or has
+                ended.
         """
-        limit = _torch.timeout_of(self._group)
-        deadline = time.monotonic() + limit
-        while not self.was_read:
-            if time.monotonic() > deadline:
-                late = [
-                    peer for peer, flag in zip(self._heard, self._flags, strict=True) if not flag
-                ]
-                raise ShardError(
-                    f"Expected ranks {late} of the process group to read what this rank has "
-                    f"offered within its time-out of {limit:.0f} s, got no sign of it; they have "
-                    "ended, or wait elsewhere"
-                )
+        for slot, peer in enumerate(self._tensors):
+            self._wait(peer, partial(self._flags.__getitem__, slot))
+
+    def _wait(self, peer: int, look: Callable[[], Any]) -> Any:
+        """Look until there is something; return it."""
+        for _ in range(_NUM_YIELDS):
+            if seen := look():
+                return seen
+            os.sched_yield()
+        neighbour, start = self._neighbours[peer], time.monotonic()
+        last = start
+        while True:
             time.sleep(_NAP)
+            now, got = time.monotonic(), None
+            if now - last > _LONG:
+                last = now
+                if neighbour.has_ended:
+                    got = f"the end of its process {neighbour.process}"
+                elif now - start > self._time_out:
+                    got = f"no sign of it within the time-out of {self._time_out:.0f} s"
+            if seen := look():  # also what was there when it ended
+                return seen
+            if got is not None:
+                raise ShardError(
+                    f"Expected rank {peer} of the process group to take part in a collective, "
+                    f"got {got}"
+                )
 
 
 def settle(tags: Container[int]) -> None:
-    """Wait until near ranks have read what this rank has offered under any of ``tags``.
+    """Wait until neighbours have read what this rank has offered under any of ``tags``.
 
     Only finished exchanges count, and those of others are left alone: a rank that drops a model
     may never read what others have offered for it.

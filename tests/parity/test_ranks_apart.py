@@ -1,4 +1,4 @@
-"""Ranks that read each other's memory train as those that send, in every kind of program."""
+"""Ranks that send, as those on other hosts do, train as those that read each other's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshes import test_hybrid as hybrid
 from meshes import test_reshard_to_fewer as fewer
-from near import Reading, readable
+from near import Apart, readable
 
 from composable_shard import MixedPrecisionPolicy
 from composable_shard.testing import run_ranks
@@ -25,20 +25,20 @@ pytestmark = pytest.mark.usefixtures("readable")
 TIMEOUT = 30.0
 
 
-@pytest.mark.parametrize("far_steps", [None, 1])
+@pytest.mark.parametrize("apart", [None, 1])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("tree", list(TREES))
-def test_trees(tree: str, ranks: int, far_steps: int | None) -> None:
+def test_trees(tree: str, ranks: int, apart: int | None) -> None:
     case = Training(TREES[tree], num_steps=2)
-    differences = run_ranks(Reading(train, far_steps), ranks, case, timeout=TIMEOUT)
+    differences = run_ranks(Apart(train, apart), ranks, case, timeout=TIMEOUT)
     assert differences == [[]] * ranks
 
 
 @reproducible(20)
 @given(trainings(), st.sampled_from([None, 1, 2]))
-def test_any_tree(case: tuple[Training, int], far_steps: int | None) -> None:
+def test_any_tree(case: tuple[Training, int], apart: int | None) -> None:
     training, ranks = case
-    differences = run_ranks(Reading(train, far_steps), ranks, training, timeout=TIMEOUT)
+    differences = run_ranks(Apart(train, apart), ranks, training, timeout=TIMEOUT)
     assert differences == [[]] * ranks
 
 
@@ -46,7 +46,7 @@ def test_any_tree(case: tuple[Training, int], far_steps: int | None) -> None:
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_policies(policy: str, steps: tuple[AccumulationStep, ...], ranks: int) -> None:
     program = programs.Program(steps, policy=POLICIES[policy])
-    differences = run_ranks(Reading(programs.follow), ranks, program, timeout=TIMEOUT)
+    differences = run_ranks(Apart(programs.follow), ranks, program, timeout=TIMEOUT)
     assert differences == [[]] * ranks
 
 
@@ -55,7 +55,7 @@ def test_hybrid_meshes(extents: tuple[int, int]) -> None:
     steps: tuple[hybrid.Step, ...] = ("sync", "step", "no_all_reduce", "no_sync", "sync", "step")
     ranks = extents[0] * extents[1]
     program = hybrid.Program(steps, ((hybrid.ALL,) * ranks,) * len(steps), extents)
-    differences = run_ranks(Reading(hybrid.follow), ranks, program, timeout=TIMEOUT)
+    differences = run_ranks(Apart(hybrid.follow), ranks, program, timeout=TIMEOUT)
     assert differences == [[]] * ranks
 
 
@@ -63,7 +63,7 @@ def test_hybrid_meshes(extents: tuple[int, int]) -> None:
 def test_parts_that_neighbours_keep(param_dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
     seen = [
-        run_ranks(run, 4, 2, policy, timeout=TIMEOUT) for run in (fewer.train, Reading(fewer.train))
+        run_ranks(run, 4, 2, policy, timeout=TIMEOUT) for run in (fewer.train, Apart(fewer.train))
     ]
     assert seen[0] == seen[1]
     if param_dtype is None:
@@ -72,4 +72,4 @@ def test_parts_that_neighbours_keep(param_dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tensor_subclasses(ranks: int) -> None:
-    run_ranks(Reading(train_parity_on_ranks), ranks, True, timeout=60)
+    run_ranks(Apart(train_parity_on_ranks), ranks, True, timeout=60)
