@@ -28,7 +28,8 @@ _DTYPES = [
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]  # by the number that says which one it is
 _NUM_YIELDS = 20  # looks before the first nap
-_NAP = 2e-5  # seconds
+_NAPS = 2e-5, 1e-3  # seconds: the shortest and the longest
+_NAP_SHARE = 0.1  # of the time already waited
 _LONG = 0.05  # seconds after which a rank looks whether the other has ended
 _SET = ctypes.c_uint8(1)
 
@@ -125,9 +126,10 @@ class Offer:
                 return seen
             os.sched_yield()
         neighbour, start = self._neighbours[peer], time.monotonic()
-        last = start
+        last = now = start
+        shortest, longest = _NAPS
         while True:
-            time.sleep(_NAP)
+            time.sleep(min(longest, max(shortest, _NAP_SHARE * (now - start))))
             now, got = time.monotonic(), None
             if now - last > _LONG:
                 last = now
