@@ -20,6 +20,7 @@ from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.params.units import build_units
 from composable_shard.core.passes.context import join_tree
 from composable_shard.core.passes.hooks import hooks_of
+from composable_shard.core.passes.torch_state import list_with_torch
 
 Memo = dict[int, Any]
 
@@ -106,6 +107,7 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
     copied.on_gradient = copy.deepcopy(group.on_gradient, memo)
     for module in modules:
         hooks_of(module).claim_modules()
+        list_with_torch(module)
     _copy_settings(group, copied, memo)
 
 
