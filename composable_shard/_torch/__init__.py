@@ -19,6 +19,7 @@ from composable_shard._torch.autograd import (
 from composable_shard._torch.dtensors import (
     DTensorSpec,
     TensorMeta,
+    cloned,
     concatenate_meshes,
     cut,
     flat_axis,
@@ -92,6 +93,7 @@ __all__ = [
     "call_grad_hooks",
     "call_post_accumulate_grad_hooks",
     "chunk_cat_into",
+    "cloned",
     "concatenate_meshes",
     "count_as_module_call",
     "current_backward",

@@ -66,7 +66,7 @@ def _groups_below(module: nn.Module, memo: Memo) -> list[ParamGroup]:
 def _copied_sharded(param: ShardedParam) -> nn.Parameter:
     local = _torch.local_tensor(param.sharded)
     with torch.inference_mode(False):
-        own = local.clone()
+        own = _torch.cloned(local)
         spec = _torch.spec_with_dtype(param.spec, own.dtype)
         copied = nn.Parameter(_torch.from_local(own, spec), param.sharded.requires_grad)
     if type(own) is torch.Tensor:

@@ -245,4 +245,3 @@ def has_hooks(subject: Subject, shape: Shape) -> bool:
 
 
 HOOK_CHECKS = (sent, shard, gathered, out)
-

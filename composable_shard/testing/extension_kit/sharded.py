@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
+from composable_shard._torch import leaves, waited
 from composable_shard.testing.extension_kit.report import Broken
 from composable_shard.testing.extension_kit.subject import (
     Shape,
@@ -87,6 +88,11 @@ def _dtype(subject: Subject) -> torch.dtype:
 
 def meta_device(subject: Subject, shape: Shape) -> None:
     """It can be made on the meta device, sharded, allocated and then filled."""
+    tensor = subject.tensor(shape, device="meta")
+    if not tensor.is_meta:
+        raise Broken(
+            f"Expected a tensor on the meta device from make_tensor, got one on {tensor.device}"
+        )
     model = subject.sharded(shape, device="meta")
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -109,6 +115,8 @@ def full_state_dict(subject: Subject, shape: Shape) -> None:
     """A full state dict can be taken, saved, and loaded into a sharded model of other values."""
     options = StateDictOptions(full_state_dict=True)
     full = get_model_state_dict(subject.sharded(shape), options=options)
+    for leaf in leaves(full["0.weight"]):
+        waited(leaf)
     file = io.BytesIO()
     torch.save(full, file)
     file.seek(0)
