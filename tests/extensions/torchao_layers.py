@@ -86,6 +86,7 @@ QUANTIZE = {
     "int8 mixed": int8_mixed,
     "bitnet": bitnet_weight,
     "float8": float8_weight,
+    "float8 ahead": float8_weight,
     "moe": moe_weight,
     "nf4": nf4_weight,
 }

@@ -20,6 +20,7 @@ class PipelineState:
     """
 
     all_states: tuple[()] = ()
+    _group: ParamGroup
 
     def __init__(self, group: ParamGroup) -> None:
         self.__dict__["_group"] = group  # the subclass refuses to be written to

@@ -67,7 +67,8 @@ def check_extension(
         >>> report.ok
         True
     """
-    names = [_name(check) for check in (hooks, *HOOK_CHECKS, *MODEL_CHECKS)]
+    checks: tuple[Check, ...] = (hooks, *HOOK_CHECKS, *MODEL_CHECKS)
+    names = [_name(check) for check in checks]
     unknown = sorted(set(skip) - set(names))
     if unknown:
         raise ValueError(f"Expected skip to name checks out of {names}, got {unknown}")
@@ -96,8 +97,8 @@ def _findings(
             yield found
         if not found.ok:
             return
-    for check in MODEL_CHECKS:
-        yield _run(check, subject, cases, skip)
+    for model_check in MODEL_CHECKS:
+        yield _run(model_check, subject, cases, skip)
 
 
 def _name(check: Check) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,7 @@ def sharded_state_dict(subject: Subject, shape: Shape) -> None:
 def full_state_dict(subject: Subject, shape: Shape) -> None:
     """A full state dict can be taken, saved, and loaded into a sharded model of other values."""
     options = StateDictOptions(full_state_dict=True)
-    full = get_model_state_dict(subject.sharded(shape), options=options)
+    full: dict[str, Any] = get_model_state_dict(subject.sharded(shape), options=options)
     for leaf in leaves(full["0.weight"]):
         waited(leaf)
     file = io.BytesIO()
