@@ -16,6 +16,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.params.extension import copied_shard
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.params.units import build_units
 from composable_shard.core.passes.context import join_tree
@@ -66,7 +67,7 @@ def _groups_below(module: nn.Module, memo: Memo) -> list[ParamGroup]:
 def _copied_sharded(param: ShardedParam) -> nn.Parameter:
     local = _torch.local_tensor(param.sharded)
     with torch.inference_mode(False):
-        own = _torch.cloned(local)
+        own = copied_shard(local)
         spec = _torch.spec_with_dtype(param.spec, own.dtype)
         copied = nn.Parameter(_torch.from_local(own, spec), param.sharded.requires_grad)
     if type(own) is torch.Tensor:

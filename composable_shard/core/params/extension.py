@@ -41,6 +41,11 @@ def needs_extension(tensor: torch.Tensor) -> bool:
     return has_extension(tensor) or _torch.is_wrapper_subclass(tensor)
 
 
+def copied_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a local shard; one that brings the protocol without its own idea of a clone."""
+    return _torch.cloned(tensor) if has_extension(tensor) else tensor.clone()
+
+
 @dataclass(frozen=True)
 class Format:
     """What one rank sends for one tensor; ``shape`` has the gathered dim first."""
