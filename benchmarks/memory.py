@@ -33,6 +33,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from contestants import LABELS, WRAPPERS, Spec, build_contestant, build_floor
 from launch import end_ranks, first_failure, on_fresh_ranks, on_ranks
 from limit import REDUCE_DTYPE, groups_of
@@ -97,6 +98,7 @@ def live_bytes(name: str, spec: Spec) -> tuple[int, int]:
         for step in range(NUM_UNCOUNTED_STEPS):
             contestant.step(step)
         gc.collect()
+        dist.barrier()  # the backend's threads let go of what they have sent
         live.reset_peak()
         between = live.live()
         for step in range(NUM_UNCOUNTED_STEPS, NUM_LIVE_STEPS):
