@@ -4,14 +4,15 @@ Run `python benchmarks/step.py`. `--sweep` goes from batches so small that a ste
 to ones so large that it mostly computes; `--check` compares the losses instead of the times.
 The limit is the larger of what a step computes and what it sends, each by itself; `limit.py`
 says exactly what those are. Processor time is that of one rank with all its threads; other
-loads on the machine disturb it less than they do the clock.
+loads on the machine disturb it less than they do the clock. Its limit is the sum of the two,
+since a processor that does one thing does not do the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
@@ -48,6 +49,8 @@ class Timing:
         return [turn.wall for turn in self.turns[name]]
 
     def processors(self, name: str) -> list[float]:
+        if name == "limit":
+            return [sum(pair) for pair in zip(*map(self.processors, LIMITS), strict=True)]
         return [turn.processor for turn in self.turns[name]]
 
 
@@ -146,10 +149,7 @@ def show_contestants(timing: Timing, spec: Spec, options: argparse.Namespace) ->
     base = base_of(timing)
     ratio = f"{base}/other (quartiles)"
     columns = ["", "step ms", ratio, "step/limit", "processor ms", ratio]
-    rows = [row(timing, name, base) for name in [*options.only, *LIMITS]]
-    limit = timing.walls("limit")
-    rows.append(["limit", milliseconds(limit), spread(ratios(timing.walls(base), limit)), "1"])
-    rows[-1] += [""] * 2
+    rows = [row(timing, name, base) for name in [*options.only, *LIMITS, "limit"]]
     print_table(f"{title(spec, options)}, {spec.batch} x {spec.context} tokens", columns, rows)
 
 
@@ -157,20 +157,20 @@ def show_sweep(timings: Mapping[int, Timing], spec: Spec, options: argparse.Name
     first = next(iter(timings.values()))
     base = base_of(first)
     others = [name for name in [*first.turns, "limit"] if name not in (base, *LIMITS)]
-    columns = ["batch", f"{base} ms", *(f"{base}/{name}" for name in others), "limit ms", "is"]
-    if "fsdp2" in others:
-        columns.append("processor /fsdp2")
+    by_processor = [name for name in others if name in ("fsdp2", "limit")]
+    columns = ["batch", f"{base} ms", *(f"{base}/{name}" for name in others), "limit is"]
+    columns += [f"proc. /{name}" for name in by_processor]
     rows = []
     for batch, timing in timings.items():
-        mine = timing.walls(base)
-        larger = max(LIMITS, key=lambda side: quartiles(timing.walls(side)).median)
-        cells = [f"{ratios(mine, timing.walls(name)).median:.3f}" for name in others]
-        rows.append([str(batch), milliseconds(mine), *cells])
-        rows[-1] += [milliseconds(timing.walls("limit")), larger]
-        if "fsdp2" in others:
-            processors = timing.processors(base), timing.processors("fsdp2")
-            rows[-1].append(f"{ratios(*processors).median:.3f}")
+        rows.append([str(batch), milliseconds(timing.walls(base))])
+        rows[-1] += [median_ratio(timing.walls, base, name) for name in others]
+        rows[-1] += [max(LIMITS, key=lambda side: quartiles(timing.walls(side)).median)]
+        rows[-1] += [median_ratio(timing.processors, base, name) for name in by_processor]
     print_table(f"{title(spec, options)}, batches of {spec.context} tokens", columns, rows)
+
+
+def median_ratio(times_of: Callable[[str], list[float]], base: str, other: str) -> str:
+    return f"{ratios(times_of(base), times_of(other)).median:.3f}"
 
 
 def base_of(timing: Timing) -> str:
@@ -184,21 +184,21 @@ def title(spec: Spec, options: argparse.Namespace) -> str:
 
 def row(timing: Timing, name: str, base: str) -> list[str]:
     label = label_of(name)
-    if name not in timing.turns:
+    if name != "limit" and name not in timing.turns:
         return [label, "failed", *[""] * 4]
     walls, processors = timing.walls(name), timing.processors(name)
     return [
         label,
         milliseconds(walls),
         spread(ratios(timing.walls(base), walls)),
-        f"{ratios(walls, timing.walls('limit')).median:.3f}",
+        median_ratio(timing.walls, name, "limit"),
         milliseconds(processors),
         spread(ratios(timing.processors(base), processors)),
     ]
 
 
 def label_of(name: str) -> str:
-    return {**LABELS, **LIMITS}[name]
+    return {**LABELS, **LIMITS}.get(name, name)
 
 
 def milliseconds(sample: Sequence[float]) -> str:

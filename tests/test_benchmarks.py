@@ -84,6 +84,8 @@ def test_a_step_is_compared_with_the_limit(
     assert rows["limit"][1] == f"{statistics.median(walls(turns, 'limit')) * 1e3:.1f}"
     processors = statistics.median(processor for _, processor in turns["ddp"])
     assert rows["torch DDP"][4] == f"{processors * 1e3:.1f}"
+    sums = [c + t for (_, c), (_, t) in zip(turns["compute"], turns["transfer"], strict=True)]
+    assert rows["limit"][4] == f"{statistics.median(sums) * 1e3:.1f}"
     assert "load average" in printed
 
 
@@ -94,7 +96,7 @@ def test_a_sweep_has_one_row_for_each_batch(
     figures = main(step, tmp_path, *sweep, "--only", "ours", "ddp")
     printed = capsys.readouterr().out
     assert headings_of(printed) == [
-        *("batch", "ours ms", "ours/ddp", "ours/limit", "limit ms", "is")
+        *("batch", "ours ms", "ours/ddp", "ours/limit", "limit is", "proc. /limit")
     ]
     rows = rows_of(printed)
     assert [row[0] for row in rows] == ["1", "3"]
@@ -103,7 +105,7 @@ def test_a_sweep_has_one_row_for_each_batch(
         ratios = [median_ratio(turns, "ours", other) for other in ("ddp", "limit")]
         assert row[2:4] == ratios
         larger = max(("compute", "transfer"), key=lambda s: statistics.median(walls(turns, s)))
-        assert row[5] == larger
+        assert row[4] == larger
 
 
 def test_compute_alone_updates_one_rank_s_share_and_sends_nothing() -> None:
