@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -141,11 +142,20 @@ class GradBucket:
         return scratch.view(-1)
 
     def _flag_rows(self, dtype: torch.dtype, present: tuple[bool, ...]) -> torch.Tensor:
-        """Return the flags once for each shard; those of a full set are kept."""
+        """Return the flags once for each shard, made on the device; those of a full set are kept.
+
+        They are repeated in memory: the fused kernel takes no tensor that overlaps with itself.
+        """
         flags = self._full_flags.get(dtype) if all(present) else None
         if flags is None:
-            row = torch.tensor(present, dtype=dtype, device=self._device)
-            flags = row.expand(self.layout.num_shards, -1)
+            shape = (self.layout.num_shards, len(present))
+            flags = torch.ones(shape, dtype=dtype, device=self._device)
+            start = 0
+            for is_present, run in groupby(present):
+                stop = start + len(list(run))
+                if not is_present:
+                    flags[:, start:stop].zero_()
+                start = stop
             if all(present):
                 self._full_flags[dtype] = flags
         return flags
