@@ -170,7 +170,9 @@ def choose(
         group: The process group that the collectives will run in, if there will be any.
         device: Where the tensors are.
     """
-    if group is not None and _torch.backend_name(group, device) == "gloo":
+    # From rank to rank gloo sends memory of the host alone, and does not look whose it is.
+    on_host = device.type == "cpu"
+    if group is not None and on_host and _torch.backend_name(group, device) == "gloo":
         return DirectAllGather(), DirectReduceScatter()
     return CoalescedAllGather(), CoalescedReduceScatter()
 

@@ -46,9 +46,13 @@ class Pending:
 
 
 def wait_for_event(event: torch.Event, device: torch.device) -> None:
-    """Make the compute stream of ``device`` continue after ``event``."""
+    """Make the compute stream of ``device`` continue after ``event``.
+
+    Hazard: a generic stream takes the event of a backend, such as ``torch.cuda.Event``, for one
+    that was never recorded, and does not wait. Guard: the event is asked, which knows its kind.
+    """
     if device.type != "cpu":
-        torch.accelerator.current_stream(device).wait_event(event)
+        event.wait()
 
 
 @contextlib.contextmanager

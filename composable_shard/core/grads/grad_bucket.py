@@ -95,7 +95,7 @@ class GradBucket:
         if all(transfer.present):
             return transfer.present
         flags = transfer.result[self.layout.shard_numel :].tolist()
-        return [flag > 0 for flag in flags]
+        return [flag != 0 for flag in flags]
 
     def _add(self, transfer: GradTransfer, index: int, full: torch.Tensor) -> None:
         start = self.layout.shard_offsets[index]

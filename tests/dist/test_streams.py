@@ -1,0 +1,111 @@
+"""What a device needs of the communication: right waits, and memory that lives long enough."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard import AllGather, ReduceScatter, fully_shard
+from composable_shard.core.comms.collectives import (
+    CoalescedAllGather,
+    CoalescedReduceScatter,
+    DirectAllGather,
+    DirectReduceScatter,
+    choose,
+)
+from composable_shard.core.comms.streams import wait_for_event
+from composable_shard.testing import run_ranks
+
+
+class Event:
+    """An event of some backend, whose streams alone know how to wait for it."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[object, ...]] = []
+
+    def wait(self, *stream: object) -> None:
+        self.waits.append(stream)
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", []), ("cuda:0", [()]), ("xpu", [()])])
+def test_the_event_of_a_backend_is_asked_to_be_waited_for(device: str, waits: list[Any]) -> None:
+    event: Any = Event()
+    wait_for_event(event, torch.device(device))
+    assert event.waits == waits
+
+
+def chosen() -> list[list[str]]:
+    devices = torch.device("cpu"), torch.device("cuda", 0)
+    return [[type(one).__name__ for one in choose(dist.group.WORLD, device)] for device in devices]
+
+
+def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
+    direct = [DirectAllGather.__name__, DirectReduceScatter.__name__]
+    coalesced = [CoalescedAllGather.__name__, CoalescedReduceScatter.__name__]
+    assert run_ranks(chosen, 2) == [[direct, coalesced]] * 2
+
+
+# Custom communication -------------------------------------------------------------------------
+
+
+class Work:
+    """A collective on a stream of its own: it reads what is sent when it is waited for."""
+
+    def __init__(self, sent: torch.Tensor, act: Any) -> None:
+        self._sent = weakref.ref(sent)
+        self._act = act
+
+    def wait(self) -> None:
+        sent = self._sent()
+        assert sent is not None, "the memory has been freed"
+        self._act(sent)
+
+
+class Late:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class LateAllGather(Late, AllGather):
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Work:
+        output = output_tensor
+        return Work(
+            input_tensor, lambda sent: dist.all_gather_into_tensor(output, sent, group=group)
+        )
+
+
+class LateReduceScatter(Late, ReduceScatter):
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Work:
+        def reduce(sent: torch.Tensor) -> None:
+            dist.all_reduce(sent, op, group=group)
+            output_tensor.copy_(sent.chunk(group.size())[group.rank()])
+
+        return Work(input_tensor, reduce)
+
+
+def train_late() -> list[float]:
+    model: Any = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(model.weight)
+    fully_shard(model)
+    model.set_custom_all_gather(LateAllGather())
+    model.set_custom_reduce_scatter(LateReduceScatter())
+    output = model(torch.full((1, 4), 1.0 + dist.get_rank()))
+    output.sum().backward()
+    return [*output[0].tolist(), *model.weight.grad.full_tensor().view(-1).tolist()]
+
+
+def test_what_a_custom_collective_sends_lives_until_it_has_been_waited_for() -> None:
+    expected = [[4.0 * (1 + rank)] * 2 + [1.5] * 8 for rank in range(2)]
+    assert run_ranks(train_late, 2) == expected
