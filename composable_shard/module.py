@@ -77,9 +77,10 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
                 "the parameters are full"
             )
         group.unshard()
+        handle = UnshardHandle(group)
         if async_op:
-            return UnshardHandle(group)
-        group.wait_for_unshard()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
@@ -240,4 +241,5 @@ class UnshardHandle:
         """Wait for the gather and register the unsharded parameters; idempotent."""
         if self._group is not None:
             self._group.wait_for_unshard()
+            self._group.context.wait_until_read()
             self._group = None

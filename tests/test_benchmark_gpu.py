@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.comms.collectives import CoalescedAllGather, choose
+from composable_shard.core.comms.channel import Channel
+from composable_shard.core.comms.collectives import CoalescedAllGather
+from composable_shard.mesh import resolve_mesh
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = {
@@ -116,8 +119,9 @@ def test_simulated_ranks_hold_their_share_and_gather_nothing() -> None:
     with simulated_ranks(16):
         group, device = dist.group.WORLD, torch.device("cpu")
         assert (group.rank(), group.size()) == (0, 16)
-        assert isinstance(choose(group, device)[0], CoalescedAllGather)
-        assert _torch.average_is_supported(_torch.backend_name(group, device))
+        channel = Channel(resolve_mesh(init_device_mesh("cpu", (16,))))
+        assert isinstance(channel.all_gather, CoalescedAllGather)
+        assert channel.can_average()
         full, own = torch.full((16, 2), 7.0), torch.ones(2)
         _torch.all_gather_flat([full.view(-1)], [own], group).wait()
         _torch.reduce_scatter_flat([own], [full.view(-1)], group, dist.ReduceOp.AVG).wait()

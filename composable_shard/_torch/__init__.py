@@ -53,6 +53,7 @@ from composable_shard._torch.process_groups import (
     device_for,
     reduce_scatter_flat,
     symmetric_memory_of_nccl,
+    timeout_of,
 )
 from composable_shard._torch.tensors import (
     chunk_cat_into,
@@ -127,6 +128,7 @@ __all__ = [
     "state_dict_metadata",
     "strided_shard",
     "symmetric_memory_of_nccl",
+    "timeout_of",
     "unscale_all_",
     "waited",
     "will_run",

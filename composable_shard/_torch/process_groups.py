@@ -64,6 +64,11 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(dist.get_backend(group)).lower()
 
 
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return after how many seconds the collectives of a gloo group give up."""
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return where ``group`` can send what is on ``device``: there, or on the accelerator."""
     config = dist.distributed_c10d.get_backend_config(group)

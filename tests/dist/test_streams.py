@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,16 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import AllGather, ReduceScatter, fully_shard
-from composable_shard.core.comms.collectives import (
-    CoalescedAllGather,
-    CoalescedReduceScatter,
-    DirectAllGather,
-    DirectReduceScatter,
-    choose,
-)
+from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.streams import wait_for_event
+from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import run_ranks
 
 
@@ -41,13 +38,15 @@ def test_the_event_of_a_backend_is_asked_to_be_waited_for(device: str, waits: li
 
 
 def chosen() -> list[list[str]]:
-    devices = torch.device("cpu"), torch.device("cuda", 0)
-    return [[type(one).__name__ for one in choose(dist.group.WORLD, device)] for device in devices]
+    mesh = resolve_mesh(init_device_mesh("cpu", (2,)))
+    on_device = dataclasses.replace(mesh, device=torch.device("cuda", 0))
+    channels = [Channel(one) for one in (mesh, on_device)]
+    return [[type(c).__name__ for c in (one.all_gather, one.reduce_scatter)] for one in channels]
 
 
 def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
-    direct = [DirectAllGather.__name__, DirectReduceScatter.__name__]
-    coalesced = [CoalescedAllGather.__name__, CoalescedReduceScatter.__name__]
+    direct = ["DirectAllGather", "DirectReduceScatter"]
+    coalesced = ["CoalescedAllGather", "CoalescedReduceScatter"]
     assert run_ranks(chosen, 2) == [[direct, coalesced]] * 2
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_shard.core.comms import collectives
+from composable_shard.core.comms import direct
 from composable_shard.insight.trace import trace
 from composable_shard.testing import fake_ranks, run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences
@@ -89,17 +89,17 @@ def gathers(reshard: int) -> list[tuple[int, int, int]]:
         fully_shard(layer, reshard_after_forward=reshard)
     fully_shard(model)
     seen = []
-    launch = collectives.DirectAllGather.launch
+    launch = direct.DirectAllGather.launch
 
     def watched(self: Any, outputs: Any, inputs: Any, group: Any, tag: int) -> Any:
         seen.append((group.size(), sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)))
         return launch(self, outputs, inputs, group, tag)
 
-    collectives.DirectAllGather.launch = watched  # type: ignore[method-assign]
+    direct.DirectAllGather.launch = watched  # type: ignore[method-assign]
     try:
         model(torch.ones(2, 64)).sum().backward()
     finally:
-        collectives.DirectAllGather.launch = launch  # type: ignore[method-assign]
+        direct.DirectAllGather.launch = launch  # type: ignore[method-assign]
     return seen
 
 

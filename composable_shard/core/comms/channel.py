@@ -6,7 +6,13 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, choose
+from composable_shard.core.comms.collectives import (
+    AllGatherLaunch,
+    CoalescedAllGather,
+    CoalescedReduceScatter,
+    ReduceScatterLaunch,
+    Tensors,
+)
 from composable_shard.core.comms.custom import (
     AllGather,
     AllGatherIn,
@@ -16,12 +22,11 @@ from composable_shard.core.comms.custom import (
     ReduceScatter,
     ReduceScatterIn,
 )
+from composable_shard.core.comms.direct import DirectAllGather, DirectReduceScatter
 from composable_shard.core.comms.streams import Waitable
 from composable_shard.core.comms.subgroups import subgroup
 from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
-
-Tensors = list[torch.Tensor]
 
 
 class Channel:
@@ -37,7 +42,7 @@ class Channel:
         self.mesh = mesh
         self.all_gather: AllGatherLaunch
         self.reduce_scatter: ReduceScatterLaunch
-        self.all_gather, self.reduce_scatter = choose(mesh.shard_group, mesh.device)
+        self._use_fastest()
         self._reduce_group = mesh.shard_group
         self._tag = 0
         self._is_custom = False
@@ -46,7 +51,20 @@ class Channel:
         """Let the messages carry two tags made of one on which the ranks have agreed."""
         self._tag = tag
 
+    @property
+    def tags(self) -> tuple[int, int]:
+        """The tags of gathers and of reductions."""
+        return 2 * self._tag, 2 * self._tag + 1
+
     # Choices --------------------------------------------------------------------------------
+
+    def _use_fastest(self) -> None:
+        group, device = self.mesh.shard_group, self.mesh.device
+        backend = None if group is None else _torch.backend_name(group, device)
+        if backend == "gloo" and device.type == "cpu":
+            self.all_gather, self.reduce_scatter = DirectAllGather(), DirectReduceScatter()
+        else:
+            self.all_gather, self.reduce_scatter = CoalescedAllGather(), CoalescedReduceScatter()
 
     def use_all_gather(self, comm: AllGather) -> None:
         """Gather by a custom all-gather from now on."""
@@ -67,7 +85,7 @@ class Channel:
     def use_memory(self, memory: Memory | None) -> None:
         """Let collectives use memory of the backend's, or the tensors themselves if ``None``."""
         if memory is None:
-            self.all_gather, self.reduce_scatter = choose(self.mesh.shard_group, self.mesh.device)
+            self._use_fastest()
         else:
             self.all_gather = CustomAllGather(AllGatherIn(memory))
             self.reduce_scatter = CustomReduceScatter(ReduceScatterIn(memory))
@@ -83,13 +101,13 @@ class Channel:
     def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
         """Gather every input from the ranks that share the parameters."""
         assert self.mesh.shard_group is not None
-        return self.all_gather.launch(outputs, inputs, self.mesh.shard_group, 2 * self._tag)
+        return self.all_gather.launch(outputs, inputs, self.mesh.shard_group, self.tags[0])
 
     def regather(self, outputs: Tensors, inputs: Tensors, num_ranks: int) -> list[Waitable]:
         """Gather every input from ``num_ranks`` neighbours."""
         assert self.mesh.shard_group is not None
         group = subgroup(self.mesh.shard_group, num_ranks)
-        return self.all_gather.launch(outputs, inputs, group, 2 * self._tag)
+        return self.all_gather.launch(outputs, inputs, group, self.tags[0])
 
     def can_average(self) -> bool:
         """Tell whether a reduction over the shards may be an average."""
@@ -101,7 +119,7 @@ class Channel:
         group = self._reduce_group
         assert group is not None
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        return self.reduce_scatter.launch(outputs, inputs, group, op, 2 * self._tag + 1)
+        return self.reduce_scatter.launch(outputs, inputs, group, op, self.tags[1])
 
     def can_average_replicas(self) -> bool:
         """Tell whether a reduction over the replicas may be an average."""

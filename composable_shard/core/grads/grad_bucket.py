@@ -1,7 +1,7 @@
 """The flat buffers in which gradients are reduced.
 
-A gradient that is dense, evenly sharded and already in the dtype of the reduction IS its
-reduce-scatter input. Everything else is padded, cast and packed into a scratch buffer. Behind the
+A gradient that is dense, evenly sharded and in a dtype that the reduce-scatter takes IS its input.
+Everything else is padded, cast and packed into a scratch buffer. Behind the
 packed gradients travels one flag for each gradient, set by the ranks that have it: the reduced
 flag tells every rank whether anybody did, without another collective.
 """
@@ -61,16 +61,22 @@ class GradBucket:
         self._device = device
         self._full_flags: dict[torch.dtype, torch.Tensor] = {}
 
-    def start_reduce(self, grads: Sequence[torch.Tensor | None]) -> GradTransfer:
+    def start_reduce(
+        self, grads: Sequence[torch.Tensor | None], *, widens: bool = False
+    ) -> GradTransfer:
         """Turn gradients, ``None`` where this rank has none, into reduce-scatter inputs.
 
         The gradients are given away: the reduction may overwrite them.
+
+        Args:
+            grads: The gradients, in the order of the layout.
+            widens: Whether the reduce-scatter casts to the dtype of the reduction by itself.
         """
         layout = self.layout
         result = self._empty(layout.shard_numel + len(grads))
         transfer = GradTransfer(result, [grad is not None for grad in grads])
         for index in layout.direct:
-            self._add(transfer, index, self._in_order(layout.params[index], grads[index]))
+            self._add(transfer, index, self._in_order(layout.params[index], grads[index], widens))
         for index in layout.permuted:
             self._add(transfer, index, self._permuted(layout.params[index], grads[index]))
         transfer.outputs.append(result[layout.packed_offset :])
@@ -103,11 +109,16 @@ class GradBucket:
         transfer.outputs.append(transfer.result[start : start + numel])
         transfer.inputs.append(full)
 
-    def _in_order(self, param: ParamLayout, grad: torch.Tensor | None) -> torch.Tensor:
+    def _in_order(
+        self, param: ParamLayout, grad: torch.Tensor | None, widens: bool
+    ) -> torch.Tensor:
         """Return [num_shards * shard_numel], without a copy where the gradient allows."""
         if grad is None:
             return self._empty(param.gathered_numel).zero_()
-        if param.is_even and grad.dtype == self.dtype and grad.is_contiguous():
+        fits = grad.dtype == self.dtype
+        if widens and not fits:
+            fits = torch.promote_types(grad.dtype, self.dtype) == self.dtype
+        if fits and param.is_even and grad.is_contiguous():
             return grad.view(-1)
         scratch = self._empty(param.gathered_numel)
         scratch[: param.numel].view(param.shape).copy_(grad)

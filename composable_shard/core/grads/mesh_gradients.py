@@ -197,7 +197,8 @@ class MeshGradients:
         if bucket is None:
             bucket = GradBucket(layouts, self._mesh.num_shards, dtype, self._mesh.device)
             self._buckets[layouts, dtype] = bucket
-        transfer = bucket.start_reduce([member.grad for member in members])
+        grads = [member.grad for member in members]
+        transfer = bucket.start_reduce(grads, widens=self._channel.reduce_scatter.widens)
         places = [(member.param, member.inner) for member in members]
         return _Reduction(bucket, transfer, places, 1.0)
 

@@ -283,6 +283,7 @@ class BackwardPass:
             self.in_flight.leave_room(1)
             reduction.all_reduces = before
         self.in_flight.wait()
+        self._context.wait_until_read()
 
     def settle(self) -> None:
         """Reduce what backwards have left, without another; wait, and free.
@@ -299,6 +300,7 @@ class BackwardPass:
         for group in self._context.groups:
             if group.settings.reshard_after_backward and not self._context.forward.holds(group):
                 group.reshard()
+        self._context.wait_until_read()
         self._reset()
 
     def close(self) -> None:
@@ -323,6 +325,7 @@ class BackwardPass:
             if group.settings.reshard_after_backward:
                 group.reshard()
             group.freshness.forget_forward()
+        self._context.wait_until_read()
         self.order.finish()
         self._reset()
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from composable_shard.core.agreement import agree_on_model
+from composable_shard.core.comms import offers
 from composable_shard.core.comms.streams import wait_for_event
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.params.freed import FreedParameters
@@ -42,6 +43,7 @@ class Context:
         self._freed = FreedParameters()
         self.opened: set[ParamGroup] = set()
         self._agreed = False
+        self._tags: set[int] = set()
         self._ties_checked = False
         self._order_check = OrderCheck() if is_asked_for() else None
         self._below: dict[ParamGroup, set[nn.Module]] = {}
@@ -78,6 +80,12 @@ class Context:
         if not self._agreed:
             agree_on_model(self.groups)
             self._agreed = True
+            channels = (channel for group in self.groups for channel in group.channels.values())
+            self._tags = {tag for channel in channels for tag in channel.tags}
+
+    def wait_until_read(self) -> None:
+        """Wait until the other ranks have read what they read out of this one's memory."""
+        offers.settle(self._tags)
 
     def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
         """Tell whether the modules of ``inner`` lie within those of ``outer``."""
@@ -98,6 +106,7 @@ class Context:
             group.reshard()
             group.gradients.discard()
             group.freshness.forget_forward()
+        self.wait_until_read()
 
 
 def share_reductions(contexts: Sequence[Context]) -> None:

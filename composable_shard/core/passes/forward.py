@@ -104,6 +104,7 @@ class ForwardPass:
                 context.backward.forget_forwards()
                 for left in context.groups:
                     left.reshard()
+                context.wait_until_read()
             else:
                 self._close()
                 if not has_backward:
@@ -174,6 +175,7 @@ class ForwardPass:
             self.frees_all = False
         if self._outermost in self._orders:
             self._orders[self._outermost].finish()
+        self._context.wait_until_read()
         self._outermost = self._frame = None
 
     def abandon(self) -> None:

@@ -1,0 +1,188 @@
+"""All-gather and reduce-scatter from rank to rank on the CPU, for gloo, whose own are slow.
+
+Ranks on the same host read each other's memory where they may (``near_memory.py``). Others send:
+every rank its shard to every other, straight into place. Small tensors are always sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
+from composable_shard.core.comms.near_memory import near_ranks
+from composable_shard.core.comms.offers import Offer, Place
+from composable_shard.core.comms.streams import Waitable
+
+WORTH_READING = 1 << 15  # bytes for each rank; fewer are sent as fast as their address
+CHUNK_NUMEL = 1 << 16  # elements summed at once: a few of them fit into a cache
+
+
+class DirectAllGather(AllGatherLaunch):
+    """Every rank gets the shard of every other, straight into place."""
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int
+    ) -> list[Waitable]:
+        rank, num_ranks = group.rank(), group.size()
+        places = [out.view(num_ranks, -1) for out in _sendable(outputs)]
+        shards = _sendable(inputs)
+        near, far = _routes(group, shards)
+        works: list[Waitable] = []
+        for peer in far:
+            works += [group.recv([place[peer]], peer, tag) for place in places]
+        for peer in far:
+            works += [group.send([own], peer, tag) for own in shards]
+        if near:
+            offer = Offer(group, tag, dict.fromkeys(near, shards))
+            works.append(
+                _Reading(offer, {peer: [place[peer] for place in places] for peer in near})
+            )
+        for place, own in zip(places, shards, strict=True):
+            ctypes.memmove(place[rank].data_ptr(), own.data_ptr(), own.nbytes)
+        return works
+
+
+class _Reading:
+    """Reads what near ranks offer into its places when it is waited for."""
+
+    def __init__(self, offer: Offer, places: dict[int, Tensors]) -> None:
+        self._offer = offer
+        self._places = places
+
+    def wait(self) -> bool:
+        places, self._places = self._places, {}
+        for peer, members in places.items():
+            for theirs, own in zip(self._offer.places(peer), members, strict=True):
+                self._offer.read(peer, theirs.address, own)
+        if places:
+            self._offer.finish()
+        return True
+
+
+class DirectReduceScatter(ReduceScatterLaunch):
+    """Every rank gets its part from every other and sums.
+
+    The sum is taken in rank order, so that every shard of a gradient is rounded alike. Near ranks
+    are read as they are, and widened as they are added; what is sent is cast before.
+    """
+
+    widens = True
+
+    def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        return True
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
+    ) -> list[Waitable]:
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
+        rank, num_ranks = group.rank(), group.size()
+        near, far = _routes(group, outputs)
+        parts = [full.view(num_ranks, -1) for full in inputs]
+        sums = [
+            _RankOrderSum(out, {rank: part[rank]}, num_ranks if op == dist.ReduceOp.AVG else 1)
+            for out, part in zip(outputs, parts, strict=True)
+        ]
+        works: list[Waitable] = []
+        for peer in far:
+            for total, out in zip(sums, outputs, strict=True):
+                total.parts[peer] = torch.empty_like(out)
+                works.append(group.recv([total.parts[peer]], peer, tag))
+        for peer in far:
+            for part, out in zip(parts, outputs, strict=True):
+                works.append(group.send([part[peer].to(out.dtype)], peer, tag))  # keeps its tensor
+        offer = None
+        if near:
+            offer = Offer(group, tag, {peer: [part[peer] for part in parts] for peer in near})
+        return [*works, _Summing(sums, offer, near)]
+
+
+class _Summing:
+    """Takes the sums when it is waited for, after the messages before it."""
+
+    def __init__(self, sums: list[_RankOrderSum], offer: Offer | None, near: list[int]) -> None:
+        self._sums = sums
+        self._offer = offer
+        self._near = near
+
+    def wait(self) -> bool:
+        sums, self._sums = self._sums, []
+        offer, self._offer = self._offer, None
+        places = {peer: offer.places(peer) for peer in self._near} if offer else {}
+        for index, total in enumerate(sums):
+            total.take(offer, {peer: members[index] for peer, members in places.items()})
+        if offer is not None:
+            offer.finish()
+        return True
+
+
+class _RankOrderSum:
+    """Sums the parts of all ranks, chunk by chunk.
+
+    A chunk of a near rank is read into a scratch that stays in the cache until it is added.
+
+    Attributes:
+        out: The sum, or the average.
+        parts: Those that are in the memory of this rank, by the rank that each is of.
+        divisor: What to divide by.
+    """
+
+    def __init__(self, out: torch.Tensor, parts: dict[int, torch.Tensor], divisor: int) -> None:
+        self.out = out
+        self.parts = parts
+        self.divisor = divisor
+
+    def take(self, offer: Offer | None, places: dict[int, Place]) -> None:
+        """Take the sum of ``parts`` and of those that near ranks offer."""
+        numel = self.out.numel()
+        chunk_numel = CHUNK_NUMEL if places else max(numel, 1)
+        scratch = {
+            peer: self.out.new_empty(min(chunk_numel, numel), dtype=place.dtype)
+            for peer, place in places.items()
+        }
+        for start in range(0, numel, chunk_numel):
+            total = self.out[start : start + chunk_numel]
+            parts = {rank: part[start : start + chunk_numel] for rank, part in self.parts.items()}
+            for peer, place in places.items():
+                assert offer is not None
+                parts[peer] = scratch[peer][: total.numel()]
+                offer.read(peer, place.address + start * place.dtype.itemsize, parts[peer])
+            self._add([parts[rank] for rank in sorted(parts)], total)
+
+    def _add(self, parts: Tensors, total: torch.Tensor) -> None:
+        first, second, *others = parts
+        if total.dtype in (first.dtype, second.dtype):
+            torch.add(first, second, out=total)
+        else:  # two narrow ones would be added in their own dtype
+            total.copy_(first).add_(second)
+        for part in others:
+            total.add_(part)
+        if self.divisor != 1:
+            total.div_(self.divisor)
+
+
+def _routes(
+    group: dist.ProcessGroup, shards: Sequence[torch.Tensor]
+) -> tuple[list[int], list[int]]:
+    """Sort the other ranks into those to read from and those to exchange messages with.
+
+    Both begin with the next rank, so that no rank is everybody's first.
+    """
+    rank, num_ranks = group.rank(), group.size()
+    others = [(rank + step) % num_ranks for step in range(1, num_ranks)]
+    if sum(shard.nbytes for shard in shards) < WORTH_READING:
+        return [], others
+    near = near_ranks(group)
+    return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
+
+
+def _sendable(tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Gloo knows no 8-bit floats: send their bytes."""
+    return [
+        tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+        for tensor in tensors
+    ]

@@ -1,0 +1,363 @@
+"""Ranks of one host read each other's memory where they may, and send where they may not."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.core.comms import direct, near_memory, offers
+from composable_shard.core.comms.direct import DirectAllGather, DirectReduceScatter
+from composable_shard.core.comms.offers import Offer
+from composable_shard.core.comms.streams import Pending
+from composable_shard.core.passes.context import Context
+from composable_shard.errors import ShardError
+from composable_shard.testing import run_ranks
+from near import Reading, readable
+
+__all__ = ["readable"]
+
+WIDTH = 8
+TAG = 977
+
+
+def fresh_group(**options: object) -> dist.ProcessGroup:
+    """All ranks, in a group that has tried nothing yet."""
+    group = dist.new_group(**options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+# Who is near ----------------------------------------------------------------------------------
+
+
+def near_and_processes() -> tuple[dict[int, int], list[int]]:
+    heard: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(heard, os.getpid())
+    return near_memory.near_ranks(fresh_group()), heard
+
+
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_of_one_host_are_near(ranks: int) -> None:
+    for rank, (near, heard) in enumerate(run_ranks(near_and_processes, ranks)):
+        assert near == {peer: heard[peer] for peer in range(ranks) if peer != rank}
+
+
+def near_with_a_false_number() -> dict[int, int]:
+    number = os.getppid() if dist.get_rank() == 1 else os.getpid()
+    with mock.patch.object(os, "getpid", lambda: number):
+        return near_memory.near_ranks(fresh_group())
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_process_that_does_not_know_the_secret_is_not_near() -> None:
+    near = run_ranks(near_with_a_false_number, 3)
+    assert [sorted(ranks) for ranks in near] == [[2], [], [0]]
+
+
+def near_without_leave() -> dict[int, int]:
+    near_memory._system_call.cache_clear()
+    setting = {near_memory.SWITCH: "0" if dist.get_rank() == 1 else "1"}
+    try:
+        with mock.patch.dict(os.environ, setting):
+            return near_memory.near_ranks(fresh_group())
+    finally:
+        near_memory._system_call.cache_clear()
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_rank_that_is_told_not_to_read_is_not_read_either() -> None:
+    assert [sorted(ranks) for ranks in run_ranks(near_without_leave, 3)] == [[2], [], [0]]
+
+
+def test_memory_that_is_not_there() -> None:
+    if near_memory._system_call("process_vm_readv") is None:
+        pytest.skip("the system does not let a process read another one")
+    with pytest.raises(ShardError) as caught:
+        near_memory.read(os.getpid(), 8, torch.empty(3))
+    assert str(caught.value) == (
+        f"Expected to copy 12 bytes by process_vm_readv with process {os.getpid()}, got 0 and the "
+        "error 'Bad address'; has that rank ended? COMPOSABLE_SHARD_READ_NEAR_MEMORY=0 on all "
+        "ranks sends everything through sockets"
+    )
+
+
+def test_long_tensors_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    if near_memory._system_call("process_vm_readv") is None:
+        pytest.skip("the system does not let a process read another one")
+    monkeypatch.setattr(near_memory, "LONGEST_COPY", 7)
+    source, read = torch.arange(10), torch.zeros(10, dtype=torch.int64)
+    near_memory.read(os.getpid(), source.data_ptr(), read)
+    assert torch.equal(read, source)
+    near_memory.write(os.getpid(), read.data_ptr(), source.flip(0).contiguous())
+    assert torch.equal(read, source.flip(0))
+
+
+# The collectives ------------------------------------------------------------------------------
+
+NUMELS = (1, 5, 70, 0)
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64]
+
+
+def numbers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + numel)
+    return (torch.randn(numel, generator=generator) * 9).to(dtype)
+
+
+def gathered(dtype: torch.dtype) -> bool:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    inputs = [numbers(rank, numel, dtype) for numel in NUMELS]
+    outputs = [torch.empty(count * numel, dtype=dtype) for numel in NUMELS]
+    group = dist.group.WORLD
+    assert group is not None
+    Pending(DirectAllGather().launch(outputs, inputs, group, TAG)).wait()
+    offers.settle({TAG})
+    wanted = [
+        torch.cat([numbers(peer, numel, dtype) for peer in range(count)]) for numel in NUMELS
+    ]
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(outputs, wanted, strict=True)
+    )
+
+
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize("far_steps", [None, 1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gathered_are_the_shards_of_all(dtype: torch.dtype, far_steps: int | None) -> None:
+    for ranks in (2, 3, 4):
+        assert run_ranks(Reading(gathered, far_steps), ranks, dtype) == [True] * ranks
+
+
+def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
+    """Reduce in `dtype` what is of the first of `dtypes` on rank 0, of the next on rank 1, ..."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    full = [
+        [
+            numbers(peer, count * numel, dtypes[peer % len(dtypes)]).view(count, numel)
+            for peer in range(count)
+        ]
+        for numel in NUMELS
+    ]
+    inputs = [parts[rank].flatten().clone() for parts in full]
+    outputs = [torch.empty(numel, dtype=dtype) for numel in NUMELS]
+    group = dist.group.WORLD
+    assert group is not None
+    with mock.patch.object(direct, "CHUNK_NUMEL", 16):
+        reduction = getattr(dist.ReduceOp, op)
+        Pending(DirectReduceScatter().launch(outputs, inputs, group, reduction, TAG)).wait()
+    offers.settle({TAG})
+    same = []
+    for out, parts in zip(outputs, full, strict=True):
+        total = parts[0][rank].to(dtype, copy=True)
+        for part in parts[1:]:
+            total += part[rank]
+        same.append(torch.equal(out, total / count if op == "AVG" else total))
+    return all(same)
+
+
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize("far_steps", [None, 1, 2])
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+@pytest.mark.parametrize(
+    ("dtypes", "dtype"),
+    [
+        ((torch.float32,), torch.float32),
+        ((torch.bfloat16,), torch.bfloat16),
+        ((torch.float64,), torch.float64),
+        ((torch.bfloat16,), torch.float32),
+        ((torch.bfloat16, torch.float32), torch.float32),
+        ((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    ],
+    ids=str,
+)
+def test_reduced_is_the_sum_in_rank_order(
+    dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str, far_steps: int | None
+) -> None:
+    for ranks in (2, 3, 4):
+        case = Reading(reduced, far_steps), ranks, dtypes, dtype, op
+        assert run_ranks(*case) == [True] * ranks
+
+
+def copied_while_gathering(numel: int) -> int:
+    """How many tensors of others this rank reads, to gather one of them."""
+    group, count = dist.group.WORLD, 0
+    assert group is not None
+
+    def counted(*args: object) -> None:
+        nonlocal count
+        count += 1
+        near_memory.read(*args)  # type: ignore[arg-type]
+
+    with mock.patch.object(offers, "read", counted):
+        out = torch.empty(2 * numel)
+        Pending(DirectAllGather().launch([out], [torch.ones(numel)], group, TAG)).wait()
+    assert torch.equal(out, torch.ones(2 * numel))
+    offers.settle({TAG})
+    return count
+
+
+@pytest.mark.usefixtures("readable")
+def test_small_tensors_are_sent() -> None:
+    numel = direct.WORTH_READING // 4
+    assert run_ranks(copied_while_gathering, 2, numel) == [1, 1]
+    assert run_ranks(copied_while_gathering, 2, numel - 1) == [0, 0]
+
+
+# When memory may be changed and freed ----------------------------------------------------------
+
+
+def slowly(process: int, address: int, into: torch.Tensor) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(0.2)
+    near_memory.read(process, address, into)
+
+
+def changed_at_once(act: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What `act` returns, when a quick rank overwrites its shards as soon as `act` is over."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.init.ones_(model.weight)
+    fully_shard(model)
+    with mock.patch.object(offers, "read", slowly):
+        seen = act(model, torch.ones(1, WIDTH))
+        model.reshard()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().fill_(100)  # type: ignore[attr-defined]
+        dist.barrier()
+    return seen
+
+
+def evaluates(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(x)  # type: ignore[no-any-return]
+
+
+def runs_forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).detach()  # type: ignore[no-any-return]
+
+
+def unshards(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.unshard()  # type: ignore[operator]
+    weight: torch.Tensor = model.weight  # type: ignore[assignment]
+    return weight.detach().sum(1)[None].clone()
+
+
+def trains(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_()
+    model.set_reshard_after_forward(True)  # type: ignore[operator]
+    model(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def trains_without_sync(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with model.no_sync():  # type: ignore[operator]
+        return trains(model, x)
+
+
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize("act", [evaluates, runs_forward, unshards, trains, trains_without_sync])
+def test_nothing_is_read_when_a_pass_has_ended(
+    act: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+) -> None:
+    for seen in run_ranks(Reading(changed_at_once), 2, act):
+        assert torch.equal(seen, torch.full((1, WIDTH), float(WIDTH)))
+
+
+def cast_and_reused() -> tuple[torch.Tensor, int]:
+    """Gather by a slow rank, while a quick one allocates what it has just let go of."""
+    model = nn.Linear(256, 256, bias=False)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with mock.patch.object(offers, "read", slowly), torch.no_grad():
+        handle = model.unshard(async_op=True)  # type: ignore[operator]
+        with mock.patch.object(Context, "wait_until_read", lambda _: None):
+            handle.wait()
+        garbage = [torch.full((128 * 256,), 7, dtype=torch.bfloat16) for _ in range(50)]
+        dist.barrier()
+    weight: torch.Tensor = model.weight  # type: ignore[assignment]
+    return weight.detach().float(), len(garbage)
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_cast_lives_until_it_was_read() -> None:
+    for weight, _ in run_ranks(Reading(cast_and_reused), 2):
+        assert torch.equal(weight, torch.ones(256, 256))
+
+
+def dropped_at_once() -> tuple[bool, list[bool]]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    offered = torch.full((1 << 16,), float(rank))
+    offer = Offer(group, TAG, {1 - rank: [offered]})
+    known = len(offers._offers)
+    seen = torch.empty(1 << 16)
+    if rank == 0:
+        del offer, offered
+        garbage = [torch.full((1 << 16,), 7.0) for _ in range(50)]
+        dist.barrier()
+        dist.barrier()
+        flagged = [bool(one._flags.all()) for one in offers._offers[known - 1 :]]
+        return len(garbage) == 50, flagged
+    dist.barrier()
+    offer.read(0, offer.places(0)[0].address, seen)
+    offer.finish()
+    dist.barrier()
+    offers._offers.remove(offer)  # which rank 0 never reads
+    return torch.equal(seen, torch.zeros(1 << 16)), []
+
+
+@pytest.mark.usefixtures("readable")
+def test_an_offer_outlives_its_model() -> None:
+    assert run_ranks(dropped_at_once, 2) == [(True, [True]), (True, [])]
+
+
+def memory_after_training() -> list[int]:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    held = []
+    for _ in range(3):
+        model(torch.ones(1, WIDTH)).sum().backward()
+        held.append(len(offers._offers))
+    return held
+
+
+@pytest.mark.usefixtures("readable")
+def test_nothing_is_held_after_a_backward() -> None:
+    for held in run_ranks(Reading(memory_after_training), 2):
+        assert held == [held[0]] * 3
+
+
+def nobody_reads() -> str:
+    group = fresh_group(timeout=datetime.timedelta(seconds=2))
+    peer = 1 - dist.get_rank()
+    offer = Offer(group, TAG, {peer: [torch.ones(3)]})
+    offer.places(peer)
+    with mock.patch.object(offers, "write", lambda *_: None):
+        offer.finish()
+    offers.settle({TAG + 1})  # somebody else's: nothing to wait for
+    with pytest.raises(ShardError) as caught:
+        offers.settle({TAG})
+    offers._offers.remove(offer)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_rank_that_does_not_read_is_missed_within_the_time_out() -> None:
+    assert run_ranks(nobody_reads, 2) == [
+        f"Expected ranks [{peer}] of the process group to read what this rank has offered within "
+        "its time-out of 2 s, got no sign of it; they have ended, or wait elsewhere"
+        for peer in (1, 0)
+    ]
