@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -193,12 +194,20 @@ class ParamGroup:
         self.context.before_gather()
         if self.units.settle(self.label):
             watch_optimizer_steps(self)
-        transfers = self.units.start_gather()
+        transfers = self._start(self.units.start_gather)
         self._launch(transfers, self.freshness.version())
 
     def _regather(self, state: PartlySharded) -> None:
-        transfers = self.units.start_regather(state.kept, state.num_ranks)
+        transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
         self._launch(transfers, state.version, state.num_ranks)
+
+    def _start(self, allocate: Callable[[], Transfers]) -> Transfers:
+        """Allocate what a gather needs: all of it, or, where memory runs out, nothing."""
+        try:
+            return allocate()
+        except BaseException:
+            self.units.free()
+            raise
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
         self.context.check_order("all-gather", self)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_shard import AllGather, ReduceScatter, fully_shard
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.streams import wait_for_event
+from composable_shard.core.passes import hooks
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import run_ranks
 
@@ -108,3 +109,25 @@ def train_late() -> list[float]:
 def test_what_a_custom_collective_sends_lives_until_it_has_been_waited_for() -> None:
     expected = [[4.0 * (1 + rank)] * 2 + [1.5] * 8 for rank in range(2)]
     assert run_ranks(train_late, 2) == expected
+
+
+# Inputs ---------------------------------------------------------------------------------------
+
+
+class Input:
+    """An input of a forward in memory that is pinned or not; says how it was moved."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+
+    def is_pinned(self) -> bool:
+        return self._pinned
+
+    def to(self, device: torch.device, non_blocking: bool) -> tuple[torch.device, bool]:
+        return device, non_blocking
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_forward_waits_until_its_pinned_inputs_may_be_overwritten(pinned: bool) -> None:
+    device, value = torch.device("cuda", 0), Input(pinned)
+    assert hooks._moved(device, value) == (device, not pinned)  # type: ignore[arg-type]
