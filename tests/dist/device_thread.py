@@ -14,14 +14,17 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from dist.models import Net, shard_net
 from dist.test_backward_threads import Checkpointed, Reentrant
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,12 +65,15 @@ class Transfers(TorchDispatchMode):
         return result
 
 
-def run(device: str, make: type[Net], no_sync_in: int, **kwargs: Any) -> dict[str, Any]:
+def run(device: str, case: Case) -> dict[str, Any]:
     """Train a model and return what the last step did, and where hooks ran."""
-    mesh = init_device_mesh(device, (NUM_RANKS,))
+    names = ("replicate", "shard") if case.hybrid else ("shard",)
+    extents = (2, NUM_RANKS // 2) if case.hybrid else (NUM_RANKS,)
+    mesh = init_device_mesh(device, extents, mesh_dim_names=names)
     seen: set[bool] = set()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
-        model: Any = shard_net(make(), mesh=mesh, **kwargs)
+        model: Any = shard_net(case.make(), mesh=mesh, **case.kwargs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
 
         def listen(event: str, _: str) -> None:
             if torch._C._current_graph_task_id() != -1:
@@ -76,16 +82,18 @@ def run(device: str, make: type[Net], no_sync_in: int, **kwargs: Any) -> dict[st
         for step in range(NUM_STEPS):
             x = torch.randn(3, 4, requires_grad=True)
             with (
-                model.no_sync() if step == no_sync_in else contextlib.nullcontext(),
+                model.no_sync() if step == case.no_sync_in else contextlib.nullcontext(),
                 Transfers() as transfers,
                 trace(model) as events,
             ):
                 inner = model._group().context.listener
                 model._group().context.listener = both(inner, listen)
                 model(x).sum().backward()
-            gradients = [param.grad for param in model.parameters()]
-            if step != no_sync_in:
-                model.zero_grad()
+                gradients = [param.grad for param in model.parameters()]
+                if step != case.no_sync_in:
+                    model.clip_grad_norm_(1.0)
+                    optimizer.step()
+                    model.zero_grad()
     return {
         "events": [list(event) for event in events],
         "in main thread": sorted(seen),
@@ -104,15 +112,34 @@ def both(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[...,
 
 
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {"make": Net},
-    "low precision": {"make": Net, "mp_policy": LOW},
-    "checkpoints": {"make": Checkpointed},
-    "reentrant checkpoints": {"make": Reentrant, "mp_policy": LOW},
-    "without sync": {"make": Net, "no_sync_in": NUM_STEPS - 1},
-    "after one without sync": {"make": Net, "mp_policy": LOW, "no_sync_in": NUM_STEPS - 2},
-    "kept after forward": {"make": Net, "reshard_after_forward": False},
-    "offloaded": {"make": Net, "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is sharded and trained."""
+
+    make: type[Net] = Net
+    hybrid: bool = False
+    no_sync_in: int = -1
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+CASES = {
+    "plain": Case(),
+    "low precision": Case(kwargs={"mp_policy": LOW}),
+    "checkpoints": Case(Checkpointed),
+    "reentrant checkpoints": Case(Reentrant, kwargs={"mp_policy": LOW}),
+    "without sync": Case(no_sync_in=NUM_STEPS - 1),
+    "after one without sync": Case(no_sync_in=NUM_STEPS - 2, kwargs={"mp_policy": LOW}),
+    "kept after forward": Case(kwargs={"reshard_after_forward": False}),
+    "kept by two ranks": Case(kwargs={"reshard_after_forward": 2}),
+    "inner dim": Case(kwargs={"shard_placement_fn": columns, "mp_policy": LOW}),
+    "replicas": Case(hybrid=True, kwargs={"mp_policy": LOW}),
+    "offloaded": Case(kwargs={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
 }
 
 
@@ -127,8 +154,7 @@ def main() -> None:
     found = {}
     with simulated_ranks(NUM_RANKS):
         for name, case in CASES.items():
-            kwargs = {"no_sync_in": -1, **case}
-            found[name] = {device: run(device, **kwargs) for device in ("simulated", "cpu")}
+            found[name] = {device: run(device, case) for device in ("simulated", "cpu")}
     print(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # autograd's thread of a device that is written in Python outlives Python

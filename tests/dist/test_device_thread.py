@@ -17,6 +17,11 @@ import pytest
 from dist.device_thread import CASES
 
 TESTS = Path(__file__).parents[1]
+PLACEMENTS = {
+    "without sync": ["(Partial(avg),)"],
+    "inner dim": ["(Shard(dim=0),)", "(Shard(dim=1),)"],
+    "replicas": ["(Replicate(), Shard(dim=0))"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +48,7 @@ def test_a_step_on_a_device_is_that_of_the_cpu_on_another_thread(
     assert there["events"] == here["events"]
     assert len(there["events"]) > 10
     assert there["placements"] == here["placements"]
-    is_partial = case == "without sync"
-    assert there["placements"] == ["(Partial(avg),)" if is_partial else "(Shard(dim=0),)"]
+    assert there["placements"] == PLACEMENTS.get(case, ["(Shard(dim=0),)"])
 
 
 @pytest.mark.parametrize("case", CASES)
