@@ -16,7 +16,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.comms.channel import Channel
-from composable_shard.core.comms.streams import Pending
+from composable_shard.core.comms.streams import Pending, compute_stream
 from composable_shard.core.grads.gradients import GroupGradients
 from composable_shard.core.params.bucket import GatherUnit
 from composable_shard.core.params.freshness import Freshness
@@ -119,6 +119,7 @@ class ParamGroup:
         self.calls: list[Call] = []
         self.shows_sharded = False
         self.on_gradient: Callable[[torch.Tensor], None]
+        self._stream = 0
 
     @property
     def label(self) -> str:
@@ -285,7 +286,17 @@ class ParamGroup:
             self.shows_sharded = False
 
     def _follow_requires_grad(self) -> None:
+        """Let the unsharded parameters ask for gradients as the sharded ones do.
+
+        Hazard: the node that accumulates a gradient runs on the stream on which it was made, and
+        what it triggers there would free memory that this stream still uses. Guard: on another
+        stream than before there are other nodes.
+        """
+        stream = compute_stream(self.mesh.device)
+        is_other, self._stream = stream != self._stream, stream
         for param in self.params:
+            if is_other:
+                param.accumulator = None
             param.follow_requires_grad(self.on_gradient)
 
     def _check_unchanged_since_forward(self) -> None:

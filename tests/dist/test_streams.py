@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dist.models import assert_parity, average_gradients, own_input, two_nets
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import AllGather, ReduceScatter, fully_shard
+from composable_shard.core import group as group_module
 from composable_shard.core.comms.channel import Channel
-from composable_shard.core.comms.streams import wait_for_event
+from composable_shard.core.comms.streams import compute_stream, wait_for_event
 from composable_shard.core.passes import hooks
+from composable_shard.core.passes.hooks import owner_of
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import run_ranks
 
@@ -131,3 +134,37 @@ class Input:
 def test_a_forward_waits_until_its_pinned_inputs_may_be_overwritten(pinned: bool) -> None:
     device, value = torch.device("cuda", 0), Input(pinned)
     assert hooks._moved(device, value) == (device, not pinned)  # type: ignore[arg-type]
+
+
+# Streams from one iteration to the next -------------------------------------------------------
+
+
+def train_on(streams: list[int]) -> list[list[bool]]:
+    """Train a step on each stream; return which gradients were accumulated by new nodes."""
+    reference, model = two_nets()
+    renewed = []
+    before, group_module.compute_stream = group_module.compute_stream, lambda _: streams[step]
+    try:
+        for step in range(len(streams)):
+            model.zero_grad()
+            reference.zero_grad()
+            model(own_input(step)).square().sum().backward()
+            reference(own_input(step)).square().sum().backward()
+            average_gradients(reference.parameters())
+            assert_parity(model, reference)
+            params = owner_of(model.out).params  # nobody else may keep their nodes
+            renewed.append(["known" not in param.accumulator.metadata for param in params])
+            for param in params:
+                param.accumulator.metadata["known"] = True
+    finally:
+        group_module.compute_stream = before
+    return renewed
+
+
+def test_on_another_stream_gradients_are_accumulated_by_other_nodes() -> None:
+    expected = [[is_new] * 4 for is_new in (True, False, True, False, True)]
+    assert run_ranks(train_on, 2, [0, 0, 7, 7, 0]) == [expected] * 2
+
+
+def test_the_stream_of_a_host_is_always_the_same() -> None:
+    assert compute_stream(torch.device("cpu")) == 0

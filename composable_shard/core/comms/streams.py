@@ -55,6 +55,11 @@ def wait_for_event(event: torch.Event, device: torch.device) -> None:
         event.wait()
 
 
+def compute_stream(device: torch.device) -> int:
+    """Return the number of the stream that is current on ``device``; 0 on the CPU."""
+    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+
+
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     """Run what is inside on ``stream``, after what the compute stream has; it continues after."""
