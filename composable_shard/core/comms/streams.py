@@ -46,9 +46,18 @@ class Pending:
 
 
 def wait_for_event(event: torch.Event, device: torch.device) -> None:
-    """Make the compute stream of ``device`` continue after ``event``."""
+    """Make the compute stream of ``device`` continue after ``event``.
+
+    Hazard: a generic stream takes the event of a backend, such as ``torch.cuda.Event``, for one
+    that was never recorded, and does not wait. Guard: the event is asked, which knows its kind.
+    """
     if device.type != "cpu":
-        torch.accelerator.current_stream(device).wait_event(event)
+        event.wait()
+
+
+def compute_stream(device: torch.device) -> int:
+    """Return the number of the stream that is current on ``device``; 0 on the CPU."""
+    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
 
 
 @contextlib.contextmanager

@@ -216,7 +216,7 @@ class ModuleHooks:
         device = self._group.mesh.device
         if device.type == "cpu":
             return args, kwargs
-        return _map_inputs(lambda tensor: tensor.to(device, non_blocking=True), args, kwargs)
+        return _map_inputs(partial(_moved, device), args, kwargs)
 
     def _put_boundary(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         """Put an identity before the module, whose backward runs after all of the module's."""
@@ -306,6 +306,15 @@ def _watch_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
 
 def _need(group: ParamGroup, _: torch.Tensor) -> None:
     group.context.backward.need(group)
+
+
+def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Move an input to the device of compute.
+
+    Hazard: the caller fills pinned memory with the next batch while this one is being copied.
+    Guard: it is waited for. Other memory of the host has been read when the copy returns.
+    """
+    return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
