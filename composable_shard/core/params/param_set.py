@@ -103,6 +103,7 @@ class ParamSet:
         """Make other nodes that accumulate, at the next ``follow_requires_grad``."""
         for param in self._params:
             param.accumulator = None
+        self.accumulators = []  # a tensor makes another node once nobody holds the last
         self._followed = None
 
     def _standing(self) -> list[nn.Parameter | None]:
