@@ -26,7 +26,8 @@ class End:
 
     def __call__(self) -> None:
         try:
-            self._on_end()
+            with _torch.apart_from_transforms():
+                self._on_end()
         except BaseException:
             self.has_failed = True
             raise
