@@ -15,7 +15,8 @@ Counted are bytes *written* by operations of torch, in these columns:
   its copy-in, which is under moved, is what the own part is here.)
 
 `moved/P` and `all/P` are over the bytes P of all parameters in fp32, all being the three kinds
-together. A call is one collective of c10d, a message one send between two ranks. Not counted:
+together. A call is one launch of a collective, a message one send between two ranks, or one read
+by a rank out of the memory of another on the same host. Not counted:
 what a collective does inside the backend, allocation, what an operation writes within itself,
 and reads. Under the bf16 policy DDP and the plain module use autocast, so they cast weights at
 every use and gradients back; FSDP2 and this library cast shards.
@@ -28,11 +29,12 @@ a reduction copies each gradient in, cast to fp32.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from contestants import LABELS, WRAPPERS, Contestant, Spec, build_contestant, build_floor
@@ -55,7 +57,7 @@ ARITHMETIC = {
     *("aten::add_.Tensor", "aten::add.out", "aten::div.out", "aten::_foreach_add_.List"),
     *("aten::_foreach_div_.Scalar", "aten::_foreach_mul_.Scalar"),
 }
-COLLECTIVES_OF = ("composable_shard.core.comms.collectives", "torch.distributed.distributed_c10d")
+COLLECTIVES_OF = ("composable_shard.core.comms.direct", "torch.distributed.distributed_c10d")
 
 
 @dataclass
@@ -77,6 +79,36 @@ class Copies(Observer):
         super().__init__()
         self.phase = ""
         self.counts = Counts()
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Copies:
+        """Begin to watch operations, and what this library's collectives do without any."""
+        from composable_shard.core.comms import direct, offers
+
+        watched = {
+            (direct.DirectAllGather, "launch"): self._saw_launch,
+            (direct.DirectReduceScatter, "launch"): self._saw_launch,
+            (direct, "put_own"): self._saw_own_part,
+            (offers.Offer, "read"): self._saw_read,
+        }
+        for (owner, name), note in watched.items():
+            self._patches.enter_context(noticed(owner, name, note))
+        return cast(Copies, super().__enter__())
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop watching."""
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _saw_launch(self, *_: Any) -> None:
+        self.counts.collectives += 1
+
+    def _saw_own_part(self, shard: torch.Tensor, _: torch.Tensor) -> None:
+        self.counts.in_collectives += shard.nbytes
+
+    def _saw_read(self, offer: Any, peer: int, address: int, into: torch.Tensor) -> None:
+        self.counts.messages += 1
+        self.counts.sent += into.nbytes
 
     def saw(
         self,
@@ -101,6 +133,22 @@ class Copies(Observer):
                 counts.moved[self.phase] += num_bytes
             else:
                 counts.arithmetic += num_bytes
+
+
+@contextlib.contextmanager
+def noticed(owner: Any, name: str, note: Callable[..., None]) -> Iterator[None]:
+    """Call `note` with the arguments of a function whenever that is called."""
+    before = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        note(*args)
+        return before(*args)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def is_within_collective() -> bool:

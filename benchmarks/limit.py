@@ -5,10 +5,11 @@ compute so that nothing is cast, and the optimizer step on this rank's share: fp
 the first 1/N of each parameter's rows, rounded up, with gradients that are always there.
 
 **Transfer alone** is the bytes that sharding by block asks for: every group is gathered in
-forward and every block again in backward, in the dtype of compute, and every gradient is
-reduced in fp32. Of each a rank sends 1/N of the group to each of the N - 1 others. They go by
-isend and irecv in pieces of 4 MiB of which 4 are in flight, out of and into the same few
-buffers: the fastest of what was tried on gloo, and faster than where the bytes are new.
+forward and every block again in backward, and every gradient is reduced, all in the dtype of
+compute (the sums are fp32, but nobody has to send them). Of each a rank sends 1/N of the group
+to each of the N - 1 others. They go by isend and irecv in pieces of 4 MiB of which 4 are in
+flight, out of and into the same few buffers: the fastest of what was tried on gloo, and faster
+than where the bytes are new.
 
 The limit is the larger of the two, as if one hid behind the other entirely. Where the same
 cores compute and send, as on the CPU, no step reaches it.
@@ -88,7 +89,7 @@ def bytes_to_each_peer(spec: Spec, num_ranks: int) -> list[int]:
     groups = groups_of(spec)
     blocks = [group for group in reversed(groups) if not group.is_root]
     gathers = [group.nbytes(spec.compute_dtype) for group in [*groups, *blocks]]
-    reductions = [group.nbytes(REDUCE_DTYPE) for group in [*blocks, groups[0]]]
+    reductions = [group.nbytes(spec.compute_dtype) for group in [*blocks, groups[0]]]
     return [nbytes // num_ranks for nbytes in [*gathers, *reductions]]
 
 

@@ -14,7 +14,7 @@ The minimum for N ranks, of parameters with P elements:
     shards                  4 P / N
   + optimizer state         8 P / N, the two moments of AdamW
   + two unsharded groups    the largest two, in the dtype of compute: one computes, one arrives
-  + one unsharded gradient  of the largest group, in fp32, the dtype of the reduction
+  + one unsharded gradient  of the largest group, in the dtype of compute
   + the larger of           the activations, all there when backward begins, and
                             4 P / N, the sharded gradients, all there when it ends
 
@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from contestants import LABELS, WRAPPERS, Spec, build_contestant, build_floor
 from launch import end_ranks, first_failure, on_fresh_ranks, on_ranks
-from limit import REDUCE_DTYPE, groups_of
+from limit import groups_of
 from live_storage import LiveStorage
 from memory_probe import peak_growth, warm_up
 from report import MEGABYTE, load_average, print_load, print_table, write_json
@@ -84,7 +84,7 @@ def terms(spec: Spec, num_ranks: int, activations: int, *, sharded: bool) -> Ter
         parameters=shard,
         optimizer_state=NUM_MOMENTS * shard,
         unsharded_groups=sum(g.nbytes(spec.compute_dtype) for g in groups[:2]) if sharded else 0,
-        unsharded_gradients=groups[0].nbytes(REDUCE_DTYPE) if sharded else 0,
+        unsharded_gradients=groups[0].nbytes(spec.compute_dtype) if sharded else 0,
         activations=activations,
         gradients=shard,
     )

@@ -133,12 +133,15 @@ def test_transfer_alone_sends_what_a_step_sends(policy: str) -> None:
         [counts.sent for counts in run_ranks(counted, 2, name, spec)]
         for name in ("ours", "transfer")
     )
-    flags = FLAG * len(parameters())
-    assert ours == [num_bytes + flags for num_bytes in alone]
+    layouts = [(ParamLayout(tuple(p.shape), 0, 2), p.numel()) for p in parameters()]
+    packed = sum(numel for layout, numel in layouts if travels_packed(layout, FP32))
+    # Behind the packed gradients travel flags, and both are cast before they are sent.
+    extra = FLAG * len(parameters()) + packed * (FP32 - spec.compute_dtype.itemsize) // 2
+    assert ours == [num_bytes + extra for num_bytes in alone]
     num_params = sum(param.numel() for param in parameters())
     block = sum(param.numel() for param in parameters()[2:14])  # after the two embeddings
     gathered = (num_params + 2 * block) * spec.compute_dtype.itemsize
-    assert alone == [(gathered + num_params * FP32) // 2] * 2
+    assert alone == [(gathered + num_params * spec.compute_dtype.itemsize) // 2] * 2
 
 
 def counted(name: str, spec: Any) -> Any:
@@ -184,11 +187,13 @@ def test_ours_copies_only_what_travels_packed() -> None:
         "forward": sum(copied),
         "backward": again + sum(copied) + 2 * flags,
         "optimizer": 0,
-        "arithmetic": sum(sizes) // 2 + flags,  # the mean
-        # own parts of the gathers and the sums over ranks
-        "in_collectives": sum(sizes) + sum(sizes[index] for index in blocks) // 2 + flags,
+        "arithmetic": 0,
+        # own parts of the gathers, the sums over ranks and the means
+        "in_collectives": 3 * sum(sizes) // 2
+        + sum(sizes[index] for index in blocks) // 2
+        + 2 * flags,
     }
-    assert counts.collectives == 0
+    assert counts.collectives == 2 * 8
 
 
 def test_ddp_writes_every_gradient_once_and_the_plain_module_is_the_floor() -> None:
@@ -240,7 +245,7 @@ def test_between_steps_a_rank_keeps_parameters_and_their_state() -> None:
     for name, kept in (("single", whole), ("fsdp2", whole // 2), ("ours", whole // 2)):
         for between, peak in run_ranks(memory.live_bytes, 2, name, SPEC):
             # Besides, a library may keep a few numbers for each parameter.
-            assert 0 <= between - kept - counters <= 2 * counters, name
+            assert 0 <= between - kept - counters <= 3 * counters, name
             assert peak > between
 
 

@@ -42,8 +42,13 @@ class DirectAllGather(AllGatherLaunch):
                 _Reading(offer, {peer: [place[peer] for place in places] for peer in near})
             )
         for place, own in zip(places, shards, strict=True):
-            ctypes.memmove(place[rank].data_ptr(), own.data_ptr(), own.nbytes)
+            put_own(own, place[rank])
         return works
+
+
+def put_own(shard: torch.Tensor, place: torch.Tensor) -> None:
+    """Put the own part of a gather into its place, as every all-gather does within itself."""
+    ctypes.memmove(place.data_ptr(), shard.data_ptr(), shard.nbytes)
 
 
 class _Reading:
