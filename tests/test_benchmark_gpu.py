@@ -45,7 +45,7 @@ def is_of_benchmarks(module: object) -> bool:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments],
+        [sys.executable, str(BENCHMARKS / "cuda.py"), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,
