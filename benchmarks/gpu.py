@@ -1,6 +1,6 @@
 """Step time, host time and memory on one GPU: this library, torch's FSDP2, the plain module.
 
-Run `python benchmarks/gpu.py` on a machine with a GPU; elsewhere it says so and measures nothing.
+Run `python benchmarks/cuda.py` on a machine with a GPU; elsewhere it says so and measures nothing.
 One process is rank 0 of 8, 64 and 512 whose collectives take no time, and the only rank of NCCL.
 So a step shows what a library costs beside communication: copies, casts, and a device that waits
 for the host. The column "beyond" is that: the step less that of the plain module in bf16.

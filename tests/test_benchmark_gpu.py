@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,21 +30,9 @@ CONTESTANTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in [name for name, module in sys.modules.items() if is_of_benchmarks(module)]:
-        del sys.modules[name]
-
-
-def is_of_benchmarks(module: object) -> bool:
-    return str(getattr(module, "__file__", "")).startswith(str(BENCHMARKS))
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments],
+        [sys.executable, str(BENCHMARKS / "cuda.py"), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,

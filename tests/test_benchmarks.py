@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch
 from composable_shard.core.params.layout import ParamLayout, travels_packed
 from composable_shard.testing import run_ranks
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))  # they are programs: they import each other by name
 contestants, copies, host, limit, live_storage, memory, report, step = map(
     importlib.import_module,
     ["contestants", "copies", "host", "limit", "live_storage", "memory", "report", "step"],
