@@ -4,8 +4,8 @@ Run `python benchmarks/checkpoint.py`. What is saved is the standard GPT with th
 AdamW. "Sharded" is one file for each rank; "full" is one file that rank 0 writes after gathering
 everything, and reads and hands out again. The floor of both is torch.save and torch.load of the
 plain module in one process. Seconds on the clock are those of the slowest rank, processor time is
-that of all ranks, which other loads on the machine disturb less; memory is the growth of peak
-resident memory during the call, of the rank that grows most.
+that of all ranks, which other loads on the machine disturb less; ratios are ours to FSDP2, round by
+round. Memory is the growth of peak resident memory during the call, of the rank that grows most.
 
 All that is to be loaded is wiped out before. A first round, which does not count, compares what
 was loaded with what was saved, byte by byte.
@@ -174,7 +174,7 @@ def sizes(known: dict[str, dict[str, int]], name: str, place: Path) -> dict[str,
 
 
 def show(figures: Figures, spec: Spec, ranks: int, other: int) -> None:
-    columns = ["", "ours s", "FSDP2 s", "plain s", "ours/FSDP2", "processor (quartiles)"]
+    columns = ["", "ours s", "FSDP2 s", "plain s", "ratio", "processor (quartiles)"]
     columns += ["ours MB", "FSDP2 MB", "plain MB"]
     title = (
         f"{spec.layers} layers, width {spec.width}, {figures.payload / MEGABYTE:.0f} MB with "
