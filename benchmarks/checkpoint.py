@@ -3,8 +3,9 @@
 Run `python benchmarks/checkpoint.py`. What is saved is the standard GPT with the state of its
 AdamW. "Sharded" is one file for each rank; "full" is one file that rank 0 writes after gathering
 everything, and reads and hands out again. The floor of both is torch.save and torch.load of the
-plain module in one process. Times are those of the slowest rank, memory is the growth of peak
-resident memory during the call, of the rank that grows most.
+plain module in one process. Seconds on the clock are those of the slowest rank, processor time is
+that of all ranks, which other loads on the machine disturb less; ratios are ours to FSDP2, round by
+round. Memory is the growth of peak resident memory during the call, of the rank that grows most.
 
 All that is to be loaded is wiped out before. A first round, which does not count, compares what
 was loaded with what was saved, byte by byte.
@@ -28,6 +29,7 @@ from report import print_table, write_json
 from rounds import orders, quartiles, ratios
 
 SHARDED = ["ours", "fsdp2"]
+CONTESTANTS = [*SHARDED, "single"]
 LABELS = {"ours": "composable_shard", "fsdp2": "torch FSDP2", "single": "plain module"}
 MEGABYTE = 1e6
 
@@ -114,12 +116,11 @@ def steps_of(name: str, ranks: int, other: int) -> list[Step]:
 def measure(spec: Spec, ranks: int, other: int, num_rounds: int, folder: Path) -> Figures:
     """Let the contestants take turns, round by round; check the first one, and do not count it."""
     figures = Figures()
-    names = [*SHARDED, "single"]
-    for name in names:
+    for name in CONTESTANTS:
         for num_ranks in sorted({step.num_ranks for step in steps_of(name, ranks, other)}):
             on_ranks(build, num_ranks, name, spec)
     figures.payload = on_ranks(payload, 1, "single")[0]
-    for index, order in enumerate(orders(names, num_rounds + 1)):
+    for index, order in enumerate(orders(CONTESTANTS, num_rounds + 1)):
         for name in order:
             place = folder / name
             place.mkdir()
@@ -136,9 +137,13 @@ def measure(spec: Spec, ranks: int, other: int, num_rounds: int, folder: Path) -
 
 
 def take(step: Step, name: str, place: Path) -> Cost:
-    """Do one step; return the cost to the ranks that it cost most."""
+    """Do one step; return its cost to the rank that it cost most, processor time to all."""
     costs = on_ranks(perform, step.num_ranks, name, step.act, place / step.checkpoint)
-    return Cost(max(one.seconds for one in costs), max(one.growth for one in costs))
+    return Cost(
+        seconds=max(one.seconds for one in costs),
+        processor=sum(one.processor for one in costs),
+        growth=max(one.growth for one in costs),
+    )
 
 
 def take_checked(step: Step, name: str, place: Path, saved: dict[str, str]) -> None:
@@ -169,7 +174,7 @@ def sizes(known: dict[str, dict[str, int]], name: str, place: Path) -> dict[str,
 
 
 def show(figures: Figures, spec: Spec, ranks: int, other: int) -> None:
-    columns = ["", "ours s", "FSDP2 s", "ours/FSDP2 (quartiles)", "plain s"]
+    columns = ["", "ours s", "FSDP2 s", "plain s", "ratio", "processor (quartiles)"]
     columns += ["ours MB", "FSDP2 MB", "plain MB"]
     title = (
         f"{spec.layers} layers, width {spec.width}, {figures.payload / MEGABYTE:.0f} MB with "
@@ -185,16 +190,21 @@ def show(figures: Figures, spec: Spec, ranks: int, other: int) -> None:
 def row(label: str, costs: dict[str, list[Cost]]) -> list[str]:
     seconds = {name: [cost.seconds for cost in sample] for name, sample in costs.items()}
     growth = {name: [float(cost.growth) for cost in sample] for name, sample in costs.items()}
-    ours, other = SHARDED
-    ratio = ratios(seconds[ours], seconds[other])
+    processor = ratios(*([cost.processor for cost in costs[name]] for name in SHARDED))
     return [
         label,
-        *(f"{quartiles(seconds[name]).median:.3f}" for name in SHARDED),
-        f"{ratio.median:.3f} ({ratio.lower:.3f} - {ratio.upper:.3f})",
-        f"{quartiles(seconds['single']).median:.3f}" if "single" in seconds else "",
-        *(f"{quartiles(growth[name]).median / MEGABYTE:.0f}" for name in SHARDED),
-        f"{quartiles(growth['single']).median / MEGABYTE:.0f}" if "single" in growth else "",
+        *(f"{median(seconds[name]):.3f}" if name in seconds else "" for name in CONTESTANTS),
+        f"{ratios(*(seconds[name] for name in SHARDED)).median:.3f}",
+        f"{processor.median:.3f} ({processor.lower:.3f} - {processor.upper:.3f})",
+        *(
+            f"{median(growth[name]) / MEGABYTE:.0f}" if name in growth else ""
+            for name in CONTESTANTS
+        ),
     ]
+
+
+def median(sample: Sequence[float]) -> float:
+    return quartiles(sample).median
 
 
 if __name__ == "__main__":

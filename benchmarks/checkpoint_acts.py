@@ -36,9 +36,16 @@ _BUILT: dict[str, Contestant] = {}
 
 
 class Cost(NamedTuple):
-    """What an act took of one rank: seconds, and the growth of peak resident memory in bytes."""
+    """What an act took of one rank.
+
+    Attributes:
+        seconds: On the clock.
+        processor: Seconds of processor time, of all threads.
+        growth: Of the peak of resident memory, in bytes.
+    """
 
     seconds: float
+    processor: float
     growth: int
 
 
@@ -125,9 +132,11 @@ def perform(name: str, act: str, folder: Path) -> Cost:
             _local(tensor).zero_()
     gc.collect()
     dist.barrier()
-    before, start = reset_peak(), time.perf_counter()
+    before = reset_peak()
+    start, processor = time.perf_counter(), time.process_time()
     ACTS[act](contestant, folder)
-    return Cost(time.perf_counter() - start, peak_resident() - before)
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
+    return Cost(seconds, processor, peak_resident() - before)
 
 
 # What there is to save ------------------------------------------------------------------------
