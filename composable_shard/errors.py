@@ -26,3 +26,7 @@ class StaleParameterError(ShardError):
 
 class RankMismatchError(ShardError):
     """The ranks do not hold the same model; raised on every rank."""
+
+
+class TorchStateError(ShardError, AttributeError):
+    """Something asked for torch's private state of a sharded module, which this is not."""

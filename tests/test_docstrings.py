@@ -21,6 +21,7 @@ MODULES = [
     "core.comms.custom",
     "mesh",
     "policy",
+    "testing.extension_kit.kit",
     "train.clip",
     "train.grad_scaler",
     "train.synchronize",
