@@ -58,12 +58,15 @@ class Rehearsal:
         self.rank = dist.get_rank()
         self.num_steps = 0
         self.oracle = Unsharded(plan.build, dist.get_world_size(), plan.policy, plan.optimizer)
-        self._make_sharded(seed=0)
+        self.model, self.optimizer = self._new_sharded(seed=0)
+        # Held, as the module has its unsharded parameters while they are not resharded.
+        self._sharded_params = dict[str, nn.Parameter](self.model.named_parameters())
         self.oracle.cast_at(
             name for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
         )
         self.comparison = Comparison(self.oracle, self.rank, plan.tolerance, self._is_exact())
         self._kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._found: list[str] = []
 
     def do(self, step: Step) -> list[str]:
         """Do a step with both; return what differs after it."""
@@ -159,7 +162,8 @@ class Rehearsal:
     def _checkpoint(self) -> None:
         self._kept = []
         states = _written_and_read((self.model.state_dict(), self.optimizer.state_dict()))
-        self._make_sharded(seed=self.num_steps + 1)
+        self.model, self.optimizer = self._new_sharded(seed=self.num_steps + 1)
+        self._sharded_params = dict(self.model.named_parameters())
         self.model.load_state_dict(states[0])
         self.optimizer.load_state_dict(states[1])
         self.oracle.clear()
@@ -214,7 +218,7 @@ class Rehearsal:
 
     # The sharded model ----------------------------------------------------------------------
 
-    def _make_sharded(self, seed: int) -> None:
+    def _new_sharded(self, seed: int) -> tuple[Any, torch.optim.Optimizer]:
         options = dict(self.plan.options, mp_policy=self.plan.policy)
         if self.plan.mesh is not None:
             options["mesh"] = _mesh(self.plan.mesh)
@@ -225,11 +229,7 @@ class Rehearsal:
                 f"Expected shard() to apply fully_shard to the model, got a plain "
                 f"{type(model).__name__}"
             )
-        self.model: Any = model
-        self.optimizer = self.plan.optimizer(model.parameters())
-        # Held, as the module has its unsharded parameters while they are not resharded.
-        self._sharded_params = dict(model.named_parameters())
-        self._found: list[str] = []
+        return model, self.plan.optimizer(model.parameters())
 
     def _is_exact(self) -> bool:
         """Tell whether the sums are those of the oracle, bit by bit."""
@@ -261,7 +261,7 @@ def _mesh(extents: tuple[int, ...]) -> DeviceMesh:
 
 
 def _total(losses: list[torch.Tensor]) -> torch.Tensor:
-    return sum(losses[1:], losses[0])
+    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
 
 def _written_and_read(states: Result) -> Result:

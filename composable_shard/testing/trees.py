@@ -186,7 +186,7 @@ def shard_tree(model: Tree, **options: Any) -> Tree:
         return None if dim == 0 else Shard(dim)
 
     def visit(tree: Tree) -> None:
-        members = []
+        members: list[nn.Module] = []
         for child in tree.inner:
             assert isinstance(child, Tree)
             visit(child)
@@ -198,7 +198,8 @@ def shard_tree(model: Tree, **options: Any) -> Tree:
             fully_shard(child, shard_placement_fn=placement, **options)
 
     visit(model)
-    return fully_shard(model, shard_placement_fn=placement, **options)
+    fully_shard(model, shard_placement_fn=placement, **options)
+    return model
 
 
 def _params_with_specs(model: Tree) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
