@@ -101,7 +101,7 @@ def assert_trains_like_unsharded(
     if failure is None:
         return
     given: dict[str, Any] = {
-        "world_size": num_ranks,
+        "world_size": None if mesh else num_ranks,
         "mesh": mesh,
         "policy": policy,
         "shard": shard,

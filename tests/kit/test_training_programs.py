@@ -47,12 +47,14 @@ def cases(
     draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), differs: bool = False
 ) -> Case:
     mesh = draw(meshes())
-    spec = draw(module_trees(mesh[-1], dtypes))
+    spec = draw(module_trees(mesh[-1], dtypes, frozen=not differs))
     options = {"reshard_after_forward": draw(reshard_choices(mesh[-1]))}
     if differs:
         num_params = spec().num_params
         options["loss"] = TreeLoss(draw(uses(draw(st.integers(1, 3)), num_params)))
-    return Case(spec, draw(training_programs()), mesh, options)
+    # All ranks must go back, and as far as each other where they fail.
+    program = draw(training_programs(without=["fail_backward"] if differs else []))
+    return Case(spec, program, mesh, options)
 
 
 @reproducible(60)

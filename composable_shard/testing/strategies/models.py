@@ -86,19 +86,18 @@ def param_sets(
     return st.lists(one, max_size=max_params).map(tuple)
 
 
-@st.composite
 def module_trees(
-    draw: st.DrawFn,
     num_shards: int,
     dtypes: Sequence[torch.dtype] = FLOAT32,
     frozen: bool = True,
     max_depth: int = 2,
     special: bool = True,
-) -> TreeSpec:
-    """Trees of up to nine modules: nested groups, lists as one group, root only, empty root.
+) -> st.SearchStrategy[TreeSpec]:
+    """Trees of up to seven modules with a parameter or more.
+
+    Nested groups, lists as one group, a root alone, roots and groups without parameters.
 
     Args:
-        draw: Given by hypothesis.
         num_shards: Into how many shards parameters will be cut.
         dtypes: The dtypes they may have; integers are frozen.
         frozen: Whether some are frozen.
@@ -107,14 +106,27 @@ def module_trees(
 
     Example:
         >>> from hypothesis import find
-        >>> find(module_trees(2), lambda spec: len(spec.children) == 1)
-        TreeSpec(params=(), children=(TreeSpec(params=(), children=(), grouped=True, \
-together=False),), grouped=True, together=False)
+        >>> find(module_trees(2), lambda spec: spec.together)
+        TreeSpec(params=(ParamSpec(shape=(1,), dtype=torch.float32, dim=0, trainable=True, \
+tied=False),), children=(), grouped=True, together=True)
     """
+    trees = _trees(num_shards, dtypes, frozen, max_depth, special)
+    return trees.filter(_has_params)
+
+
+@st.composite
+def _trees(
+    draw: st.DrawFn,
+    num_shards: int,
+    dtypes: Sequence[torch.dtype],
+    frozen: bool,
+    max_depth: int,
+    special: bool,
+) -> TreeSpec:
     params = param_sets(num_shards, dtypes, frozen, special=special)
     children: list[TreeSpec] = []
     if max_depth:
-        inner = module_trees(num_shards, dtypes, frozen, max_depth - 1, special)
+        inner = _trees(num_shards, dtypes, frozen, max_depth - 1, special)
         children = draw(st.lists(inner, max_size=2))
     return TreeSpec(
         params=draw(params),
@@ -122,6 +134,10 @@ together=False),), grouped=True, together=False)
         grouped=draw(st.sampled_from([True, True, False])),
         together=draw(st.sampled_from([False, False, True])),
     )
+
+
+def _has_params(spec: TreeSpec) -> bool:
+    return bool(spec.params) or any(map(_has_params, spec.children))
 
 
 def meshes(max_ranks: int = 4, hybrid: bool = True) -> st.SearchStrategy[tuple[int, ...]]:
