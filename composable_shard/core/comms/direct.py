@@ -7,13 +7,14 @@ every rank its shard to every other, straight into place.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
+from composable_shard.core.comms.failures import lost, refuse_lost
 from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.core.comms.offers import Offer, Place
 from composable_shard.core.comms.streams import Waitable
@@ -31,11 +32,14 @@ class DirectAllGather(AllGatherLaunch):
         places = [out.view(num_ranks, -1) for out in _sendable(outputs)]
         shards = _sendable(inputs)
         near, far = _routes(group)
-        works: list[Waitable] = []
+        messages = _Messages(group, tag)
         for peer in far:
-            works += [group.recv([place[peer]], peer, tag) for place in places]
+            for place in places:
+                messages.receive(place[peer], peer)
         for peer in far:
-            works += [group.send([own], peer, tag) for own in shards]
+            for own in shards:
+                messages.send(own, peer)
+        works: list[Waitable] = [messages]
         if near:
             offer = Offer(group, tag, dict.fromkeys(near, shards))
             works.append(
@@ -44,6 +48,40 @@ class DirectAllGather(AllGatherLaunch):
         for place, own in zip(places, shards, strict=True):
             ctypes.memmove(place[rank].data_ptr(), own.data_ptr(), own.nbytes)
         return works
+
+
+class _Messages:
+    """Messages to and from ranks that cannot be read, waited for together."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+        self._group = group
+        self._tag = tag
+        self._works: list[tuple[dist.Work, int]] = []
+
+    def receive(self, into: torch.Tensor, peer: int) -> None:
+        self._launch(self._group.recv, into, peer)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._launch(self._group.send, tensor, peer)  # keeps the tensor
+
+    def _launch(self, how: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> None:
+        try:
+            self._works.append((how([tensor], peer, self._tag), peer))
+        except RuntimeError as error:
+            raise lost(self._group, peer, f"the error '{error}'") from error
+
+    def wait(self) -> bool:
+        """Wait for all, also if one fails: the others are still written to."""
+        works, self._works = self._works, []
+        failures = []
+        for work, peer in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failures.append((lost(self._group, peer, f"the error '{error}'"), error))
+        for failure, cause in failures:
+            raise failure from cause
+        return True
 
 
 class _Reading:
@@ -86,18 +124,18 @@ class DirectReduceScatter(ReduceScatterLaunch):
             _RankOrderSum(out, {rank: part[rank]}, num_ranks if op == dist.ReduceOp.AVG else 1)
             for out, part in zip(outputs, parts, strict=True)
         ]
-        works: list[Waitable] = []
+        messages = _Messages(group, tag)
         for peer in far:
             for total, out in zip(sums, outputs, strict=True):
                 total.parts[peer] = torch.empty_like(out)
-                works.append(group.recv([total.parts[peer]], peer, tag))
+                messages.receive(total.parts[peer], peer)
         for peer in far:
             for part, out in zip(parts, outputs, strict=True):
-                works.append(group.send([part[peer].to(out.dtype)], peer, tag))  # keeps its tensor
+                messages.send(part[peer].to(out.dtype), peer)
         offer = None
         if near:
             offer = Offer(group, tag, {peer: [part[peer] for part in parts] for peer in near})
-        return [*works, _Summing(sums, offer, near)]
+        return [messages, _Summing(sums, offer, near)]
 
 
 class _Summing:
@@ -169,6 +207,7 @@ def _routes(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
 
     Both begin with the next rank, so that no rank is everybody's first.
     """
+    refuse_lost(group)
     rank, num_ranks, near = group.rank(), group.size(), neighbours(group)
     others = [(rank + step) % num_ranks for step in range(1, num_ranks)]
     return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
