@@ -21,6 +21,7 @@ MODULES = [
     "core.comms.custom",
     "mesh",
     "policy",
+    "train.checkpoint",
     "train.clip",
     "train.grad_scaler",
     "train.synchronize",

@@ -18,6 +18,7 @@ from composable_shard.core.comms.failures import lost, refuse_lost
 from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.core.comms.offers import Offer, Place
 from composable_shard.core.comms.streams import Waitable
+from composable_shard.errors import ShardError
 
 CHUNK_NUMEL = 1 << 16  # elements summed at once: a few of them fit into a cache
 
@@ -51,12 +52,17 @@ class DirectAllGather(AllGatherLaunch):
 
 
 class _Messages:
-    """Messages to and from ranks that cannot be read, waited for together."""
+    """Messages to and from ranks that cannot be read, waited for together.
+
+    A failure is raised by :meth:`wait`, when nothing is left to launch: who is there gets what it
+    waits for, and blames the right rank.
+    """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         self._group = group
         self._tag = tag
         self._works: list[tuple[dist.Work, int]] = []
+        self._failures: list[tuple[ShardError, RuntimeError]] = []
 
     def receive(self, into: torch.Tensor, peer: int) -> None:
         self._launch(self._group.recv, into, peer)
@@ -68,18 +74,20 @@ class _Messages:
         try:
             self._works.append((how([tensor], peer, self._tag), peer))
         except RuntimeError as error:
-            raise lost(self._group, peer, f"the error '{error}'") from error
+            self._note(error, peer)
+
+    def _note(self, error: RuntimeError, peer: int) -> None:
+        self._failures.append((lost(self._group, peer, f"the error '{error}'"), error))
 
     def wait(self) -> bool:
         """Wait for all, also if one fails: the others are still written to."""
         works, self._works = self._works, []
-        failures = []
         for work, peer in works:
             try:
                 work.wait()
             except RuntimeError as error:
-                failures.append((lost(self._group, peer, f"the error '{error}'"), error))
-        for failure, cause in failures:
+                self._note(error, peer)
+        for failure, cause in self._failures:
             raise failure from cause
         return True
 
@@ -94,7 +102,7 @@ class _Reading:
     def wait(self) -> bool:
         places, self._places = self._places, {}
         for peer, members in places.items():
-            for theirs, own in zip(self._offer.places(peer), members, strict=True):
+            for theirs, own in zip(self._offer.places(peer, members), members, strict=True):
                 self._offer.read(peer, theirs.address, own)
         if places:
             self._offer.finish()

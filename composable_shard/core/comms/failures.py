@@ -11,7 +11,7 @@ import weakref
 
 import torch.distributed as dist
 
-from composable_shard.errors import CommunicationError, ShardError
+from composable_shard.errors import CommunicationError, RankMismatchError, ShardError
 
 _losses: weakref.WeakKeyDictionary[dist.ProcessGroup, str]
 _losses = weakref.WeakKeyDictionary()
@@ -26,9 +26,20 @@ def lost(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
         got: What came instead.
     """
     rank = dist.get_process_group_ranks(group)[peer]
-    text = f"Expected rank {rank} to take part in a collective, got {got}"
-    _losses.setdefault(group, text)
-    return ShardError(text)
+    error = ShardError(f"Expected rank {rank} to take part in a collective, got {got}")
+    _losses.setdefault(group, str(error))
+    return error
+
+
+def mismatch(group: dist.ProcessGroup, peer: int, own: str, got: str) -> RankMismatchError:
+    """Give ``group`` up, in which a rank sends other tensors than this one; return the error."""
+    rank = dist.get_process_group_ranks(group)[peer]
+    error = RankMismatchError(
+        f"Expected {own} from rank {rank} as on this one, got {got}; has a parameter been replaced "
+        "or converted on one of them alone?"
+    )
+    _losses.setdefault(group, str(error))
+    return error
 
 
 def is_lost(group: dist.ProcessGroup) -> bool:
@@ -49,13 +60,14 @@ def named(error: RuntimeError, act: str) -> RuntimeError:
     """Return an error that says on which rank and at what a collective failed.
 
     Args:
-        error: What was raised: by a backend, or by a collective of ours. Errors that say what they
-            are about are returned as they are.
+        error: What was raised, by a backend or by a collective of ours; returned as it is if it
+            says all that already.
         act: What the rank was doing, such as "gathering group 'blocks.3'".
     """
-    if isinstance(error, ShardError) and type(error) is not ShardError:
+    if isinstance(error, CommunicationError):
         return error
-    return CommunicationError(f"Rank {dist.get_rank()} failed while {act}: {error}")
+    kind = RankMismatchError if isinstance(error, RankMismatchError) else CommunicationError
+    return kind(f"Rank {dist.get_rank()} failed while {act}: {error}")
 
 
 def own_failure(act: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.comms.failures import is_lost, lost, named, refuse_lost
+from composable_shard.core.comms.failures import is_lost, lost, mismatch, named, refuse_lost
 from composable_shard.core.comms.near_memory import read, write
 from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.errors import ShardError
@@ -74,26 +74,45 @@ class Offer:
         self._flags = (ctypes.c_uint8 * len(tensors))()
         self._flags_there: dict[int, int] = {}
         self._tables = []
+        _offers.append(self)
+        failures = []
         for slot, (peer, members) in enumerate(tensors.items()):
             words = [ctypes.addressof(self._flags) + slot]
             for tensor in members:
-                words += [tensor.data_ptr(), _DTYPES.index(tensor.dtype)]
+                words += [tensor.data_ptr(), _DTYPES.index(tensor.dtype), tensor.numel()]
             table = (ctypes.c_int64 * len(words))(*words)
             self._tables.append(table)
             letter = tag, ctypes.addressof(table), len(words)
-            self._wait(peer, partial(self._neighbours[peer].write, *letter))
-        _offers.append(self)
+            try:
+                self._wait(peer, partial(self._neighbours[peer].write, *letter))
+            except ShardError as error:  # the others get their letters, and blame the right rank
+                failures.append(error)
+        for failure in failures:
+            raise failure
 
-    def places(self, peer: int) -> list[Place]:
-        """Wait until a neighbour has offered its tensors; return where they are."""
+    def places(self, peer: int, like: Sequence[torch.Tensor] = ()) -> list[Place]:
+        """Wait until a neighbour has offered its tensors; return where they are.
+
+        Args:
+            peer: The neighbour.
+            like: Tensors of the dtypes that are expected; any dtypes if absent.
+
+        Raises:
+            RankMismatchError: If they are not as many as this rank offers, or not as long, or of
+                other dtypes. What lies behind them in the memory of the neighbour must not be read.
+        """
         address, count = self._wait(peer, partial(self._neighbours[peer].box.take, self.tag))
         words = (ctypes.c_int64 * count)()
         self._copy(read, peer, address, ctypes.addressof(words), ctypes.sizeof(words))
         self._flags_there[peer], *said = words
-        return [
-            Place(place, _DTYPES[number])
-            for place, number in zip(said[::2], said[1::2], strict=True)
-        ]
+        numels, dtypes = said[2::3], [_DTYPES[number] for number in said[1::3]]
+        own = [tensor.numel() for tensor in self._tensors[peer]]
+        wanted = [tensor.dtype for tensor in like] or dtypes
+        if numels != own or dtypes != wanted:
+            raise mismatch(
+                self.group, peer, f"{own} elements of {wanted}", f"{numels} elements of {dtypes}"
+            )
+        return list(map(Place, said[::3], dtypes))
 
     def read(self, peer: int, address: int, into: torch.Tensor) -> None:
         """Fill a contiguous tensor from the memory of a neighbour."""
