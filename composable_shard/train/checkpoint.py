@@ -37,7 +37,8 @@ def save_checkpoint(
         state: As for ``torch.distributed.checkpoint.save``.
         folder: Where it shall be; on a file system that all ranks see. Nothing may be there yet: a
             checkpoint is not overwritten, since it would be lost if writing the other one failed.
-        process_group: The ranks that take part; all if absent.
+        process_group: The ranks that take part; all if absent, or this process alone if there is
+            no process group.
 
     Raises:
         ShardError: On all ranks, if one of them cannot write its part, or there is something at
@@ -113,7 +114,8 @@ def _write(
 ) -> None:
     writer = dcp.FileSystemWriter(part, sync_files=True)
     try:
-        dcp.save(state, storage_writer=writer, process_group=process_group)
+        alone = not dist.is_initialized()
+        dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
     except dcp.CheckpointException as error:  # on all ranks, with what each of them said
         said = "; ".join(f"rank {rank}: {what}" for rank, (what, _) in error.failures.items())
         raise ShardError(
@@ -151,12 +153,14 @@ def _on_first(
         ShardError: On all ranks, if it failed.
     """
     outcome: list[str | None] = [None]
-    if dist.get_rank(process_group) == 0:
+    alone = not dist.is_initialized()
+    if alone or dist.get_rank(process_group) == 0:
         try:
             act()
         except Exception as error:  # noqa: BLE001 (whatever it is, all ranks shall hear of it)
             outcome = [str(error)]
-    dist.broadcast_object_list(outcome, group=process_group, group_src=0)
+    if not alone:
+        dist.broadcast_object_list(outcome, group=process_group, group_src=0)
     if outcome[0] is not None:
         raise ShardError(
             f"Expected to save checkpoint '{target}', got on its first rank: {outcome[0]}"

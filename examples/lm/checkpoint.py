@@ -64,8 +64,8 @@ class RunFolder:
         for old in self.path.glob("step-*") if overwrite else ():
             shutil.rmtree(old)
         self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self._losses, "")
-        _replace(self._run, json.dumps(settings, indent=2) + "\n")
+        _write_whole(self._losses, "")
+        _write_whole(self._run, json.dumps(settings, indent=2) + "\n")
 
     def refuse_overwriting(self) -> None:
         """Raise ``ValueError`` if a new run would lose an earlier one."""
@@ -123,7 +123,7 @@ class RunFolder:
         progress = Progress(**state["progress"])
         if dist.get_rank() == 0:
             done = self._losses.read_text().splitlines(keepends=True)[: progress.step]
-            _replace(self._losses, "".join(done))
+            _write_whole(self._losses, "".join(done))
         return progress
 
     def record(self, step: int, loss: float) -> None:
@@ -140,7 +140,7 @@ class RunFolder:
         return self.path / "run.json"
 
 
-def _replace(file: Path, text: str) -> None:
+def _write_whole(file: Path, text: str) -> None:
     """Write a file that is never seen half-written."""
     part = file.with_suffix(".part")
     part.write_text(text)

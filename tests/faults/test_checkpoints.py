@@ -22,6 +22,8 @@ from composable_shard.train.checkpoint import complete_checkpoints, is_complete,
 from faults.breaking import BAD, failures, kill_this_rank
 
 OLD, NEW = "step-1", "step-2"
+THERE = "'{}' is there already; choose another name, or remove it"
+SAVING = "Rank {} failed while saving checkpoint '{}': "
 
 
 def model_of(value: float) -> nn.Module:
@@ -108,9 +110,7 @@ def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
     assert said.pop(rank) == "RuntimeError: The process ended during the call, exit code -9"
     other = 1 - rank
     assert list(said) == [other]
-    assert said[other].startswith(
-        f"CommunicationError: Rank {other} failed while saving checkpoint '{tmp_path / NEW}': "
-    )
+    assert said[other].startswith(f"CommunicationError: {SAVING.format(other, tmp_path / NEW)}")
     assert not (tmp_path / NEW).exists()
     assert names(tmp_path) == [OLD]
     assert run_ranks(load, 2, tmp_path) == [1.0] * 2
@@ -144,10 +144,7 @@ def refused(folder: Path, fault: str | None = None) -> tuple[str, str]:
 def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     run_ranks(save, 2, tmp_path, OLD, 1.0)
     place = tmp_path / OLD
-    text = (
-        f"Expected to save checkpoint '{place}', got on its first rank: '{place}' is there "
-        "already; choose another name, or remove it"
-    )
+    text = f"Expected to save checkpoint '{place}', got on its first rank: {THERE.format(place)}"
     assert run_ranks(refused, 2, tmp_path) == [("ShardError", text)] * 2
     assert run_ranks(load, 2, tmp_path) == [1.0] * 2
 

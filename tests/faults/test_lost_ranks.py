@@ -35,6 +35,7 @@ __all__ = ["readable"]
 pytestmark = pytest.mark.usefixtures("readable")
 
 KILLED = "RuntimeError: The process ended during the call, exit code -9"
+REFUSED = "Expected a process group without failures, got one that had failed before: {}"
 GATHERING, REDUCING = "gathering group '1'", "reducing the gradients of group '0'"
 BOTH_WAYS = pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
 BOTH_ACTS = pytest.mark.parametrize(("act", "count"), [(GATHERING, 3), (REDUCING, 1)])
@@ -162,8 +163,6 @@ def test_parameters_of_a_failed_gather_never_become_valid(apart: bool) -> None:
         "Expected to be waiting for the first time while gathering group '0', got a wait that "
         "failed or was interrupted before; run the whole iteration again"
     )
-    assert later == (
-        "Rank 0 failed while gathering group '0': Expected a process group without failures, got "
-        "one that had failed before: " + first.partition(": ")[2]
-    )
+    refused = REFUSED.format(first.partition(": ")[2])
+    assert later == f"Rank 0 failed while gathering group '0': {refused}"
     assert registered == "DTensor DTensor"
