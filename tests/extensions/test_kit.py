@@ -186,25 +186,101 @@ UNCHANGED = (
     "a copy"
 )
 FAULTS: list[tuple[Hook, Hook, str, str]] = [
-    (one_row, post_all_gather, "gathered", f"Expected {POST} to return a tensor of shape [8, 4], got [1, 4]{ONE}"),
-    (one_tensor, post_all_gather, "shard", f"Expected no error, got ValueError on rank 0: not enough values to unpack (expected 2, got 1){ONE}"),
-    (one_tensor, first_twice, "gathered", f"Expected to compute with the gathered tensor what the unsharded one gives, got values that are off by 5.0e-01 of the largest, where 1e-05 is allowed{ONE}"),
-    (rank_as_metadata, post_all_gather, "sent", f"Expected equal metadata on all ranks, since each rank gets its own back, got {{'scale': tensor(0.)}} on rank 0 and {{'scale': tensor(1.)}} on rank 1; send what differs{TWO}"),
+    (
+        one_row,
+        post_all_gather,
+        "gathered",
+        f"Expected {POST} to return a tensor of shape [8, 4], got [1, 4]{ONE}",
+    ),
+    (
+        one_tensor,
+        post_all_gather,
+        "shard",
+        "Expected no error, got ValueError on rank 0: not enough values to unpack "
+        f"(expected 2, got 1){ONE}",
+    ),
+    (
+        one_tensor,
+        first_twice,
+        "gathered",
+        "Expected to compute with the gathered tensor what the unsharded one gives, "
+        f"got values that are off by 5.0e-01 of the largest, where 1e-05 is allowed{ONE}",
+    ),
+    (
+        rank_as_metadata,
+        post_all_gather,
+        "sent",
+        "Expected equal metadata on all ranks, since each rank gets its own back, got "
+        f"{{'scale': tensor(0.)}} on rank 0 and {{'scale': tensor(1.)}} on rank 1; send "
+        f"what differs{TWO}",
+    ),
     (doubled_in_place, post_all_gather, "shard", UNCHANGED.format(PRE) + ONE),
-    (half_precision_of_odd_ranks, post_all_gather, "sent", f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and torch.float32 [rows, 4], torch.float16 [rows, 4] on rank 1{TWO}"),
-    (flat_where_there_are_no_rows, post_all_gather, "sent", f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and torch.float32 [rows, 4], torch.float32 [rows] on rank 3 (4 ranks, shape [5, 4])"),
-    (no_metadata, post_all_gather, "sent", f"Expected {PRE} to return (tensors, metadata), got Tensor{ONE}"),
-    (no_tuple, post_all_gather, "sent", f"Expected {PRE} to return a tuple of tensors and metadata, got Tensor as its first element{ONE}"),
-    (two_arguments, post_all_gather, "hooks", f"Expected {PRE} to take (mesh) or (mesh, outer_size, outer_stride, module, mp_policy), got 2 parameters: (mesh: 'Any', size: 'Any') -> 'Any'{ONE}"),
-    (failing_on_one_rank, post_all_gather, "sent", f"Expected no error, got KeyError on rank 1: 'scale'{TWO}"),
+    (
+        half_precision_of_odd_ranks,
+        post_all_gather,
+        "sent",
+        f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and "
+        f"torch.float32 [rows, 4], torch.float16 [rows, 4] on rank 1{TWO}",
+    ),
+    (
+        flat_where_there_are_no_rows,
+        post_all_gather,
+        "sent",
+        f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and "
+        "torch.float32 [rows, 4], torch.float32 [rows] on rank 3 (4 ranks, shape [5, "
+        "4])",
+    ),
+    (
+        no_metadata,
+        post_all_gather,
+        "sent",
+        f"Expected {PRE} to return (tensors, metadata), got Tensor{ONE}",
+    ),
+    (
+        no_tuple,
+        post_all_gather,
+        "sent",
+        f"Expected {PRE} to return a tuple of tensors and metadata, got Tensor as its "
+        f"first element{ONE}",
+    ),
+    (
+        two_arguments,
+        post_all_gather,
+        "hooks",
+        f"Expected {PRE} to take (mesh) or (mesh, outer_size, outer_stride, module, "
+        f"mp_policy), got 2 parameters: (mesh: 'Any', size: 'Any') -> 'Any'{ONE}",
+    ),
+    (
+        failing_on_one_rank,
+        post_all_gather,
+        "sent",
+        f"Expected no error, got KeyError on rank 1: 'scale'{TWO}",
+    ),
     (pre_all_gather, forgets_out, "out", FILL.format("those of the gather before") + ONE),
     (pre_all_gather, never_fills, "out", FILL.format("those of the gather before") + ONE),
     (pre_all_gather, fills_one, "out", FILL.format("others") + ONE),
-    (pre_all_gather, replaces, "out", f"Expected {POST} to keep the storages of out, which are freed and refilled, got another one; copy into out instead of replacing what it is made of{ONE}"),
-    (pre_all_gather, loses_dtype, "gathered", f"Expected {POST} to return a tensor of param_dtype, torch.bfloat16, got torch.float32{ONE}"),
+    (
+        pre_all_gather,
+        replaces,
+        "out",
+        f"Expected {POST} to keep the storages of out, which are freed and refilled, "
+        f"got another one; copy into out instead of replacing what it is made of{ONE}",
+    ),
+    (
+        pre_all_gather,
+        loses_dtype,
+        "gathered",
+        f"Expected {POST} to return a tensor of param_dtype, torch.bfloat16, got "
+        f"torch.float32{ONE}",
+    ),
     (pre_all_gather, scales_shard, "shard", UNCHANGED.format(POST) + ONE),
-    (pre_all_gather, tensor_alone, "gathered", f"Expected {POST} to return (tensor, inner tensors) when out is None, got TwoTensor{ONE}"),
-]  # fmt: skip
+    (
+        pre_all_gather,
+        tensor_alone,
+        "gathered",
+        f"Expected {POST} to return (tensor, inner tensors) when out is None, got TwoTensor{ONE}",
+    ),
+]
 
 
 @pytest.mark.parametrize(("pre", "post", "check", "sentence"), FAULTS)
