@@ -17,6 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+LABELS = {
+    "ours": "composable_shard",
+    "fsdp2": "torch FSDP2",
+    "ddp": "torch DDP",
+    "single": "plain module",
+}
 VOCABULARY = 256
 HEAD_WIDTH = 64
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -35,6 +41,10 @@ class Spec:
     context: int = 128
     dtype_policy: str = "fp32"
     optimizer: str = "adamw"
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype_policy == "bf16" else torch.float32
 
     def __post_init__(self) -> None:
         if self.width % HEAD_WIDTH:
@@ -97,14 +107,20 @@ class Contestant:
 
     def step(self, step: int) -> Tensor:
         """Train on the batch of that number and return the loss before the update."""
+        loss = self.forward(step)
+        loss.backward()
+        self.update()
+        return loss.detach()
+
+    def forward(self, step: int) -> Tensor:
         tokens, targets = make_batch(self.spec, step)
         with torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext():
             logits = self.model(tokens)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        loss.backward()
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
 
 
 def make_batch(spec: Spec, step: int) -> tuple[Tensor, Tensor]:
@@ -130,6 +146,19 @@ def build_contestant(name: str, spec: Spec) -> Contestant:
     optimizer = OPTIMIZERS[spec.optimizer](model.parameters())
     autocast = spec.dtype_policy == "bf16" and name in ("ddp", "single")
     return Contestant(model, optimizer, spec, autocast)
+
+
+def build_floor(spec: Spec) -> Contestant:
+    """Build what every other one computes and nothing beside it.
+
+    This is the plain module with its parameters in the dtype of compute, so that nothing is
+    cast for it. The plain module of `build_contestant` casts its weights at every use under
+    the bf16 policy, by autocast, as it would in a user's training.
+    """
+    with torch.device("meta"):
+        model: nn.Module = Gpt(spec)
+    model = materialize(model).to(spec.compute_dtype)
+    return Contestant(model, OPTIMIZERS[spec.optimizer](model.parameters()), spec, autocast=False)
 
 
 def wrap_single(model: nn.Module, spec: Spec) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -12,6 +13,17 @@ from typing import Any
 import torch
 
 PIPE_WIDTH = 120
+MEGABYTE = 1e6
+
+
+def load_average() -> float:
+    """Return how many processes have wanted a core in the last minute, nan if unknown."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan
+
+
+def print_load(before: float) -> None:
+    """Say how quiet the machine was; figures from a busy one are worth less."""
+    print(f"load average {before:.2f} before, {load_average():.2f} after; {os.cpu_count()} cores")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

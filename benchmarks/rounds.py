@@ -10,13 +10,22 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch.distributed as dist
-from contestants import Contestant, Spec, build_contestant
+from contestants import Contestant, Spec
+from limit import Steps, build
 
 # Rank side: the contestants live here from one call to the next.
-_BUILT: dict[str, Contestant] = {}
+_BUILT: dict[str, Steps] = {}
+
+
+class Turn(NamedTuple):
+    """Seconds per step: on the clock, and of processor time of one rank, all its threads."""
+
+    wall: float
+    processor: float
 
 
 class Quartiles(NamedTuple):
@@ -27,28 +36,35 @@ class Quartiles(NamedTuple):
     upper: float
 
 
-def build_all(names: Sequence[str], spec: Spec, num_warmup_steps: int = 2) -> None:
-    """Build the contestants on this rank and let each find its buffers and its order."""
-    for name in names:
-        _BUILT[name] = build_contestant(name, spec)
-        for step in range(num_warmup_steps):
-            _BUILT[name].step(step)
+def build_one(name: str, spec: Spec, num_warmup_steps: int = 2) -> None:
+    """Build a contestant on this rank and let it find its buffers and its order."""
+    _BUILT[name] = build(name, spec)
+    for step in range(num_warmup_steps):
+        _BUILT[name].step(step)
     gc.collect()
     gc.freeze()  # no contestant pays for looking at the others' objects
 
 
-def time_turn(name: str, num_steps: int) -> float:
+def set_batch(batch: int) -> None:
+    """Let every contestant train on that many sequences from now on."""
+    for built in _BUILT.values():
+        if isinstance(built, Contestant):
+            built.spec = replace(built.spec, batch=batch)
+
+
+def time_turn(name: str, num_steps: int) -> Turn:
     """Return this rank's seconds per step of one turn."""
     contestant = _BUILT[name]
     contestant.step(0)  # untimed: brings its weights back into the caches
     dist.barrier()
-    start = time.perf_counter()
+    wall, processor = time.perf_counter(), time.process_time()
     for step in range(num_steps):
         contestant.step(step)
-    return (time.perf_counter() - start) / num_steps
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    return Turn(wall / num_steps, processor / num_steps)
 
 
-def time_round(order: Sequence[str], num_steps: int) -> dict[str, float]:
+def time_round(order: Sequence[str], num_steps: int) -> dict[str, Turn]:
     return {name: time_turn(name, num_steps) for name in order}
 
 
@@ -64,9 +80,19 @@ def orders(names: Sequence[str], num_rounds: int) -> Iterator[list[str]]:
         yield order[::-1] if index % 2 else order
 
 
-def slowest_rank(times: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Join the ranks' times of one round: a step has ended when it has on every rank."""
-    return {name: max(rank[name] for rank in times) for name in times[0]}
+def join_ranks(turns: Sequence[dict[str, Turn]]) -> dict[str, Turn]:
+    """Join the ranks' times of one round: a step has ended when it has on every rank.
+
+    >>> join_ranks([{"a": Turn(1.0, 3.0)}, {"a": Turn(2.0, 1.0)}])
+    {'a': Turn(wall=2.0, processor=2.0)}
+    """
+    return {
+        name: Turn(
+            max(rank[name].wall for rank in turns),
+            statistics.mean(rank[name].processor for rank in turns),
+        )
+        for name in turns[0]
+    }
 
 
 def quartiles(sample: Sequence[float]) -> Quartiles:
@@ -88,3 +114,12 @@ def ratios(mine: Sequence[float], other: Sequence[float]) -> Quartiles:
     0.5
     """
     return quartiles([a / b for a, b in zip(mine, other, strict=True)])
+
+
+def spread(ratio: Quartiles) -> str:
+    """Write the median and the quartiles.
+
+    >>> spread(Quartiles(1.0, 0.5, 1.25))
+    '1.000 (0.500 - 1.250)'
+    """
+    return f"{ratio.median:.3f} ({ratio.lower:.3f} - {ratio.upper:.3f})"

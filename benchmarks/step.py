@@ -1,150 +1,213 @@
-"""Time and memory of a training step: this library, torch's FSDP2, DDP, a plain module.
+"""Time of a training step: this library, torch's FSDP2, DDP, a plain module, and the limit.
 
-Run `python benchmarks/step.py`; `--check` compares the losses instead of the times.
+Run `python benchmarks/step.py`. `--sweep` goes from batches so small that a step mostly sends
+to ones so large that it mostly computes; `--check` compares the losses instead of the times.
+The limit is the larger of what a step computes and what it sends, each by itself; `limit.py`
+says exactly what those are. Processor time is that of one rank with all its threads; other
+loads on the machine disturb it less than they do the clock. Its limit is the sum of the two,
+since a processor that does one thing does not do the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 
 import torch.distributed as dist
-from contestants import WRAPPERS, Spec, build_contestant
+from contestants import LABELS, WRAPPERS, Spec, build_contestant
 from launch import end_ranks, first_failure, on_fresh_ranks, on_ranks
-from memory_probe import peak_growth
-from report import print_table, write_json
-from rounds import build_all, orders, quartiles, ratios, slowest_rank, time_round
+from limit import LIMITS
+from report import load_average, print_load, print_table, write_json
+from rounds import (
+    Turn,
+    build_one,
+    join_ranks,
+    orders,
+    quartiles,
+    ratios,
+    set_batch,
+    spread,
+    time_round,
+)
 
-LABELS = {
-    "ours": "composable_shard",
-    "fsdp2": "torch FSDP2",
-    "ddp": "torch DDP",
-    "single": "plain module",
-}
-MEMORY_STEPS = 6  # the heap's gaps have stopped growing by then
-MEGABYTE = 1e6
+SWEPT_BATCHES = [1, 2, 8, 24]
 # Losses of ranks that hold the same weights; bf16 keeps 8 bits of them.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 
 
 @dataclass
-class Figures:
-    """What was measured: bytes and seconds by contestant, and why one is missing."""
+class Timing:
+    """What was measured at one batch size: every contestant's turns, one each round."""
 
-    peak_growth: dict[str, int] = field(default_factory=dict)
-    peak_growth_without_gaps: dict[str, int] = field(default_factory=dict)
-    step_times: dict[str, list[float]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
+
+    def walls(self, name: str) -> list[float]:
+        if name == "limit":
+            return [max(pair) for pair in zip(*map(self.walls, LIMITS), strict=True)]
+        return [turn.wall for turn in self.turns[name]]
+
+    def processors(self, name: str) -> list[float]:
+        if name == "limit":
+            return [sum(pair) for pair in zip(*map(self.processors, LIMITS), strict=True)]
+        return [turn.processor for turn in self.turns[name]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    spec = Spec(options.layers, options.width, options.batch, options.context, options.dtype_policy)
+    batches = [options.batch] if options.sweep is None else options.sweep or SWEPT_BATCHES
+    spec = Spec(options.layers, options.width, batches[0], options.context, options.dtype_policy)
+    failures: dict[str, str] = {}
+    load = load_average()
     try:
         if options.check:
             return check(options.only, spec, options.ranks, options.check)
-        figures = measure(spec, options)
+        timings = measure(spec, batches, options, failures)
     finally:
         end_ranks()
-    show(figures, options.only, spec, options.ranks)
+    if options.sweep is None:
+        show_contestants(timings[options.batch], spec, options)
+    else:
+        show_sweep(timings, spec, options)
+    show_failures(failures)
+    print_load(load)
     if options.json:
-        facts = {"spec": asdict(spec), "ranks": options.ranks, **asdict(figures)}
-        write_json(options.json, facts)
-    return 1 if figures.failures else 0
+        turns = {batch: timing.turns for batch, timing in timings.items()}
+        facts = {"spec": asdict(spec), "ranks": options.ranks, "load": [load, load_average()]}
+        write_json(options.json, {**facts, "turns": turns, "failures": failures})
+    return 1 if failures else 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps-per-round", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="default 8, and 5 for each batch of a sweep")
+    parser.add_argument("--steps-per-round", type=int, help="default 2, and 1 in a sweep")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
-    parser.add_argument("--context", type=int, default=128, help="tokens per sequence")
+    parser.add_argument(
+        "--context", type=int, help="tokens per sequence; default 128, and 16 in a sweep"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype-policy", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--only", nargs="+", choices=list(WRAPPERS), default=list(WRAPPERS))
     parser.add_argument("--json", metavar="FILE", help="write all samples to this file")
     parser.add_argument(
+        "--sweep", nargs="*", type=int, metavar="BATCH", help=f"default {SWEPT_BATCHES}"
+    )
+    parser.add_argument(
         "--check", nargs="?", type=int, const=5, metavar="STEPS", help="compare the losses"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    sweeps = options.sweep is not None
+    options.rounds = options.rounds or (5 if sweeps else 8)
+    options.steps_per_round = options.steps_per_round or (1 if sweeps else 2)
+    options.context = options.context or (16 if sweeps else 128)
+    return options
 
 
-def measure(spec: Spec, options: argparse.Namespace) -> Figures:
-    """Measure memory in processes of their own, then time in shared ones.
+def measure(
+    spec: Spec, batches: Sequence[int], options: argparse.Namespace, failures: dict[str, str]
+) -> dict[int, Timing]:
+    """Time all contestants and both sides of the limit in shared processes, batch by batch."""
+    names = build_those_that_can([*options.only, *LIMITS], spec, options.ranks, failures)
+    timings = {}
+    for batch in batches:
+        on_ranks(set_batch, options.ranks, batch)
+        timing = timings[batch] = Timing({name: [] for name in names})
+        for index, order in enumerate(orders(names, options.rounds), start=1):
+            turns = on_ranks(time_round, options.ranks, order, options.steps_per_round)
+            for name, turn in join_ranks(turns).items():
+                timing.turns[name].append(turn)
+            show_progress(f"batch {batch}, round {index} of {options.rounds}")
+    show_progress("done\n")
+    return timings
 
-    A contestant that fails the first is reported and takes no part in the second.
-    """
-    figures = Figures()
-    for name in options.only:
-        arguments = (name, spec, MEMORY_STEPS)
+
+def build_those_that_can(
+    names: Sequence[str], spec: Spec, num_ranks: int, failures: dict[str, str]
+) -> list[str]:
+    """Build the contestants, without those that fail; those are noted in ``failures``."""
+    for name in names:
         try:
-            growths = [
-                max(on_fresh_ranks(partial(peak_growth, gaps=gaps), options.ranks, *arguments))
-                for gaps in (True, False)
-            ]
-            figures.peak_growth[name], figures.peak_growth_without_gaps[name] = growths
+            on_ranks(build_one, num_ranks, name, spec)
         except RuntimeError as error:
-            figures.failures[name] = first_failure(error)
-    names = list(figures.peak_growth)
-    if not names:
-        return figures
-    on_ranks(build_all, options.ranks, names, spec)
-    figures.step_times = {name: [] for name in names}
-    for index, order in enumerate(orders(names, options.rounds)):
-        show_progress(index, options.rounds)
-        times = on_ranks(time_round, options.ranks, order, options.steps_per_round)
-        for name, seconds in slowest_rank(times).items():
-            figures.step_times[name].append(seconds)
-    show_progress(options.rounds, options.rounds)
-    return figures
+            failures[name] = first_failure(error)
+            end_ranks()  # a failure may leave collectives half done
+            others = [other for other in names if other != name]
+            return build_those_that_can(others, spec, num_ranks, failures)
+    return list(names)
 
 
-def show_progress(done: int, total: int) -> None:
+def show_progress(text: str) -> None:
     if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        print(f"\rround {done} of {total}", end=end, file=sys.stderr, flush=True)
+        print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
 
-def show(figures: Figures, names: Sequence[str], spec: Spec, num_ranks: int) -> None:
-    measured = list(figures.step_times)
-    base = "ours" if "ours" in measured else next(iter(measured), "")
-    ratio = f"{base}/other"
-    columns = ["", "step ms", f"{ratio} (quartiles)", "peak MB", ratio, "no gaps MB", ratio]
-    rows = [row(figures, name, base) for name in names]
-    title = (
-        f"{num_ranks} ranks, {spec.layers} layers, width {spec.width}, "
-        f"{spec.batch} x {spec.context} tokens per rank, {spec.dtype_policy}"
-    )
-    print_table(title, columns, rows)
-    show_failures(figures.failures)
+def show_contestants(timing: Timing, spec: Spec, options: argparse.Namespace) -> None:
+    base = base_of(timing)
+    ratio = f"{base}/other (quartiles)"
+    columns = ["", "step ms", ratio, "step/limit", "processor ms", ratio]
+    rows = [row(timing, name, base) for name in [*options.only, *LIMITS, "limit"]]
+    print_table(f"{title(spec, options)}, {spec.batch} x {spec.context} tokens", columns, rows)
+
+
+def show_sweep(timings: Mapping[int, Timing], spec: Spec, options: argparse.Namespace) -> None:
+    first = next(iter(timings.values()))
+    base = base_of(first)
+    others = [name for name in [*first.turns, "limit"] if name not in (base, *LIMITS)]
+    by_processor = [name for name in others if name in ("fsdp2", "limit")]
+    columns = ["batch", f"{base} ms", *(f"{base}/{name}" for name in others), "limit is"]
+    columns += [f"proc. /{name}" for name in by_processor]
+    rows = []
+    for batch, timing in timings.items():
+        rows.append([str(batch), milliseconds(timing.walls(base))])
+        rows[-1] += [median_ratio(timing.walls, base, name) for name in others]
+        rows[-1] += [max(LIMITS, key=lambda side: quartiles(timing.walls(side)).median)]
+        rows[-1] += [median_ratio(timing.processors, base, name) for name in by_processor]
+    print_table(f"{title(spec, options)}, batches of {spec.context} tokens", columns, rows)
+
+
+def median_ratio(times_of: Callable[[str], list[float]], base: str, other: str) -> str:
+    return f"{ratios(times_of(base), times_of(other)).median:.3f}"
+
+
+def base_of(timing: Timing) -> str:
+    return "ours" if "ours" in timing.turns else next(iter(timing.turns))
+
+
+def title(spec: Spec, options: argparse.Namespace) -> str:
+    size = f"{spec.layers} layers, width {spec.width}, {spec.dtype_policy}"
+    return f"{options.ranks} ranks, {options.rounds} rounds, {size}"
+
+
+def row(timing: Timing, name: str, base: str) -> list[str]:
+    label = label_of(name)
+    if name != "limit" and name not in timing.turns:
+        return [label, "failed", *[""] * 4]
+    walls, processors = timing.walls(name), timing.processors(name)
+    return [
+        label,
+        milliseconds(walls),
+        spread(ratios(timing.walls(base), walls)),
+        median_ratio(timing.walls, name, "limit"),
+        milliseconds(processors),
+        spread(ratios(timing.processors(base), processors)),
+    ]
+
+
+def label_of(name: str) -> str:
+    return {**LABELS, **LIMITS}.get(name, name)
+
+
+def milliseconds(sample: Sequence[float]) -> str:
+    return f"{quartiles(sample).median * 1e3:.1f}"
 
 
 def show_failures(failures: Mapping[str, str]) -> None:
     for name, failure in failures.items():
-        print(f"{LABELS[name]} failed. {failure}", file=sys.stderr)
-
-
-def row(figures: Figures, name: str, base: str) -> list[str]:
-    if name not in figures.step_times:
-        return [LABELS[name], "failed", *[""] * 5]
-    times = figures.step_times[name]
-    ratio = ratios(figures.step_times[base], times)
-    return [
-        LABELS[name],
-        f"{quartiles(times).median * 1e3:.1f}",
-        f"{ratio.median:.3f} ({ratio.lower:.3f} - {ratio.upper:.3f})",
-        *memory_cells(figures.peak_growth, name, base),
-        *memory_cells(figures.peak_growth_without_gaps, name, base),
-    ]
-
-
-def memory_cells(growth: Mapping[str, int], name: str, base: str) -> list[str]:
-    return [f"{growth[name] / MEGABYTE:.0f}", f"{growth[base] / growth[name]:.3f}"]
+        print(f"{label_of(name)} failed. {failure}", file=sys.stderr)
 
 
 def check(names: Sequence[str], spec: Spec, num_ranks: int, num_steps: int) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from composable_shard.testing import stop_ranks
+
+# Benchmarks are programs: they import each other by name, and ranks import them from there too.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 
 @pytest.fixture(scope="session", autouse=True)

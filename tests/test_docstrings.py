@@ -22,6 +22,7 @@ MODULES = [
     "mesh",
     "policy",
     "testing.extension_kit.kit",
+    "train.checkpoint",
     "train.clip",
     "train.grad_scaler",
     "train.synchronize",

@@ -73,6 +73,7 @@ from composable_shard._torch.tensors import (
     without_overrides,
 )
 from composable_shard._torch.transforms import (
+    apart_from_transforms,
     inner_value,
     is_transformed,
     is_transforming,
@@ -87,6 +88,7 @@ __all__ = [
     "accumulate_node",
     "all_gather_flat",
     "all_gather_rows",
+    "apart_from_transforms",
     "average_is_supported",
     "backend_allocator",
     "backend_name",

@@ -28,7 +28,7 @@ def all_gather_flat(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work:
     """All-gather each input into its output, all in one launch."""
-    return cast(dist.Work, getattr(group, _ALL_GATHER)(outputs, inputs))
+    return cast(dist.Work, getattr(group, _ALL_GATHER)(_as_real(outputs), _as_real(inputs)))
 
 
 def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -46,7 +46,13 @@ def reduce_scatter_flat(
     """Reduce-scatter each input into its output, all in one launch."""
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
-    return cast(dist.Work, getattr(group, _REDUCE_SCATTER)(outputs, inputs, options))
+    reduce_scatter = getattr(group, _REDUCE_SCATTER)
+    return cast(dist.Work, reduce_scatter(_as_real(outputs), _as_real(inputs), options))
+
+
+def _as_real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """View complex numbers as pairs of real ones, which is all that backends know."""
+    return [torch.view_as_real(one).view(-1) if one.is_complex() else one for one in tensors]
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

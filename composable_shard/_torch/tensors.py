@@ -26,8 +26,8 @@ def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Return a tensor in the memory of ``view`` whose storage begins with it and ends with it."""
-    if view.device.type == "meta":
-        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")
+    if view.untyped_storage().device.type == "meta":  # that of a fake tensor, too
+        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
     begin = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[begin : begin + view.numel() * view.itemsize]
     own = torch.empty(0, dtype=view.dtype, device=view.device)

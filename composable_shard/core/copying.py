@@ -17,7 +17,7 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.params.extension import copied_shard
-from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.params.param import ShardedParam, Slot
 from composable_shard.core.params.units import build_units
 from composable_shard.core.passes.context import join_tree
 from composable_shard.core.passes.hooks import hooks_of
@@ -93,7 +93,10 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
     for param in group.params:
         filled: ShardedParam = memo[id(param)]
         filled.__dict__.update(param.__dict__)
-        filled.slots = tuple(s._replace(module=copy.deepcopy(s.module, memo)) for s in param.slots)
+        filled.slots = tuple(
+            Slot(copy.deepcopy(module, memo), attribute, calls_setattr)
+            for module, attribute, calls_setattr in param.slots
+        )
         filled.sharded = memo[id(param.sharded)]
         filled.forget_unsharded()
         params.append(filled)

@@ -7,6 +7,7 @@ exists nowhere but inside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.comms.channel import Channel
-from composable_shard.core.comms.streams import Pending
+from composable_shard.core.comms.failures import own_failure
+from composable_shard.core.comms.streams import Pending, compute_stream
 from composable_shard.core.grads.gradients import GroupGradients
 from composable_shard.core.params.bucket import GatherUnit
 from composable_shard.core.params.freshness import Freshness
@@ -115,6 +117,7 @@ class ParamGroup:
         self.calls: list[Call] = []
         self.shows_sharded = False
         self.on_gradient: Callable[[torch.Tensor], None]
+        self._stream = 0
 
     @property
     def label(self) -> str:
@@ -188,11 +191,24 @@ class ParamGroup:
         version = self.freshness.at_forward  # in backward they are as they were then
         if version is None or not in_backward:
             version = self.freshness.version()
-        self._launch(self.units.start_gather(), version)
+        try:
+            transfers = self._start(self.units.start_gather)
+        except Exception as error:
+            error.add_note(own_failure(f"gathering {self.label}"))
+            raise
+        self._launch(transfers, version)
 
     def _regather(self, state: PartlySharded) -> None:
-        transfers = self.units.start_regather(state.kept, state.num_ranks)
+        transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
         self._launch(transfers, state.version, state.num_ranks)
+
+    def _start(self, allocate: Callable[[], Transfers]) -> Transfers:
+        """Allocate what a gather needs: all of it, or, where memory runs out, nothing."""
+        try:
+            return allocate()
+        except BaseException:
+            self.units.free()
+            raise
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
         self.context.check_order("all-gather", self)
@@ -208,7 +224,7 @@ class ParamGroup:
             else:
                 works += channel.regather(outputs, inputs, num_ranks)
             owned += inputs
-        pending = Pending(works, owned)
+        pending = Pending(works, owned, f"gathering {self.label}")
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.context.emit("all_gather", self)
 
@@ -240,7 +256,7 @@ class ParamGroup:
             return
         freed: State = Sharded()
         if isinstance(state, Unsharding):
-            state.pending.wait()
+            state.pending.drop()
         elif isinstance(state, Unsharded):
             self.units.all.register_sharded()
             if num_ranks is not None:
@@ -266,6 +282,16 @@ class ParamGroup:
             self.shows_sharded = False
 
     def _follow_requires_grad(self) -> None:
+        """Let the unsharded parameters ask for gradients as the sharded ones do.
+
+        Hazard: the node that accumulates a gradient runs on the stream on which it was made, and
+        what it triggers there would free memory that this stream still uses. Guard: on another
+        stream than before there are other nodes.
+        """
+        stream = compute_stream(self.mesh.device)
+        if stream != self._stream:
+            self._stream = stream
+            self.units.all.renew_accumulators()
         self.units.all.follow_requires_grad(self.on_gradient)
 
     def note_forward(self) -> None:

@@ -178,10 +178,8 @@ FILL = (
     f"Expected {POST} to write into out the values that arrived, got {{}}; fill out where it is "
     "not the all-gather outputs themselves"
 )
-TWICE = "torch.float32 [rows, 4], torch.float32 [rows, 4]"
 ALIKE = (
-    "Expected tensors of the same number, dtypes and trailing dims from all ranks, got "
-    f"{TWICE} on rank 0"
+    "Expected tensors of the same number, dtypes and trailing dims from all ranks, got {} on rank 0"
 )
 UNCHANGED = (
     "Expected {} to leave the shard as it is, got inner tensor 1 of it changed in place; work on "
@@ -205,8 +203,8 @@ FAULTS: list[tuple[Hook, Hook, str, str]] = [
         one_tensor,
         first_twice,
         "gathered",
-        "Expected to compute with the gathered tensor what the unsharded one gives, got "
-        f"values that are off by 5.0e-01 of the largest, where 1e-05 is allowed{ONE}",
+        "Expected to compute with the gathered tensor what the unsharded one gives, "
+        f"got values that are off by 5.0e-01 of the largest, where 1e-05 is allowed{ONE}",
     ),
     (
         rank_as_metadata,
@@ -221,14 +219,16 @@ FAULTS: list[tuple[Hook, Hook, str, str]] = [
         half_precision_of_odd_ranks,
         post_all_gather,
         "sent",
-        f"{ALIKE} and torch.float32 [rows, 4], torch.float16 [rows, 4] on rank 1{TWO}",
+        f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and "
+        f"torch.float32 [rows, 4], torch.float16 [rows, 4] on rank 1{TWO}",
     ),
     (
         flat_where_there_are_no_rows,
         post_all_gather,
         "sent",
-        f"{ALIKE} and torch.float32 [rows, 4], torch.float32 [rows] on rank 3 (4 ranks, "
-        "shape [5, 4])",
+        f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and "
+        "torch.float32 [rows, 4], torch.float32 [rows] on rank 3 (4 ranks, shape [5, "
+        "4])",
     ),
     (
         no_metadata,
@@ -240,8 +240,8 @@ FAULTS: list[tuple[Hook, Hook, str, str]] = [
         no_tuple,
         post_all_gather,
         "sent",
-        f"Expected {PRE} to return a tuple of tensors and metadata, got Tensor as its first "
-        f"element{ONE}",
+        f"Expected {PRE} to return a tuple of tensors and metadata, got Tensor as its "
+        f"first element{ONE}",
     ),
     (
         two_arguments,
@@ -263,8 +263,8 @@ FAULTS: list[tuple[Hook, Hook, str, str]] = [
         pre_all_gather,
         replaces,
         "out",
-        f"Expected {POST} to keep the storages of out, which are freed and refilled, got "
-        f"another one; copy into out instead of replacing what it is made of{ONE}",
+        f"Expected {POST} to keep the storages of out, which are freed and refilled, "
+        f"got another one; copy into out instead of replacing what it is made of{ONE}",
     ),
     (
         pre_all_gather,

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from composable_shard import _torch
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
 from composable_shard.core.params.bucket import matching_pieces
 from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
@@ -176,3 +178,32 @@ def test_a_dense_even_gradient_in_the_reduce_dtype_is_the_message_itself() -> No
     transfer = GradBucket([layout], 2, torch.float32, torch.device("cpu")).start_reduce([grad])
     assert transfer.inputs[0].data_ptr() == grad.data_ptr()
     assert transfer.inputs[0].shape == (layout.numel,)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=9), NUM_SHARDS)
+def test_the_flags_of_every_shard_say_which_gradients_there_are(
+    present: list[bool], num_shards: int
+) -> None:
+    params = [ParamLayout((3,), 0, num_shards) for _ in present]
+    grads = [torch.ones(3) if is_present else None for is_present in present]
+    bucket = GradBucket(params, num_shards, torch.float32, torch.device("cpu"))
+    for _ in range(2):
+        packed = bucket.start_reduce(grads).inputs[-1].view(num_shards, -1)
+        assert packed[:, -len(present) :].bool().tolist() == [present] * num_shards
+
+
+def test_gradients_and_flags_are_packed_by_the_fused_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device has one for tensors that do not overlap with themselves, of one dtype."""
+    packed: list[torch.Tensor] = []
+
+    def note(out: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+        packed.extend(tensors)
+
+    monkeypatch.setattr(_torch, "chunk_cat_into", note)
+    bucket = GradBucket([ParamLayout((5, 3), 0, 4)] * 2, 4, torch.float32, torch.device("cpu"))
+    for grads in ([torch.ones(5, 3)] * 2, [torch.ones(5, 3).bfloat16(), None]):
+        packed.clear()
+        bucket.start_reduce(grads)
+        assert [(one.is_contiguous(), one.dtype) for one in packed] == [(True, grads[0].dtype)] * 3

@@ -96,16 +96,20 @@ class ReduceScatter(_Allocates):
 
 
 class _Then:
-    """Does something when a collective has been waited for."""
+    """Does something when a collective has been waited for; until then keeps what it reads.
 
-    def __init__(self, work: Waitable | None, act: Callable[[], None]) -> None:
+    A custom collective may run where nothing orders it before the next use of that memory.
+    """
+
+    def __init__(self, work: Waitable | None, sent: torch.Tensor, act: Callable[[], None]) -> None:
         self._work = work
+        self._sent: torch.Tensor | None = sent
         self._act: Callable[[], None] | None = act
 
     def wait(self) -> bool:
         if self._work is not None:
             self._work.wait()
-        act, self._act = self._act, None
+        act, self._act, self._sent = self._act, None, None
         if act is not None:
             act()
         return True
@@ -138,7 +142,7 @@ class CustomAllGather(AllGatherLaunch):
                 for place, part in zip(places, parts, strict=True):
                     place.copy_(part)
 
-            works.append(_Then(work, copy_out))
+            works.append(_Then(work, sent, copy_out))
         return works
 
 
@@ -171,7 +175,7 @@ class CustomReduceScatter(ReduceScatterLaunch):
                 for place, part in zip(places, arrived.split(numels), strict=True):
                     place.view(-1).copy_(part)
 
-            works.append(_Then(work, copy_out))
+            works.append(_Then(work, sent, copy_out))
         return works
 
 

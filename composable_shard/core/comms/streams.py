@@ -14,6 +14,9 @@ from typing import Protocol
 
 import torch
 
+from composable_shard.core.comms.failures import named
+from composable_shard.errors import ShardError
+
 
 class Waitable(Protocol):
     """What a launched collective returns: ``torch.distributed.Work`` or one of ours."""
@@ -27,28 +30,68 @@ class Pending:
 
     Hazard: a tensor freed on the compute stream while the backend's stream still uses it. Guard:
     this object owns the tensors until :meth:`wait` has ordered the two streams.
+
+    Args:
+        works: The collectives, in the order in which to wait for them.
+        owned: The tensors.
+        act: What they do, for messages.
     """
 
-    __slots__ = ("_owned", "_works")
+    __slots__ = ("_act", "_is_broken", "_owned", "_works")
 
     def __init__(
-        self, works: Sequence[Waitable], owned: Sequence[torch.Tensor | None] = ()
+        self,
+        works: Sequence[Waitable],
+        owned: Sequence[torch.Tensor | None] = (),
+        act: str = "communicating",
     ) -> None:
-        self._works = list(works)
+        self._works = list(works)[::-1]
         self._owned = list(owned)
+        self._act = act
+        self._is_broken = False
 
     def wait(self) -> None:
-        """Order the consumer after the collectives and let go of the tensors; idempotent."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        """Order the consumer after the collectives and let go of the tensors; idempotent.
+
+        Raises:
+            CommunicationError: If a collective fails.
+            ShardError: If it is waited for again after it failed, or after an interrupt.
+        """
+        if self._is_broken:
+            raise ShardError(
+                f"Expected to be waiting for the first time while {self._act}, got a wait that "
+                "failed or was interrupted before; run the whole iteration again"
+            )
+        works, self._is_broken = self._works, True
+        try:
+            while works:
+                works.pop().wait()
+        except RuntimeError as error:
+            raise named(error, self._act) from error
+        self._owned.clear()
+        self._is_broken = False
+
+    def drop(self) -> None:
+        """Wait until nothing writes to the tensors any more, whatever became of the collectives."""
+        while self._works:
+            with contextlib.suppress(RuntimeError):
+                self._works.pop().wait()
         self._owned.clear()
 
 
 def wait_for_event(event: torch.Event, device: torch.device) -> None:
-    """Make the compute stream of ``device`` continue after ``event``."""
+    """Make the compute stream of ``device`` continue after ``event``.
+
+    Hazard: a generic stream takes the event of a backend, such as ``torch.cuda.Event``, for one
+    that was never recorded, and does not wait. Guard: the event is asked, which knows its kind.
+    """
     if device.type != "cpu":
-        torch.accelerator.current_stream(device).wait_event(event)
+        event.wait()
+
+
+def compute_stream(device: torch.device) -> int:
+    """Return the number of the stream that is current on ``device``; 0 on the CPU."""
+    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
 
 
 @contextlib.contextmanager

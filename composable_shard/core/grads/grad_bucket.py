@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -102,7 +103,7 @@ class GradBucket:
         if all(transfer.present):
             return transfer.present
         flags = transfer.result[self.layout.shard_numel :].tolist()
-        return [flag > 0 for flag in flags]
+        return [flag != 0 for flag in flags]
 
     def _add(self, transfer: GradTransfer, index: int, full: torch.Tensor) -> None:
         start = self.layout.shard_offsets[index]
@@ -162,11 +163,20 @@ class GradBucket:
         return grad if param.dim == 0 else grad.reshape(param.rows, param.inner)
 
     def _flag_rows(self, dtype: torch.dtype, present: list[bool]) -> torch.Tensor:
-        """Return the flags once for each shard; those of a full set are kept."""
+        """Return the flags once for each shard, made on the device; those of a full set are kept.
+
+        They are repeated in memory: the fused kernel takes no tensor that overlaps with itself.
+        """
         flags = self._full_flags.get(dtype) if all(present) else None
         if flags is None:
-            row = torch.tensor(present, dtype=dtype, device=self._device)
-            flags = row.expand(self.layout.num_shards, -1)
+            shape = (self.layout.num_shards, len(present))
+            flags = torch.ones(shape, dtype=dtype, device=self._device)
+            start = 0
+            for is_present, run in groupby(present):
+                stop = start + len(list(run))
+                if not is_present:
+                    flags[:, start:stop].zero_()
+                start = stop
             if all(present):
                 self._full_flags[dtype] = flags
         return flags

@@ -99,6 +99,13 @@ class ParamSet:
             self._followed = wanted
             self._note_accumulators()
 
+    def renew_accumulators(self) -> None:
+        """Make other nodes that accumulate, at the next ``follow_requires_grad``."""
+        for param in self._params:
+            param.accumulator = None
+        self.accumulators = []  # a tensor makes another node once nobody holds the last
+        self._followed = None
+
     def _standing(self) -> list[nn.Parameter | None]:
         return [module._parameters.get(attribute) for module, attribute in self._first_places]
 

@@ -152,7 +152,7 @@ class BackwardPass:
         return countdown
 
     def _enter(self, group: ParamGroup) -> None:
-        if self._end is None or self._end() is None:
+        if not self._is_running:
             if self.was_aborted:
                 self._context.clean_up()
             self._begin()
@@ -165,6 +165,7 @@ class BackwardPass:
         end = End(self.end)
         self._end, self._id = weakref.ref(end), _torch.current_backward()
         _torch.on_backward_end(end)
+        del end  # a traceback through here would keep it
         self._is_inside = self._context.forward.is_running
         if self._is_inside:
             return
@@ -226,9 +227,20 @@ class BackwardPass:
     # The end --------------------------------------------------------------------------------
 
     @property
+    def _is_running(self) -> bool:
+        end = None if self._end is None else self._end()
+        return end is not None and not end.has_failed
+
+    @property
     def was_aborted(self) -> bool:
-        """Whether a backward began and failed, and nothing has cleaned up since."""
-        return self._end is not None and self._end() is None and not self._is_inside
+        """Whether a backward began and failed, and nothing has cleaned up since.
+
+        Hazard: the engine, on a thread of its own, lets go of a failed backward some time after it
+        has raised. Guard: outside of every backward none is running, whatever is still alive.
+        """
+        if self._end is None or self._is_inside:
+            return False
+        return _torch.current_backward() == -1 or not self._is_running
 
     @property
     def ran_inside(self) -> bool:

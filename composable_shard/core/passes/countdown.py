@@ -14,13 +14,23 @@ _TO_THE_END = 1 << 62
 
 
 class End:
-    """Called at the end of a backward; dies without being called if the backward fails."""
+    """Called at the end of a backward; dies without being called if the backward fails.
+
+    Attributes:
+        has_failed: Whether it was called and raised: then who keeps the exception keeps it alive.
+    """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
+        self.has_failed = False
         self._on_end = on_end
 
     def __call__(self) -> None:
-        self._on_end()
+        try:
+            with _torch.apart_from_transforms():
+                self._on_end()
+        except BaseException:
+            self.has_failed = True
+            raise
 
 
 class Boundary:

@@ -94,7 +94,8 @@ class Arrival:
                 "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
                 "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
             )
-        self.group.context.backward.arrive(self.group)
+        with _torch.apart_from_transforms():
+            self.group.context.backward.arrive(self.group)
 
 
 @dataclass
@@ -216,7 +217,7 @@ class ModuleHooks:
         device = self._group.mesh.device
         if device.type == "cpu":
             return args, kwargs
-        return _map_inputs(lambda tensor: tensor.to(device, non_blocking=True), args, kwargs)
+        return _map_inputs(partial(_moved, device), args, kwargs)
 
     def _put_boundary(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         """Put an identity before the module, whose backward runs after all of the module's."""
@@ -254,7 +255,8 @@ class ModuleHooks:
         return is_watched
 
     def _pre_backward(self, boundaries: Sequence[Boundary], grad: torch.Tensor) -> None:
-        self._group.context.backward.need(self._group, boundaries)
+        with _torch.apart_from_transforms():
+            self._group.context.backward.need(self._group, boundaries)
 
 
 def _map_inputs(
@@ -290,7 +292,8 @@ def _check_can_run_opened(group: ParamGroup) -> None:
 def _arrive_at_boundary(
     group: ParamGroup, token: Token, grads: Sequence[torch.Tensor | None], *_: object
 ) -> None:
-    group.context.backward.arrive_at_boundary(group, token)
+    with _torch.apart_from_transforms():
+        group.context.backward.arrive_at_boundary(group, token)
     if torch.is_grad_enabled():  # with create_graph: a backward may start from these gradients
         for grad in grads:
             for tensor in () if grad is None else _levels(grad):
@@ -305,7 +308,17 @@ def _watch_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
 
 
 def _need(group: ParamGroup, _: torch.Tensor) -> None:
-    group.context.backward.need(group)
+    with _torch.apart_from_transforms():
+        group.context.backward.need(group)
+
+
+def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Move an input to the device of compute.
+
+    Hazard: the caller fills pinned memory with the next batch while this one is being copied.
+    Guard: it is waited for. Other memory of the host has been read when the copy returns.
+    """
+    return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

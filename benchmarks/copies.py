@@ -1,0 +1,275 @@
+"""Bytes that a training step copies and does not compute with, and what it sends how often.
+
+Run `python benchmarks/copies.py`. Two gloo ranks train each contestant for some steps; what
+rank 0 then does in `--rounds` further steps is watched operation by operation, and the mean is
+shown. The floor is subtracted: the plain module with its parameters in the dtype of compute.
+
+Counted are bytes *written* by operations of torch, in these columns:
+
+- moved (forward, backward, optimizer): what copies, casts, concatenates, splits or pads, FSDP2's
+  own operators and DDP's scaled copy into its bucket included; other arithmetic is not;
+- arithmetic: the passes that divide or add in place or into a given tensor;
+- in comms: both kinds where a collective does them by operations of torch: the rank's own part
+  of an all-gather and the sum of a reduce-scatter in this library's gloo collectives, and the
+  result that gloo's own reduce-scatter, which FSDP2 uses, hands over. (FSDP2 gathers in place:
+  its copy-in, which is under moved, is what the own part is here.)
+
+`moved/P` and `all/P` are over the bytes P of all parameters in fp32, all being the three kinds
+together. A call is one launch of a collective, a message one send between two ranks, or one read
+by a rank out of the memory of another on the same host. Not counted:
+what a collective does inside the backend, allocation, what an operation writes within itself,
+and reads. Under the bf16 policy DDP and the plain module use autocast, so they cast weights at
+every use and gradients back; FSDP2 and this library cast shards.
+
+The last row is FSDP2 by arithmetic, from the numbers of the parameters alone: a gather copies
+each shard in and each parameter out, after a cast of the shard where the policy asks for one;
+a reduction copies each gradient in, cast to fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import torch
+from contestants import LABELS, WRAPPERS, Contestant, Spec, build_contestant, build_floor
+from launch import end_ranks, on_ranks
+from limit import REDUCE_DTYPE, groups_of
+from observe import Observer, nbytes, written
+from report import MEGABYTE, load_average, print_load, print_table, write_json
+
+PHASES = ("forward", "backward", "optimizer")
+NUM_WARMUP_STEPS = 3  # by then orders are recorded and buffers made
+MOVES = {
+    *("aten::copy_", "aten::_to_copy", "aten::clone", "aten::cat", "aten::cat.out", "aten::stack"),
+    *("aten::split_with_sizes_copy", "aten::split_with_sizes_copy.out", "aten::_chunk_cat.out"),
+    *("aten::_chunk_cat", "aten::_foreach_copy_", "aten::constant_pad_nd", "aten::zero_"),
+    *("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat"),
+    "aten::mul.out",  # DDP divides a gradient on its way into the bucket
+}
+ARITHMETIC = {
+    *("aten::div_.Tensor", "aten::div_.Scalar", "aten::mul_.Tensor", "aten::mul_.Scalar"),
+    *("aten::add_.Tensor", "aten::add.out", "aten::div.out", "aten::_foreach_add_.List"),
+    *("aten::_foreach_div_.Scalar", "aten::_foreach_mul_.Scalar"),
+}
+COLLECTIVES_OF = ("composable_shard.core.comms.direct", "torch.distributed.distributed_c10d")
+
+
+@dataclass
+class Counts:
+    """What steps did: bytes by phase and kind, calls."""
+
+    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    arithmetic: int = 0
+    in_collectives: int = 0
+    collectives: int = 0
+    messages: int = 0
+    sent: int = 0
+
+
+class Copies(Observer):
+    """Counts what is moved and sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+        self.counts = Counts()
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Copies:
+        """Begin to watch operations, and what this library's collectives do without any."""
+        from composable_shard.core.comms import direct, offers
+
+        watched = {
+            (direct.DirectAllGather, "launch"): self._saw_launch,
+            (direct.DirectReduceScatter, "launch"): self._saw_launch,
+            (direct, "put_own"): self._saw_own_part,
+            (offers.Offer, "read"): self._saw_read,
+        }
+        for (owner, name), note in watched.items():
+            self._patches.enter_context(noticed(owner, name, note))
+        return cast(Copies, super().__enter__())
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop watching."""
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _saw_launch(self, *_: Any) -> None:
+        self.counts.collectives += 1
+
+    def _saw_own_part(self, shard: torch.Tensor, _: torch.Tensor) -> None:
+        self.counts.in_collectives += shard.nbytes
+
+    def _saw_read(self, offer: Any, peer: int, address: int, into: torch.Tensor) -> None:
+        self.counts.messages += 1
+        self.counts.sent += into.nbytes
+
+    def saw(
+        self,
+        func: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        counts, name = self.counts, func.name()
+        if name == "c10d::send":
+            counts.messages += 1
+            counts.sent += nbytes(args[0])
+        elif name.startswith("c10d::"):
+            counts.collectives += not name.startswith("c10d::recv")
+        elif name in MOVES or name in ARITHMETIC:
+            # This one returns views and declares no output.
+            is_copy_in = name == "fsdp::all_gather_copy_in"
+            num_bytes = nbytes(args[0]) if is_copy_in else written(func, args, kwargs, result)
+            if is_within_collective():
+                counts.in_collectives += num_bytes
+            elif name in MOVES:
+                counts.moved[self.phase] += num_bytes
+            else:
+                counts.arithmetic += num_bytes
+
+
+@contextlib.contextmanager
+def noticed(owner: Any, name: str, note: Callable[..., None]) -> Iterator[None]:
+    """Call `note` with the arguments of a function whenever that is called."""
+    before = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        note(*args)
+        return before(*args)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def is_within_collective() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") in COLLECTIVES_OF:
+            return True
+    return False
+
+
+def count(name: str, spec: Spec, num_steps: int) -> Counts:
+    """Count what this rank does in some steps of a contestant, or of the floor."""
+    contestant = build_floor(spec) if name == "floor" else build_contestant(name, spec)
+    for step in range(NUM_WARMUP_STEPS):
+        contestant.step(step)
+    gc.collect()
+    with Copies() as copies:
+        for step in range(num_steps):
+            watched_step(contestant, NUM_WARMUP_STEPS + step, copies)
+    return copies.counts
+
+
+def watched_step(contestant: Contestant, step: int, copies: Copies) -> None:
+    copies.phase = "forward"
+    loss = contestant.forward(step)
+    copies.phase = "backward"
+    loss.backward()
+    copies.phase = "optimizer"
+    contestant.update()
+
+
+def fsdp2_by_arithmetic(spec: Spec, num_ranks: int) -> dict[str, int]:
+    """Return the bytes that FSDP2 moves in each phase of one step, if all shards are even."""
+    groups = groups_of(spec)
+    wire = spec.compute_dtype
+    num_casts = 1 if wire == torch.float32 else 2  # the cast, and the copy of what it made
+    gathers = {g: num_casts * g.nbytes(wire) // num_ranks + g.nbytes(wire) for g in set(groups)}
+    again = sum(gathers[group] for group in groups if not group.is_root)
+    return {
+        "forward": sum(gathers[group] for group in groups),
+        "backward": again + sum(group.nbytes(REDUCE_DTYPE) for group in groups),
+        "optimizer": 0,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    figures = {}
+    load = load_average()
+    try:
+        for policy in options.dtype_policies:
+            spec = Spec(options.layers, options.width, options.batch, options.context, policy)
+            names = [*options.only, "floor"]
+            figures[policy] = {
+                name: on_ranks(count, options.ranks, name, spec, options.rounds)[0]
+                for name in names
+            }
+            show(figures[policy], spec, options)
+    finally:
+        end_ranks()
+    print_load(load)
+    if options.json:
+        counts = {
+            policy: {name: asdict(counts) for name, counts in row.items()}
+            for policy, row in figures.items()
+        }
+        facts = {"spec": asdict(spec), "ranks": options.ranks, "rounds": options.rounds}
+        write_json(options.json, {**facts, "load": [load, load_average()], "counts": counts})
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=2, help="steps that are watched")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
+    parser.add_argument("--context", type=int, default=32, help="tokens per sequence")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--dtype-policies", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"]
+    )
+    parser.add_argument("--only", nargs="+", choices=list(WRAPPERS), default=list(WRAPPERS))
+    parser.add_argument("--json", metavar="FILE", help="write all counts to this file")
+    return parser.parse_args(arguments)
+
+
+def show(figures: Mapping[str, Counts], spec: Spec, options: argparse.Namespace) -> None:
+    whole = sum(group.nbytes(torch.float32) for group in groups_of(spec))
+    columns = ["", *PHASES, "moved/P", "arithmetic", "in comms", "all/P", "calls", "messages"]
+    rows = []
+    for name in options.only:
+        beyond = beyond_floor(figures[name], figures["floor"], options.rounds)
+        everything = sum(beyond.values())
+        rows.append([LABELS[name], *moved_cells(beyond, whole)])
+        rows[-1] += [megabytes(beyond[kind]) for kind in ("arithmetic", "in_collectives")]
+        calls = figures[name].collectives, figures[name].messages
+        rows[-1] += [f"{everything / whole:.3f}", *(f"{n / options.rounds:g}" for n in calls)]
+    arithmetic = fsdp2_by_arithmetic(spec, options.ranks)
+    rows.append(["FSDP2 by arithmetic", *moved_cells(arithmetic, whole), *[""] * 5])
+    title = f"MB a step beyond the floor, P = {whole / MEGABYTE:.1f} MB"
+    print_table(f"{title}, {options.ranks} ranks, {spec.dtype_policy}", columns, rows)
+
+
+def beyond_floor(counts: Counts, floor: Counts, num_steps: int) -> dict[str, float]:
+    """Return the bytes of one step by phase and kind, less those of the floor."""
+    kinds = ("arithmetic", "in_collectives")
+    beyond = {phase: counts.moved[phase] - floor.moved[phase] for phase in PHASES}
+    beyond |= {kind: getattr(counts, kind) - getattr(floor, kind) for kind in kinds}
+    return {kind: num_bytes / num_steps for kind, num_bytes in beyond.items()}
+
+
+def moved_cells(moved: Mapping[str, float], whole: int) -> list[str]:
+    phases = [moved[phase] for phase in PHASES]
+    return [*map(megabytes, phases), f"{sum(phases) / whole:.3f}"]
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / MEGABYTE:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

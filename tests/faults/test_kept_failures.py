@@ -1,0 +1,103 @@
+"""A failed backward whose remains somebody keeps: the exception, or the engine for a while.
+
+An exception holds the frames that it went through. The engine's threads hold a backward until they
+have taken note of its failure, which may be after the caller has been told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from dist.models import Net, assert_parity, own_input, train_step, two_nets
+
+from composable_shard.core.passes.hooks import owner_of
+from composable_shard.testing import run_ranks
+
+Keep = Callable[[Net, list[object]], None]
+
+
+def failing_at_the_end(model: Net, kept: list[object]) -> None:
+    """Fail in the callback that ends the backward, and keep the exception."""
+    is_armed = [True]
+
+    def fail_once(_: torch.Tensor) -> None:
+        if is_armed.pop() if is_armed else False:
+            raise ValueError("while gradients are handed out")
+
+    model.set_all_reduce_hook(fail_once)
+    try:
+        model(own_input(9)).square().sum().backward()
+    except ValueError as error:
+        kept.append(error)
+    assert not is_armed
+
+
+def failing_at_the_bottom(model: Net, kept: list[object]) -> None:
+    """Fail in a node of the backward, and keep the exception and what the engine holds."""
+    context: Any = owner_of(model).context
+
+    def fail(_: torch.Tensor) -> None:
+        kept.append(context.backward._end())
+        raise ValueError("in a node")
+
+    x = own_input(9).requires_grad_()
+    x.register_hook(fail)
+    try:
+        model(x).square().sum().backward()
+    except ValueError as error:
+        kept.append(error)
+
+
+def train_after(fail: Keep, evaluates: bool) -> None:
+    """Train on after a failure, at once or after an evaluation."""
+    reference, model = two_nets(2)
+    kept: list[object] = []
+    for step in range(4):
+        model.zero_grad()
+        if step == 2:
+            fail(model, kept)
+            model.zero_grad()
+            if evaluates:
+                with torch.no_grad():
+                    model(own_input(7))
+        train_step(model, step, None)
+    assert None not in kept and isinstance(kept[-1], ValueError)
+    train_step(reference, 3, None)
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("fail", [failing_at_the_end, failing_at_the_bottom])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_goes_on(ranks: int, fail: Keep, evaluates: bool) -> None:
+    run_ranks(train_after, ranks, fail, evaluates)
+
+
+def backward_again() -> None:
+    """Start another backward of the same graph, without a forward, after one that failed."""
+    reference, model = two_nets(2)
+    kept: list[object] = []
+    train_step(model, 0, None)
+    model.zero_grad()
+    loss = model(own_input(1)).square().sum()
+    is_armed = [True]
+
+    def fail_once(_: torch.Tensor) -> None:
+        if is_armed.pop() if is_armed else False:
+            raise ValueError("while gradients are handed out")
+
+    model.set_all_reduce_hook(fail_once)
+    with pytest.raises(ValueError) as caught:
+        loss.backward(retain_graph=True)
+    kept.append(caught)
+    model.zero_grad()
+    loss.backward()
+    train_step(reference, 1, None)
+    assert_parity(model, reference)
+
+
+def test_the_same_backward_may_be_tried_again() -> None:
+    run_ranks(backward_again, 2)

@@ -1,0 +1,150 @@
+"""Streams, events and threads of a CUDA device: what the CPU can only pretend."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.testing import fake_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LONG = 200_000_000  # cycles of the device, some tenth of a second
+LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+@pytest.fixture
+def nccl_rank(tmp_path: object) -> Iterator[None]:
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def blocks(depth: int = 2, width: int = 64, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
+    )
+    for block in model.cuda():
+        fully_shard(block, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+@pytest.mark.parametrize("policy", [None, LOW])
+@pytest.mark.parametrize("make_event", [torch.cuda.Event, partial(torch.Event, "cuda")])
+def test_an_optimizer_on_another_stream_is_waited_for(
+    nccl_rank: None, make_event: Callable[[], Any], policy: MixedPrecisionPolicy | None
+) -> None:
+    model: Any = nn.Linear(8, 8, bias=False, device="cuda")
+    fully_shard(model, mp_policy=policy)
+    x = torch.ones(2, 8, device="cuda")
+    with torch.no_grad():
+        assert model(x).any()
+        shard, event, side = model.weight.to_local(), make_event(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG)
+            shard.zero_()
+            event.record(side)
+        model.set_post_optim_event(event)
+        assert not model(x).any()
+
+
+def test_a_pinned_input_may_be_overwritten_when_forward_returns(nccl_rank: None) -> None:
+    model: Any = fully_shard(nn.Linear(8, 8, bias=False, device="cuda"))
+    x = torch.ones(2, 8, pin_memory=True)
+    with torch.no_grad():
+        expected = model(x).clone()
+        torch.cuda._sleep(LONG)
+        output = model(x)
+        x.zero_()
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("policy", [None, LOW])
+def test_gradients_are_packed_by_one_kernel_for_each_group(
+    policy: MixedPrecisionPolicy | None,
+) -> None:
+    with fake_ranks(4):
+        model = blocks(mp_policy=policy)
+        x = torch.ones(2, 64, device="cuda")
+        model(x).sum().backward()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as seen:
+            model(x).sum().backward()
+            torch.cuda.synchronize()
+    kernels = [event.name for event in seen.events()]
+    assert sum("chunk_cat_cuda_kernel" in name for name in kernels) == len(model)
+
+
+def test_a_missing_gradient_waits_for_the_device_once_for_each_group() -> None:
+    with fake_ranks(4):
+        model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+        for layer in model:
+            layer.register_parameter("unused", nn.Parameter(torch.ones(4, device="cuda")))
+            fully_shard(layer)
+        fully_shard(model)
+        x = torch.ones(2, 64, device="cuda")
+        model(x).sum().backward()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                model(x).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == len(model), [str(wait.message) for wait in waits]
+
+
+def test_a_backward_on_another_stream_accumulates_there() -> None:
+    with fake_ranks(4), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, x = blocks(mp_policy=LOW), torch.ones(2, 64, device="cuda")
+        side = torch.cuda.Stream()
+        for stream in (torch.cuda.current_stream(), side, side, torch.cuda.current_stream()):
+            stream.wait_stream(side)
+            with torch.cuda.stream(stream):
+                model(x).sum().backward()
+            side.wait_stream(stream)
+    assert [str(one.message) for one in caught if "AccumulateGrad" in str(one.message)] == []
+
+
+def test_the_step_after_a_failed_backward_is_that_of_the_unsharded_model(nccl_rank: None) -> None:
+    model = blocks()
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in model)).cuda()
+    with torch.no_grad():
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            other.copy_(mine.to_local())
+    kept = []
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("in a node")
+
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(4, 64, device="cuda", requires_grad=True)
+        if step == 1:
+            x.register_hook(fail)
+            with pytest.raises(ValueError, match="in a node") as caught:
+                model(x).square().sum().backward()
+            kept.append(caught)
+            model.zero_grad()
+            continue
+        for one in (model, plain):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), other.grad)

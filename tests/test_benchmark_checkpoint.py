@@ -1,0 +1,199 @@
+"""The benchmark of checkpoints: what it loads is what it saved, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from composable_shard.testing import run_ranks
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+LAYERS, WIDTH = 1, 64
+SHARDED = ("ours", "fsdp2")
+ROWS = [
+    *("save sharded, 2", "load sharded, 2", "load sharded, 2 to 1"),
+    *("save sharded, 1", "load sharded, 1 to 2", "save full", "load full"),
+]
+State = dict[str, torch.Tensor]
+
+
+# What is loaded -------------------------------------------------------------------------------
+
+
+def full_state(name: str) -> State:
+    """Return all parameters and optimizer states in full. Collective: gathers each."""
+    from checkpoint_acts import _BUILT
+
+    contestant = _BUILT[name]
+    state = {}
+    for key, param in contestant.model.named_parameters():
+        parts = {"value": param, **contestant.optimizer.state[param]}
+        for part, tensor in parts.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            state[f"{key}.{part}"] = full.detach().clone()
+    return state
+
+
+def save(name: str, act: str, folder: Path) -> tuple[State, str]:
+    """Build and train a contestant, save it; return what it was."""
+    from checkpoint_acts import _BUILT, build, digest, perform
+    from contestants import Spec
+
+    build(name, Spec(layers=LAYERS, width=WIDTH, batch=1, context=8))
+    _BUILT[name].step(1)
+    saved = full_state(name), digest(name)
+    perform(name, act, folder)
+    return saved
+
+
+def load(name: str, act: str, folder: Path) -> tuple[str, State, str]:
+    """Build another one and load it; return what it was before, and what it is."""
+    from checkpoint_acts import build, digest, perform
+    from contestants import Spec
+
+    build(name, Spec(layers=LAYERS, width=WIDTH, batch=1, context=8))
+    before = digest(name)
+    perform(name, act, folder)
+    return before, full_state(name), digest(name)
+
+
+def same(one: State, other: State) -> bool:
+    return list(one) == list(other) and all(
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
+    )
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_what_other_ranks_load_is_bitwise_what_was_saved(
+    tmp_path: Path, name: str, kind: str, ranks: tuple[int, int]
+) -> None:
+    savers, loaders = ranks
+    (saved, digest), *_ = run_ranks(save, savers, name, f"save_{kind}", tmp_path / "it")
+    assert len(saved) == 4 * len([key for key in saved if key.endswith(".value")])
+    for before, loaded, found in run_ranks(load, loaders, name, f"load_{kind}", tmp_path / "it"):
+        assert same(loaded, saved)
+        assert found == digest != before
+
+
+def test_a_plain_module_too(tmp_path: Path) -> None:
+    ((saved, digest),) = run_ranks(save, 1, "single", "save_plain", tmp_path / "it")
+    ((_, loaded, found),) = run_ranks(load, 1, "single", "load_plain", tmp_path / "it")
+    assert same(loaded, saved)
+    assert found == digest
+
+
+def wiped() -> list[object]:
+    """Load nothing at all; return whether that shows, and whether a single bit does."""
+    import checkpoint_acts
+
+    name, place = "ours", Path("nowhere")
+    save(name, "nothing", place)
+    trained = checkpoint_acts.digest(name)
+    contestant = checkpoint_acts._BUILT[name]
+    local = next(contestant.model.parameters()).to_local().detach()
+    bits = local.view(torch.int32)
+    bits[0, 0] ^= 1
+    one_bit = checkpoint_acts.digest(name)
+    bits[0, 0] ^= 1
+    again = checkpoint_acts.digest(name)
+    checkpoint_acts.perform(name, "load_nothing", place)
+    zeros = all(not tensor.any() for tensor in full_state(name).values())
+    return [again == trained, one_bit != trained, zeros]
+
+
+def with_acts_that_do_nothing() -> list[object]:
+    import checkpoint_acts
+
+    before = dict(checkpoint_acts.ACTS)
+    checkpoint_acts.ACTS.update({act: lambda *_: None for act in ("nothing", "load_nothing")})
+    try:
+        return wiped()
+    finally:
+        checkpoint_acts.ACTS.clear()
+        checkpoint_acts.ACTS.update(before)
+
+
+def test_a_load_that_does_nothing_would_be_noticed() -> None:
+    assert run_ranks(with_acts_that_do_nothing, 2) == [[True] * 3] * 2
+
+
+# What lies on disk ----------------------------------------------------------------------------
+
+
+def files(name: str, folder: Path) -> dict[str, int]:
+    run_ranks(save, 2, name, "save_sharded", folder / name)
+    return {path.name: path.stat().st_size for path in (folder / name).iterdir()}
+
+
+def test_each_rank_writes_its_bytes_and_no_others(tmp_path: Path) -> None:
+    ours, theirs = (files(name, tmp_path) for name in SHARDED)
+    shards = ["__0_0.distcp", "__1_0.distcp"]
+    assert sorted(ours) == sorted(theirs) == [".metadata", *shards]
+    assert [ours[shard] for shard in shards] == [theirs[shard] for shard in shards]
+    (saved, _), *_ = run_ranks(save, 2, "ours", "save_sharded", tmp_path / "again")
+    tensors = sum(tensor.numel() * tensor.itemsize for tensor in saved.values())
+    written = sum(ours[shard] for shard in shards)
+    # Around each tensor of each rank lies a zip container.
+    assert tensors < written < tensors + 2 * len(saved) * 2500
+
+
+# The program ----------------------------------------------------------------------------------
+
+
+def test_the_program_measures_all_and_cleans_up(tmp_path: Path) -> None:
+    file, place = tmp_path / "figures.json", tmp_path / "checkpoints"
+    place.mkdir()
+    done = subprocess.run(
+        [
+            *(sys.executable, str(BENCHMARKS / "checkpoint.py"), "--rounds", "2"),
+            *("--layers", str(LAYERS), "--width", str(WIDTH)),
+            *("--folder", str(place), "--json", str(file)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(place.iterdir()) == []
+    figures = json.loads(file.read_text())
+    assert sorted(figures["costs"]) == sorted(ROWS)
+    for label, costs in figures["costs"].items():
+        plain = ["single"] if label in ("save full", "load full") else []
+        assert sorted(costs) == sorted([*SHARDED, *plain])
+        for sample in costs.values():
+            assert len(sample) == 2
+            assert all(len(cost) == 3 and min(cost[:2]) > 0 <= cost[2] for cost in sample)
+    assert {kind: sorted(sizes) for kind, sizes in figures["on_disk"].items()} == {
+        "full": ["fsdp2", "ours", "single"],
+        "other": ["fsdp2", "ours"],
+        "sharded": ["fsdp2", "ours"],
+    }
+    printed = [line for line in done.stdout.splitlines() if line.startswith("bytes on disk")]
+    assert len(printed) == 3 and all(str(figures["payload"]) in line for line in printed)
+
+
+def test_a_checkpoint_of_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By its path: the tests of checkpoints are a package of the same name.
+    spec = importlib.util.spec_from_file_location("program", BENCHMARKS / "checkpoint.py")
+    assert spec is not None and spec.loader is not None
+    checkpoint = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "program", checkpoint)
+    spec.loader.exec_module(checkpoint)
+    monkeypatch.setattr(checkpoint, "on_ranks", lambda fn, n, *args: ["changed"] * n)
+    monkeypatch.setattr(checkpoint, "take", lambda *args: None)
+    step = checkpoint.Step("load sharded, 2", "load_sharded", 2, "sharded")
+    with pytest.raises(RuntimeError, match="composable_shard: load sharded, 2 gave other bytes"):
+        checkpoint.take_checked(step, "ours", Path("nowhere"), {"sharded": "saved"})
+    checkpoint.take_checked(step, "ours", Path("nowhere"), {"sharded": "changed"})

@@ -1,0 +1,316 @@
+"""The benchmarks: each runs from end to end, and its figures are what arithmetic says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composable_shard.core.params.layout import ParamLayout, travels_packed
+from composable_shard.testing import run_ranks
+
+contestants, copies, host, limit, live_storage, memory, report, step = map(
+    importlib.import_module,
+    ["contestants", "copies", "host", "limit", "live_storage", "memory", "report", "step"],
+)
+
+FP32 = 4
+FLAG = 4  # one for each parameter says who took part, in the dtype of the reduction
+# Some parameters of this width are big enough to travel by themselves, others travel packed.
+SPEC = contestants.Spec(layers=2, width=128, batch=1, context=8)
+TINY = ["--layers", "1", "--width", "64", "--context", "8", "--batch", "1"]
+
+
+def main(program: Any, tmp_path: Path, *arguments: str) -> Any:
+    """Run a program in this process and return what it wrote as JSON."""
+    path = tmp_path / "figures.json"
+    assert program.main([*arguments, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def rows_of(printed: str) -> list[list[str]]:
+    """Return the cells of all rows of the printed tables, without their headings."""
+    lines = [line for line in printed.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def headings_of(printed: str) -> list[str]:
+    lines = [line for line in printed.splitlines() if line.startswith("┃")]
+    return [cell.strip() for line in lines for cell in line.strip("┃").split("┃")]
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    with torch.device("meta"):
+        return list(contestants.Gpt(SPEC).parameters())
+
+
+# A step -----------------------------------------------------------------------------------------
+
+
+def walls(turns: dict[str, list[list[float]]], name: str) -> list[float]:
+    if name == "limit":
+        pairs = zip(walls(turns, "compute"), walls(turns, "transfer"), strict=True)
+        return [max(pair) for pair in pairs]
+    return [wall for wall, _ in turns[name]]
+
+
+def median_ratio(turns: dict[str, list[list[float]]], name: str, other: str) -> str:
+    pairs = zip(walls(turns, name), walls(turns, other), strict=True)
+    return f"{statistics.median(mine / others for mine, others in pairs):.3f}"
+
+
+def test_a_step_is_compared_with_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = main(step, tmp_path, *TINY, "--rounds", "3", "--steps-per-round", "1")
+    printed = capsys.readouterr().out
+    turns = figures["turns"]["1"]
+    assert {name: len(sample) for name, sample in turns.items()} == dict.fromkeys(
+        ["ours", "fsdp2", "ddp", "single", "compute", "transfer"], 3
+    )
+    assert headings_of(printed)[1:4] == ["step ms", "ours/other (quartiles)", "step/limit"]
+    assert headings_of(printed)[4] == "processor ms"
+    rows = {row[0]: row for row in rows_of(printed)}
+    assert rows["torch FSDP2"][2].split()[0] == median_ratio(turns, "ours", "fsdp2")
+    assert rows["composable_shard"][3] == median_ratio(turns, "ours", "limit")
+    assert rows["limit"][1] == f"{statistics.median(walls(turns, 'limit')) * 1e3:.1f}"
+    processors = statistics.median(processor for _, processor in turns["ddp"])
+    assert rows["torch DDP"][4] == f"{processors * 1e3:.1f}"
+    sums = [c + t for (_, c), (_, t) in zip(turns["compute"], turns["transfer"], strict=True)]
+    assert rows["limit"][4] == f"{statistics.median(sums) * 1e3:.1f}"
+    assert "load average" in printed
+
+
+def test_a_sweep_has_one_row_for_each_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ["--sweep", "1", "3", "--rounds", "2", "--layers", "1", "--width", "64"]
+    figures = main(step, tmp_path, *sweep, "--only", "ours", "ddp")
+    printed = capsys.readouterr().out
+    assert headings_of(printed) == [
+        *("batch", "ours ms", "ours/ddp", "ours/limit", "limit is", "proc. /limit")
+    ]
+    rows = rows_of(printed)
+    assert [row[0] for row in rows] == ["1", "3"]
+    for row in rows:
+        turns = figures["turns"][row[0]]
+        ratios = [median_ratio(turns, "ours", other) for other in ("ddp", "limit")]
+        assert row[2:4] == ratios
+        larger = max(("compute", "transfer"), key=lambda s: statistics.median(walls(turns, s)))
+        assert row[4] == larger
+
+
+def test_compute_alone_updates_one_rank_s_share_and_sends_nothing() -> None:
+    for rank, (numels, counts) in enumerate(run_ranks(compute_alone, 2)):
+        assert sum(numels) == sum(param.numel() for param in parameters()) // 2, rank
+        assert (counts.collectives, counts.messages) == (0, 0)
+
+
+def compute_alone() -> tuple[list[int], Any]:
+    built = limit.build_compute(SPEC)
+    shards = [param for group in built.optimizer.param_groups for param in group["params"]]
+    before = [shard.clone() for shard in shards]
+    with copies.Copies() as watched:
+        watched.phase = "forward"
+        built.step(0)
+    assert not any(map(torch.equal, before, shards))
+    assert all(param.grad is None for param in built.model.parameters())
+    return [shard.numel() for shard in shards], watched.counts
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_transfer_alone_sends_what_a_step_sends(policy: str) -> None:
+    spec = contestants.Spec(layers=2, width=128, batch=1, context=8, dtype_policy=policy)
+    ours, alone = (
+        [counts.sent for counts in run_ranks(counted, 2, name, spec)]
+        for name in ("ours", "transfer")
+    )
+    layouts = [(ParamLayout(tuple(p.shape), 0, 2), p.numel()) for p in parameters()]
+    packed = sum(numel for layout, numel in layouts if travels_packed(layout, FP32))
+    # Behind the packed gradients travel flags, and both are cast before they are sent.
+    extra = FLAG * len(parameters()) + packed * (FP32 - spec.compute_dtype.itemsize) // 2
+    assert ours == [num_bytes + extra for num_bytes in alone]
+    num_params = sum(param.numel() for param in parameters())
+    block = sum(param.numel() for param in parameters()[2:14])  # after the two embeddings
+    gathered = (num_params + 2 * block) * spec.compute_dtype.itemsize
+    assert alone == [(gathered + num_params * spec.compute_dtype.itemsize) // 2] * 2
+
+
+def counted(name: str, spec: Any) -> Any:
+    """Return what one step of a contestant, or of a side of the limit, did on this rank."""
+    if name != "transfer":
+        return copies.count(name, spec, 1)
+    transfer = limit.build(name, spec)
+    with copies.Copies() as watched:
+        transfer.step(0)
+    return watched.counts
+
+
+# Copies -----------------------------------------------------------------------------------------
+
+
+def beyond_floor(name: str, policy: str) -> tuple[dict[str, float], Any]:
+    spec = contestants.Spec(layers=2, width=128, batch=1, context=8, dtype_policy=policy)
+    counts, floor = (run_ranks(copies.count, 2, each, spec, 2)[0] for each in (name, "floor"))
+    return copies.beyond_floor(counts, floor, 2), counts
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_copies_of_fsdp2_are_those_of_arithmetic(policy: str) -> None:
+    beyond, counts = beyond_floor("fsdp2", policy)
+    spec = contestants.Spec(layers=2, width=128, batch=1, context=8, dtype_policy=policy)
+    arithmetic = copies.fsdp2_by_arithmetic(spec, 2)
+    assert {phase: beyond[phase] for phase in arithmetic} == arithmetic
+    # In two steps: three gathers in forward, two in backward, three reductions.
+    assert (counts.collectives, counts.messages) == (2 * 8, 0)
+
+
+def test_ours_copies_only_what_travels_packed() -> None:
+    beyond, counts = beyond_floor("ours", "fp32")
+    params = parameters()
+    packed = [travels_packed(ParamLayout(tuple(param.shape), 0, 2), FP32) for param in params]
+    assert 0 < sum(packed) < len(packed)
+    sizes = [param.numel() * FP32 for param in params]
+    copied = [size for size, is_packed in zip(sizes, packed, strict=True) if is_packed]
+    blocks = range(2, 26)  # two embeddings before, the norm and the head behind
+    again = sum(sizes[index] for index in blocks if packed[index])
+    flags = FLAG * len(params)
+    assert beyond == {
+        "forward": sum(copied),
+        "backward": again + sum(copied) + 2 * flags,
+        "optimizer": 0,
+        "arithmetic": 0,
+        # own parts of the gathers, the sums over ranks and the means
+        "in_collectives": 3 * sum(sizes) // 2
+        + sum(sizes[index] for index in blocks) // 2
+        + 2 * flags,
+    }
+    assert counts.collectives == 2 * 8
+
+
+def test_ddp_writes_every_gradient_once_and_the_plain_module_is_the_floor() -> None:
+    beyond, _ = beyond_floor("ddp", "fp32")
+    whole = sum(param.numel() for param in parameters()) * FP32
+    none = dict.fromkeys(beyond, 0)
+    assert beyond == {**none, "backward": whole}
+    assert beyond_floor("single", "fp32")[0] == none
+
+
+def test_copies_prints_bytes_over_the_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--dtype-policies", "fp32", "--only", "fsdp2", "--rounds", "1"]
+    figures = main(copies, tmp_path, *TINY, *chosen)
+    rows = rows_of(capsys.readouterr().out)
+    assert [row[0] for row in rows] == ["torch FSDP2", "FSDP2 by arithmetic"]
+    assert rows[0][:5] == ["torch FSDP2", *rows[1][1:5]]
+    assert list(figures["counts"]["fp32"]) == ["fsdp2", "floor"]
+
+
+# Memory -----------------------------------------------------------------------------------------
+
+
+def test_live_storage_follows_views_resizes_and_frees() -> None:
+    with live_storage.LiveStorage() as live:
+        a = torch.ones(100)
+        a[10:].view(9, 10).add_(1)
+        assert live.live() == 400
+        a.untyped_storage().resize_(40)
+        assert live.live() == 40
+        b = torch.zeros(50)
+        shares = torch.empty(0).set_(b.untyped_storage(), 0, (50,))
+        shares.add_(1)
+        assert live.live() == 240
+        live.reset_peak()
+        torch.ones(25)
+        del b
+        assert live.live() == 240
+        del shares
+        assert live.live() == 40
+        assert live.peak == 340
+
+
+def test_between_steps_a_rank_keeps_parameters_and_their_state() -> None:
+    params = parameters()
+    whole = 3 * sum(param.numel() for param in params) * FP32
+    counters = FP32 * len(params)  # the optimizer counts the steps of each parameter
+    for name, kept in (("single", whole), ("fsdp2", whole // 2), ("ours", whole // 2)):
+        for between, peak in run_ranks(memory.live_bytes, 2, name, SPEC):
+            # Besides, a library may keep a few numbers for each parameter.
+            assert 0 <= between - kept - counters <= 3 * counters, name
+            assert peak > between
+
+
+def test_the_minimum_is_the_sum_of_its_terms() -> None:
+    num_params = sum(param.numel() for param in parameters())
+    block = sum(param.numel() for param in parameters()[2:14])
+    assert memory.terms(SPEC, 4, 1000, sharded=True) == memory.Terms(
+        parameters=num_params,
+        optimizer_state=2 * num_params,
+        unsharded_groups=2 * block * FP32,
+        unsharded_gradients=block * FP32,
+        activations=1000,
+        gradients=num_params,
+    )
+    assert memory.terms(SPEC, 4, 1000, sharded=False).total() == 16 * num_params
+    assert memory.terms(SPEC, 4, 10**9, sharded=False).total() == 12 * num_params + 10**9
+
+
+def test_memory_prints_the_terms_and_the_peaks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = main(memory, tmp_path, *TINY, "--only", "ours", "--rounds", "1")
+    terms, whole, ours = rows_of(capsys.readouterr().out)
+    assert (terms[0], whole[0], ours[0]) == ("sharded", "whole", "composable_shard")
+    minimum = memory.Terms(**figures["minimum"]["sharded"]).total()
+    assert terms[-1] == f"{minimum / 1e6:.1f}"
+    assert ours[3] == f"{figures['live']['ours'] / minimum:.3f}"
+    assert figures["resident"]["ours"] > 0
+
+
+# Host time --------------------------------------------------------------------------------------
+
+
+def test_host_time_is_shown_raw_and_beyond_the_plain_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--ranks", "2", "64", "--blocks", "2", "--rounds", "3", "--steps-per-round", "1"]
+    figures = main(host, tmp_path, *sizes)
+    rows = rows_of(capsys.readouterr().out)
+    assert [row[:2] for row in rows] == [
+        [ranks, phase] for ranks in ("2", "64") for phase in ("forward", "backward")
+    ]
+    for row, (ranks, place) in zip(rows, [("2", 0), ("2", 1), ("64", 0), ("64", 1)], strict=True):
+        turns = figures["seconds"][ranks]
+        ours, fsdp2, plain = ([turn[place] for turn in turns[name]] for name in host.NAMES)
+        trios = list(zip(ours, fsdp2, plain, strict=True))
+        assert row[5] == f"{statistics.median(a / b for a, b, _ in trios):.3f}"
+        beyond = statistics.median((a - c) / (b - c) for a, b, c in trios)
+        assert row[6].split()[0] == f"{beyond:.3f}"
+        assert row[2] == f"{statistics.median(ours) * 1e6:.0f}"
+
+
+def test_host_time_shards_twelve_parameters_in_every_group() -> None:
+    names = [name for name, _ in host.build("single", 3, 8).named_parameters()]
+    assert len(names) == 3 * 12
+
+
+# What they share --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["limit", "live_storage", "report", "rounds"])
+def test_examples_in_docstrings(name: str) -> None:
+    import doctest
+
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+def test_a_table_without_rich_is_laid_out_with_spaces() -> None:
+    table = report.plain_table("t", ["name", "ms"], [["a", "10.0"], ["longer", "5"]])
+    assert table == "t\nname      ms\na       10.0\nlonger     5"
