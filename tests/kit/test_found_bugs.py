@@ -13,9 +13,9 @@ from composable_shard.testing import (
 
 def test_a_group_may_give_back_parameters_to_two_outer_groups_one_after_the_other() -> None:
     """It copies the parameters that stay, which counted as a change of them by the user."""
-    lowest = TreeSpec((ParamSpec((), tied=True), ParamSpec((4, 3)), ParamSpec((3, 3), tied=True)))
-    middle = TreeSpec((), (TreeSpec((ParamSpec(()),), grouped=False), lowest))
-    tree = TreeSpec((ParamSpec((3, 3)),), (middle,))
+    lowest = TreeSpec((ParamSpec((2,), tied=True), ParamSpec((3,)), ParamSpec((5,), tied=True)))
+    middle = TreeSpec((), (TreeSpec((ParamSpec((2,)),), grouped=False), lowest))
+    tree = TreeSpec((ParamSpec((5,)),), (middle,))
     with fake_ranks(3):
         shard_tree(tree())
     assert_trains_like_unsharded(tree, ["backward", "step", "backward"], world_size=3)
