@@ -14,11 +14,12 @@ HAS_TORCH = $(PYTHON) -c 'import sys, torch, torch.distributed as dist; \
 	2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format install clean
+.PHONY: help demo test test-long lint format install clean
 
 help:
 	@echo "make demo     train a small language model on two ranks"
 	@echo "make test     run the tests"
+	@echo "make test-long  run ten times the generated examples, and the long runs"
 	@echo "make lint     check style and types"
 	@echo "make format   bring the code into style"
 	@echo "make install  make $(VENV) with all that these need"
@@ -29,6 +30,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# New examples in every run, hence the longer time-out: they shrink when they fail.
+test-long: $(INSTALLED)
+	PARITY_EXAMPLES=10 $(BIN)/python -m pytest --timeout 6000 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -185,11 +185,12 @@ def _sharded_forms(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for param in params:
         form = param
         for hook in _torch.gradient_hooks(param):
-            if isinstance(hook, Arrival):
-                if hook.group not in known:
-                    members = hook.group.params
-                    known[hook.group] = {id(member.unsharded): member.sharded for member in members}
-                form = known[hook.group].get(id(param), param)
+            group = hook.group if isinstance(hook, Arrival) else None
+            if group is not None:
+                if group not in known:
+                    members = group.params
+                    known[group] = {id(member.unsharded): member.sharded for member in members}
+                form = known[group].get(id(param), param)
         yield form
 
 

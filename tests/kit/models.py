@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composable_shard import fully_shard
 from composable_shard.testing import shard_children
 
 
@@ -41,21 +42,7 @@ def shard_blocks(model: MLP, **options: Any) -> None:
     """Shard the blocks; the embedding and the head, being tied, belong to the root."""
     shard_children(model.blocks[0], **options)
     shard_children(model.blocks[1], **options)
-    shard_children_of_root(model, **options)
-
-
-def shard_children_of_root(model: MLP, **options: Any) -> None:
-    from composable_shard import fully_shard
-
     fully_shard(model, **options)
-
-
-def linear() -> nn.Module:
-    return nn.Linear(3, 4)
-
-
-def linear_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return model(torch.randn(4, 3)).square().mean()
 
 
 # Planted bugs ---------------------------------------------------------------------------------

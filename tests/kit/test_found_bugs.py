@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+from composable_shard import fully_shard
 from composable_shard.testing import (
     ParamSpec,
     TreeSpec,
     assert_trains_like_unsharded,
     fake_ranks,
+    run_on_ranks,
     shard_tree,
 )
 
 
 def test_a_group_may_give_back_parameters_to_two_outer_groups_one_after_the_other() -> None:
     """It copies the parameters that stay, which counted as a change of them by the user."""
-    lowest = TreeSpec((ParamSpec((), tied=True), ParamSpec((4, 3)), ParamSpec((3, 3), tied=True)))
-    middle = TreeSpec((), (TreeSpec((ParamSpec(()),), grouped=False), lowest))
-    tree = TreeSpec((ParamSpec((3, 3)),), (middle,))
+    lowest = TreeSpec((ParamSpec((2,), tied=True), ParamSpec((3,)), ParamSpec((5,), tied=True)))
+    middle = TreeSpec((), (TreeSpec((ParamSpec((2,)),), grouped=False), lowest))
+    tree = TreeSpec((ParamSpec((5,)),), (middle,))
     with fake_ranks(3):
         shard_tree(tree())
     assert_trains_like_unsharded(tree, ["backward", "step", "backward"], world_size=3)
+
+
+def models_alive() -> int:
+    alive = []
+    for _ in range(3):
+        model = fully_shard(nn.Linear(3, 4))
+        model(torch.ones(2, 3)).sum().backward()
+        alive.append(weakref.ref(model))
+        del model
+    gc.collect()
+    return sum(ref() is not None for ref in alive)
+
+
+def test_a_model_that_has_run_and_is_dropped_is_freed() -> None:
+    """A hook on each unsharded parameter held its group, and through it the parameter."""
+    assert run_on_ranks(models_alive, 2) == [0, 0]
+    assert run_on_ranks(models_alive, 1) == [0]

@@ -5,6 +5,7 @@ No arithmetic, no streams, no collectives here.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,22 +81,39 @@ _torch.count_as_module_call(run_as_forward)
 
 
 class Arrival:
-    """Told that autograd has accumulated into an unsharded parameter of a group."""
+    """Told that autograd has accumulated into an unsharded parameter of a group.
 
-    __slots__ = ("group",)
+    It hangs on the parameter, which the group holds together with the node that accumulates into
+    it, a circle that no garbage collection sees. So it does not hold the group: without a graph
+    nothing arrives, and a graph holds the groups it goes through.
+    """
+
+    __slots__ = ("_group",)
 
     def __init__(self, group: ParamGroup) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
+
+    @property
+    def group(self) -> ParamGroup | None:
+        """The group, while it lives."""
+        return self._group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Arrival | None:
+        group = self._group()
+        return None if group is None else Arrival(copy.deepcopy(group, memo))
 
     def __call__(self, *_: object) -> None:
+        group = self._group()
+        if group is None:
+            return
         if torch.is_grad_enabled():
             raise ShardError(
-                f"Expected a backward into the parameters of {self.group.label} without "
+                f"Expected a backward into the parameters of {group.label} without "
                 "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
                 "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
             )
         with _torch.apart_from_transforms():
-            self.group.context.backward.arrive(self.group)
+            group.context.backward.arrive(group)
 
 
 @dataclass

@@ -1,0 +1,85 @@
+"""Many iterations of random programs, and what the process holds on to meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed import distributed_c10d
+
+from composable_shard.testing import STEPS, ParamSpec, Step, TreeLoss, TreeSpec, shard_tree
+from composable_shard.testing.rehearsal import Plan, Rehearsal
+
+TREE = TreeSpec(
+    (ParamSpec((3,)), ParamSpec((4, 2))),
+    (
+        TreeSpec((ParamSpec((5, 2)), ParamSpec((257, 193)))),
+        TreeSpec((ParamSpec((3, 5), dim=1), ParamSpec((4,), trainable=False), ParamSpec(()))),
+        TreeSpec((ParamSpec((4, 2), tied=True),)),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds.
+
+    Attributes:
+        resident_nbytes: Its resident memory.
+        open_files: Its file descriptors.
+        process_groups: The process groups that it has made.
+        own_objects: Instances of classes of the package.
+        tensors: Tensors that Python knows of.
+    """
+
+    resident_nbytes: int
+    open_files: int
+    process_groups: int
+    own_objects: int
+    tensors: int
+
+
+def held() -> Held:
+    gc.collect()
+    alive = gc.get_objects()
+    # Objects that stand for others (mocks, weak proxies) may raise when asked what they are.
+    kinds = [type(one) for one in alive]
+    return Held(
+        int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        len(os.listdir("/proc/self/fd")),
+        len(distributed_c10d._world.pg_map),
+        sum(kind.__module__.startswith("composable_shard.core") for kind in kinds),
+        sum(issubclass(kind, torch.Tensor) for kind in kinds),
+    )
+
+
+def random_program(chooser: random.Random) -> list[Step]:
+    """A program that reduces what it accumulates and ends as a training step does."""
+    steps = chooser.choices(STEPS, k=chooser.randint(0, 4))
+    steps = [step for step in steps if step != "step"]
+    return [*steps, "backward", "step", "zero_grad"]
+
+
+def iterate(num_iterations: int, measure_at: tuple[int, ...]) -> tuple[list[str], list[Held]]:
+    """Follow random programs on one model; return what differs, and what is held at some.
+
+    Args:
+        num_iterations: How many programs.
+        measure_at: After which of them to look.
+    """
+    sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
+    rehearsal = Rehearsal(Plan(TREE, shard_tree, TreeLoss(), sgd))
+    chooser = random.Random(0)
+    found: list[str] = []
+    seen = []
+    for iteration in range(1, num_iterations + 1):
+        for step in random_program(chooser):
+            found += [f"iteration {iteration}, {step}: {text}" for text in rehearsal.do(step)]
+        if iteration in measure_at:
+            seen.append(held())
+    return found[:5], seen
