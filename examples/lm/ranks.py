@@ -43,7 +43,11 @@ def under_torchrun() -> bool:
 
 def is_restarted() -> bool:
     """Return whether ``torchrun`` has started the ranks again, after one of them died."""
-    return under_torchrun() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return under_torchrun() and _num_restarts() > 0
+
+
+def _num_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def num_ranks_here(asked: int | None, device_type: str) -> int:
@@ -108,7 +112,17 @@ def _work(
     else:
         torch.set_num_threads(1)
         device, backend = torch.device("cpu"), "gloo"
-    store = dist.FileStore(str(meeting_point), num_ranks) if meeting_point else None
+    store = dist.FileStore(str(meeting_point), num_ranks) if meeting_point else _torchrun_store()
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=PATIENCE)
     job(Place(rank, num_ranks, device))
     dist.destroy_process_group()
+
+
+def _torchrun_store() -> dist.Store:
+    """Return where the ranks of this attempt meet.
+
+    The store of torchrun outlives restarts, and ranks would look for each other at the addresses
+    that the ranks before them left there.
+    """
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(f"attempt-{_num_restarts()}", store)
