@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "cuda":
-    raise ImportError("This is a benchmark and not NVIDIA's package")
+    raise ModuleNotFoundError("This is a benchmark and not the package of NVIDIA", name="cuda")
 sys.path.append(sys.path.pop(0))
 
 from gpu import main

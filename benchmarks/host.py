@@ -1,7 +1,9 @@
 """Host time: the processor time that sharding costs where communication costs nothing.
 
-Run `python benchmarks/host.py`. One process pretends to be rank 0 of 2, 64, 512 and 4096
-(torch's fake process group, whose collectives return at once), a process of its own for each.
+Run `python benchmarks/host.py`. One process pretends to be rank 0 of 2, 64, 512 and 4096 by
+torch's fake process group, a process of its own for each. Its collectives return at once, which
+the group's own do not: they copy the input once for every rank, at 4096 ranks for milliseconds.
+`--copying-collectives` lets them.
 The model is 32 blocks with the 12 parameters of a transformer block (2 LayerNorms, 4 Linears)
 at width 8, so tiny that its arithmetic is next to nothing; the blocks and a root without
 parameters are sharded. A figure is microseconds of processor time for each of the 32 groups,
@@ -25,6 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from launch import REPOSITORY
 from report import load_average, print_load, print_table, write_json
 from rounds import orders, quartiles, ratios, spread
@@ -106,7 +109,7 @@ def time_turn(model: nn.Module, num_steps: int, width: int) -> HostTime:
 
 
 def time_world(
-    num_ranks: int, num_rounds: int, num_steps: int, num_blocks: int, width: int
+    num_ranks: int, num_rounds: int, num_steps: int, num_blocks: int, width: int, copies: bool
 ) -> dict[str, list[HostTime]]:
     """Be rank 0 of a world and time all contestants, in turns."""
     if REPOSITORY not in sys.path:
@@ -114,6 +117,8 @@ def time_world(
     from composable_shard.testing import fake_ranks
 
     torch.set_num_threads(1)
+    if not copies:
+        let_collectives_return_at_once()
     turns: dict[str, list[HostTime]] = {name: [] for name in NAMES}
     with fake_ranks(num_ranks):
         models = {name: build(name, num_blocks, width) for name in NAMES}
@@ -127,6 +132,23 @@ def time_world(
     return turns
 
 
+class Done:
+    """A collective that is over."""
+
+    def wait(self, *_: object) -> bool:
+        return True
+
+
+def let_collectives_return_at_once() -> None:
+    """Replace the collectives that the libraries launch, in this process."""
+    done = Done()
+    for kind in ("all_gather", "allgather", "reduce_scatter"):
+        for form in ("single", "into_tensor", "tensor"):
+            for name in (f"{kind}_{form}", f"{kind}_{form}_coalesced", f"_{kind}_base"):
+                if hasattr(dist.ProcessGroup, name):
+                    setattr(dist.ProcessGroup, name, lambda *_, **__: done)
+
+
 def in_fresh_process(fn: Callable[..., Any], *args: object) -> Any:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -137,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     load = load_average()
     sizes = options.rounds, options.steps_per_round, options.blocks, options.width
+    sizes = *sizes, options.copying_collectives
     worlds = {ranks: in_fresh_process(time_world, ranks, *sizes) for ranks in options.ranks}
     columns = ["ranks", "", "ours us", "FSDP2 us", "plain us", "ours/FSDP2"]
     columns.append("beyond the plain module (quartiles)")
@@ -157,6 +180,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES)
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--width", type=int, default=8)
+    parser.add_argument(
+        "--copying-collectives", action="store_true", help="those of the fake process group"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all samples to this file")
     return parser.parse_args(arguments)
 

@@ -3,6 +3,7 @@
 from composable_shard.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from composable_shard.core.comms.custom import AllGather, ReduceScatter
 from composable_shard.errors import (
+    CommunicationError,
     ExtensionError,
     MaterializationError,
     RankMismatchError,
@@ -21,6 +22,7 @@ from composable_shard.train.wrap import apply_fully_shard
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "CommunicationError",
     "DataParallelMeshDims",
     "ExtensionError",
     "FSDPModule",

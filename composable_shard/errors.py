@@ -24,5 +24,16 @@ class StaleParameterError(ShardError):
     """A parameter was changed between its forward and its backward."""
 
 
+class CommunicationError(ShardError):
+    """A collective failed, as a rank has ended, was not there in time or could not be reached.
+
+    The process group is lost: start all ranks again, from a checkpoint.
+    """
+
+
 class RankMismatchError(ShardError):
     """The ranks do not hold the same model; raised on every rank."""
+
+
+class TorchStateError(ShardError, AttributeError):
+    """Something asked for torch's private state of a sharded module, which this is not."""

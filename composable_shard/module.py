@@ -13,7 +13,7 @@ from composable_shard.core.copying import copy_sharded
 from composable_shard.core.grad_norm import clip_grad_norm
 from composable_shard.core.grads.sharded_grad import is_partial
 from composable_shard.core.group import ParamGroup, group_of, set_group
-from composable_shard.core.passes.pipeline import answer_schedules
+from composable_shard.core.passes.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.errors import ShardError
 from composable_shard.module_communication import ModuleCommunication
 from composable_shard.module_settings import ModuleSettings
@@ -26,7 +26,7 @@ _sharded_classes: dict[type, type] = {}
 def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     """Give a module its group and mix :class:`FSDPModule` into its class."""
     set_group(module, group)
-    answer_schedules(module, group)
+    answer_torch(module, group)
     original = type(module)
     sharded = _sharded_classes.get(original)
     if sharded is None:
@@ -223,12 +223,9 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         """Return a sharded copy with shards, groups and settings of its own; without gradients."""
         return copy_sharded(cast(nn.Module, self), memo)
 
-    def _get_fsdp_state(self) -> Any:
-        """Answer what torch's own methods ask for first, where this class does not override one."""
-        raise ShardError(
-            f"Expected a method that composable_shard offers, got one of torch's FSDPModule on "
-            f"{type(self).__name__}; see composable_shard.FSDPModule for those there are"
-        )
+    def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
+        """Answer those that read torch's private state; it cannot be written to."""
+        return torch_state(cast(nn.Module, self))
 
 
 class UnshardHandle:

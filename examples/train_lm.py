@@ -4,6 +4,9 @@
     python examples/train_lm.py --resume                 go on from the newest checkpoint
     torchrun --nproc-per-node 4 examples/train_lm.py     on the ranks that torchrun starts
 
+With ``torchrun --max-restarts``, ranks that are started again after one of them died go on from the
+newest checkpoint by themselves.
+
 What this shows of the library is all in ``build``: ``fully_shard`` on each block, then on the
 root. The rest is a training loop as for one device: AdamW, a schedule, gradient clipping,
 checkpoints by ``torch.distributed.checkpoint``. The model, its text and its ranks are in ``lm/``.

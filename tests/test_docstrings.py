@@ -21,6 +21,8 @@ MODULES = [
     "core.comms.custom",
     "mesh",
     "policy",
+    "testing.extension_kit.kit",
+    "train.checkpoint",
     "train.clip",
     "train.grad_scaler",
     "train.synchronize",

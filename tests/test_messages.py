@@ -31,6 +31,7 @@ from composable_shard import (
     fully_shard,
 )
 from composable_shard.core.params.layout import ParamLayout
+from composable_shard.errors import TorchStateError
 from composable_shard.insight.trace import EVENTS, trace
 from composable_shard.testing import fake_ranks
 
@@ -189,9 +190,10 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     ),
     (
         lambda: sharded()._set_unshard_async_op(True),
-        ShardError,
-        "Expected a method that composable_shard offers, got one of torch's FSDPModule on "
-        "FSDPLinear; see composable_shard.FSDPModule for those there are",
+        TorchStateError,
+        "Expected to read _training_state, _reshard_after_forward, is_unsharded alone of torch's "
+        "private state of the root group, got unshard_async_op; use the methods of "
+        "composable_shard.FSDPModule",
     ),
     # Tracing
     (

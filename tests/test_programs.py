@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,15 @@ def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
     train(parts, text, "--resume")
     assert len(losses(whole)) == 8
     assert losses(parts) == losses(whole)
+
+
+def test_the_example_of_a_subclass_passes_the_kit_and_learns() -> None:
+    lines = run("examples/custom_subclass.py").splitlines()
+    assert lines[0] == "Int8Rows: all 13 checks pass"
+    losses = [re.fullmatch(r"rank (\d): loss (\S+) at first, (\S+) at last", x) for x in lines[-2:]]
+    for rank, match in enumerate(losses):
+        assert match is not None and int(match[1]) == rank
+        assert float(match[2]) > 1 and float(match[3]) < 0.1
 
 
 def test_the_contestants_of_the_benchmark_train_alike() -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from composable_shard._torch.dtensors import is_wrapper_subclass
+
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the running backward, -1 outside of one."""
 
@@ -47,7 +49,25 @@ def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
 def accumulate_node(param: nn.Parameter) -> Node:
     """Return the node that accumulates into the ``grad`` of a leaf."""
     with torch.inference_mode(False):
-        return get_gradient_edge(param).node
+        if not is_wrapper_subclass(param):
+            return get_gradient_edge(param).node
+        with torch.enable_grad():
+            reached: Any = _Reached.apply(param)
+            node: Node = reached.grad_fn.next_functions[0][0]
+        return node
+
+
+class _Reached(torch.autograd.Function):
+    """Leads to the node of a leaf without an op on it; subclasses may not know even a view."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        """Return anything that has a graph."""
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        """Pass nothing on; it never runs."""
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -92,6 +92,18 @@ def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor bit by bit; to clone a quantized subclass may mean to quantize it again."""
+    if not is_wrapper_subclass(tensor):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: cloned(getattr(tensor, name)) for name in names}
+    rebuilt: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
+        inner, context, tensor.shape, tensor.stride()
+    )
+    return rebuilt
+
+
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """Return the mesh with the axes of several parts of one mesh, in order."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._pytree import SUPPORTED_NODES
@@ -17,6 +19,11 @@ _call_codes = {nn.Module._call_impl.__code__}
 
 COMPOSABLE_STATE = STATE_KEY
 """Where functions of torch keep what they know of a module."""
+
+
+def list_module_state(module: nn.Module, state: Any) -> None:
+    """Enter a module among those that torch keeps a state of, which must outlive the entry."""
+    _module_state_mapping.setdefault(module, weakref.ref(state))
 
 
 def in_functional_call() -> bool:

@@ -34,9 +34,9 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return own.set_(storage, 0, view.shape, view.stride())
 
 
-def preserved_version(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Leave the version counter of ``tensor`` as it was, whatever is written in between."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
+def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Leave the version counters as they were, whatever is written in between."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:

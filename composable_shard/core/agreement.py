@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.comms.failures import named
 from composable_shard.core.params.extension import has_extension
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import RankMismatchError
@@ -42,6 +43,7 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
     channels = [(group, channel) for group in groups for channel in group.channels.values()]
     process_groups: dict[dist.ProcessGroup, list[tuple[ParamGroup, Channel]]] = {}
     for group, channel in channels:
+        channel.call(group.label)
         for ranks in (channel.mesh.shard_group, channel.mesh.replica_group):
             if ranks is not None and ranks.size() > 1:
                 process_groups.setdefault(ranks, []).append((group, channel))
@@ -59,7 +61,10 @@ def _agree(ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num
     number = int.from_bytes(digest[:7], "big")
     last = _last_tags.get(ranks.group_name, 0)
     extremes = torch.tensor([number, -number, last], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
+    try:
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
+    except RuntimeError as error:
+        raise named(error, "comparing the model with that of the other ranks") from error
     largest, negated_smallest, last = extremes.tolist()
     if largest != -negated_smallest:
         _raise_first_difference(facts, ranks)

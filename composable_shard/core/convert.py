@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.params.extension import needs_extension
 from composable_shard.core.params.offload import Offload, check_names, offload_of
@@ -192,7 +193,7 @@ def build_group(
         shard = param.shard_of(original)
         if shard.device.type != "meta":
             shard = shard.to(param.device)
-        shards.append(shard.clone() if needs_extension(shard) else shard)
+        shards.append(_torch.cloned(shard) if needs_extension(shard) else shard)
     with torch.inference_mode(False):
         units, locals_ = build_units(planned, shards, policy)
         for param, local, original in zip(planned, locals_, originals, strict=True):

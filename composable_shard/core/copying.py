@@ -20,6 +20,7 @@ from composable_shard.core.params.param import ShardedParam, Slot
 from composable_shard.core.params.units import build_units
 from composable_shard.core.passes.context import join_tree
 from composable_shard.core.passes.hooks import hooks_of
+from composable_shard.core.passes.torch_state import list_with_torch
 
 Memo = dict[int, Any]
 
@@ -65,7 +66,7 @@ def _groups_below(module: nn.Module, memo: Memo) -> list[ParamGroup]:
 def _copied_sharded(param: ShardedParam) -> nn.Parameter:
     local = _torch.local_tensor(param.sharded)
     with torch.inference_mode(False):
-        own = local.clone()
+        own = _torch.cloned(local)
         spec = _torch.spec_with_dtype(param.spec, own.dtype)
         copied = nn.Parameter(_torch.from_local(own, spec), param.sharded.requires_grad)
     if type(own) is torch.Tensor:
@@ -109,6 +110,7 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
     copied.on_gradient = copy.deepcopy(group.on_gradient, memo)
     for module in modules:
         hooks_of(module).claim_modules()
+        list_with_torch(module)
     _copy_settings(group, copied, memo)
 
 

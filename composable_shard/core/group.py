@@ -15,6 +15,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.comms.channel import Channel
+from composable_shard.core.comms.failures import own_failure
 from composable_shard.core.comms.streams import Pending, compute_stream
 from composable_shard.core.grads.gradients import GroupGradients
 from composable_shard.core.params.bucket import GatherUnit
@@ -190,7 +191,12 @@ class ParamGroup:
         version = self.freshness.at_forward  # in backward they are as they were then
         if version is None or not in_backward:
             version = self.freshness.version()
-        self._launch(self._start(self.units.start_gather), version)
+        try:
+            transfers = self._start(self.units.start_gather)
+        except Exception as error:
+            error.add_note(own_failure(f"gathering {self.label}"))
+            raise
+        self._launch(transfers, version)
 
     def _regather(self, state: PartlySharded) -> None:
         transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
@@ -218,7 +224,7 @@ class ParamGroup:
             else:
                 works += channel.regather(outputs, inputs, num_ranks)
             owned += inputs
-        pending = Pending(works, owned)
+        pending = Pending(works, owned, f"gathering {self.label}")
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.context.emit("all_gather", self)
 
@@ -250,7 +256,7 @@ class ParamGroup:
             return
         freed: State = Sharded()
         if isinstance(state, Unsharding):
-            state.pending.wait()
+            state.pending.drop()
         elif isinstance(state, Unsharded):
             self.units.all.register_sharded()
             if num_ranks is not None:

@@ -1,8 +1,9 @@
 """Run a function on N ranks: as processes, as threads, or as one rank that pretends.
 
-`run_ranks` is the real thing (gloo between processes that are kept for the next call),
-`run_threads` is the same in one process, and `fake_ranks` makes one process a rank of any
-world size whose collectives do nothing, for what depends on shapes and placements alone.
+`run_on_ranks` takes the backend as an argument: processes that are kept for the next call, with
+gloo between them (`run_ranks`), or threads of this process (`run_threads`). `fake_ranks` makes one
+process a rank of any world size whose collectives do nothing, for what depends on shapes and
+placements alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ __all__ = [
     "RankFailure",
     "RankTimeout",
     "fake_ranks",
+    "run_on_ranks",
     "run_ranks",
     "run_threads",
     "stop_ranks",
@@ -35,6 +37,47 @@ Result = TypeVar("Result")
 _POOLS: dict[int, RankPool] = {}
 _LOCK = threading.RLock()
 _SHORTEST_POOL_TIMEOUT = 60.0
+
+
+def run_on_ranks(
+    fn: Callable[..., Result],
+    world_size: int,
+    *args: Any,
+    backend: Literal["gloo", "threads"] = "gloo",
+    timeout: float = 60.0,
+    **kwargs: Any,
+) -> list[Result]:
+    """Run `fn(*args, **kwargs)` on ranks that form one process group.
+
+    Args:
+        fn: What to run. For `"gloo"` a function that other processes can import.
+        world_size: How many ranks.
+        args: Sent to every rank.
+        backend: `"gloo"`: real processes, kept for the next call (see `run_ranks`). `"threads"`:
+            threads of this process, which start at once, share the random state, may run any
+            function, and stop in your debugger (see `run_threads`).
+        timeout: Seconds after which the call is given up.
+        kwargs: Sent to every rank.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        RankError: A rank raised; the text has each rank's traceback.
+        RankTimeout: A rank did not finish in time.
+        ValueError: The backend is another, or `world_size` or `timeout` is not positive.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> run_on_ranks(dist.get_world_size, 2)
+        [2, 2]
+        >>> run_on_ranks(lambda: dist.get_rank() * 10, 3, backend="threads")
+        [0, 10, 20]
+    """
+    if backend not in ("gloo", "threads"):
+        raise ValueError(f"Expected backend 'gloo' or 'threads', got {backend!r}")
+    run = run_ranks if backend == "gloo" else run_threads
+    return run(fn, world_size, *args, timeout=timeout, **kwargs)
 
 
 def run_ranks(

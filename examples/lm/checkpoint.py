@@ -1,15 +1,17 @@
-"""The folder of a run: its settings, its losses, and its newest sharded checkpoint.
+"""The folder of a run: its settings, its losses, and its newest sharded checkpoints.
 
     <folder>/run.json        what the losses depend on, to refuse a resume that would change them
     <folder>/losses.jsonl    one line for each step done: {"step": 1, "loss": 5.54...}
     <folder>/step-000200/    model, optimizer and progress after 200 steps, a file from each rank
 
-The position in the text is the step: see ``text.py``.
+A checkpoint has its name only when it is complete, and the one before it is kept, should a file of
+the newest be damaged. The position in the text is the step: see ``text.py``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
+
+from composable_shard.train.checkpoint import complete_checkpoints, save_checkpoint
+
+KEPT = 2  # checkpoints
 
 Settings = dict[str, int | float | str]
 
@@ -50,8 +56,7 @@ class RunFolder:
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint."""
-        # The metadata file is written last: without it a save was interrupted.
-        complete = sorted(metadata.parent for metadata in self.path.glob("step-*/.metadata"))
+        complete = complete_checkpoints(self.path)
         return complete[-1] if complete else None
 
     def begin(self, settings: Settings, overwrite: bool) -> None:
@@ -59,8 +64,8 @@ class RunFolder:
         for old in self.path.glob("step-*") if overwrite else ():
             shutil.rmtree(old)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._losses.write_text("")
-        self._run.write_text(json.dumps(settings, indent=2) + "\n")
+        _write_whole(self._losses, "")
+        _write_whole(self._run, json.dumps(settings, indent=2) + "\n")
 
     def refuse_overwriting(self) -> None:
         """Raise ``ValueError`` if a new run would lose an earlier one."""
@@ -86,17 +91,20 @@ class RunFolder:
             )
 
     def save(self, model: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
-        """Write a checkpoint and drop those before it (called on every rank)."""
+        """Write a checkpoint and drop those before the last one (called on every rank)."""
         target = self.path / f"step-{progress.step:06d}"
         state: dict[str, Any] = {
             "model": get_model_state_dict(model),
             "optimizer": get_optimizer_state_dict(model, optimizer),
             "progress": asdict(progress),
         }
-        dcp.save(state, checkpoint_id=target)
+        if dist.get_rank() == 0 and target.exists():  # a damaged one that was not resumed from
+            shutil.rmtree(target)
+        save_checkpoint(state, target)
         if dist.get_rank() == 0:
+            kept = complete_checkpoints(self.path)[-KEPT:]
             for old in self.path.glob("step-*"):
-                if old != target:
+                if old not in kept:
                     shutil.rmtree(old)
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> Progress:
@@ -115,7 +123,7 @@ class RunFolder:
         progress = Progress(**state["progress"])
         if dist.get_rank() == 0:
             done = self._losses.read_text().splitlines(keepends=True)[: progress.step]
-            self._losses.write_text("".join(done))
+            _write_whole(self._losses, "".join(done))
         return progress
 
     def record(self, step: int, loss: float) -> None:
@@ -130,3 +138,10 @@ class RunFolder:
     @property
     def _run(self) -> Path:
         return self.path / "run.json"
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a file that is never seen half-written."""
+    part = file.with_suffix(".part")
+    part.write_text(text)
+    os.replace(part, file)

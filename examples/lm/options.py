@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lm.checkpoint import RunFolder, Settings
-from lm.ranks import num_ranks_here
+from lm.ranks import is_restarted, num_ranks_here
 from lm.text import load_text
 
 # What a loss depends on: a resumed run must share these.
@@ -62,6 +62,9 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     values["stop_at"] = min(values["steps"], values["stop_at"] or values["steps"])
     try:
         values["ranks"] = num_ranks_here(values["ranks"], values["device"])
+        if is_restarted():  # by torchrun: go on where the ranks that died had come to
+            values["resume"] = RunFolder(values["checkpoint_dir"]).newest() is not None
+            values["overwrite"] = not values["resume"]
         options = Options(**values)
         _refuse(options)
     except (OSError, ValueError) as error:

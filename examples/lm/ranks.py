@@ -41,6 +41,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_restarted() -> bool:
+    """Return whether ``torchrun`` has started the ranks again, after one of them died."""
+    return under_torchrun() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def num_ranks_here(asked: int | None, device_type: str) -> int:
     """Return how many ranks will train: torchrun's, those asked for, or what suits the machine."""
     if under_torchrun():

@@ -9,8 +9,10 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from composable_shard.testing.strategies import big_shapes, shapes, shard_dims
-from parity.models import ParamSpec, TreeSpec
+from composable_shard.testing.strategies import module_trees, param_specs
+from parity.models import TreeSpec
+
+__all__ = ["num_params", "param_specs", "reproducible", "trainable", "tree_specs"]
 
 FLOAT32 = (torch.float32,)
 
@@ -26,44 +28,14 @@ def reproducible(max_examples: int) -> settings:
     return settings(max_examples=max_examples, deadline=None, derandomize=True)
 
 
-@st.composite
-def param_specs(
-    draw: st.DrawFn,
-    num_ranks: int,
-    dtypes: Sequence[torch.dtype] = FLOAT32,
-    frozen: bool = False,
-    min_extent: int = 1,
-) -> ParamSpec:
-    """Parameters with few or many rows, small or big, sharded on any dim."""
-    dtype = draw(st.sampled_from(dtypes))
-    small = shapes(num_ranks, min_extent=min_extent)
-    big = big_shapes(num_ranks, dtype.itemsize)
-    shape = draw(st.one_of(small, small, small, big))
-    dim = draw(st.one_of(st.just(0), shard_dims(shape)))
-    trainable = not frozen or draw(st.sampled_from([True, True, False]))
-    return ParamSpec(shape, dtype, dim, trainable and dtype.is_floating_point)
-
-
-@st.composite
 def tree_specs(
-    draw: st.DrawFn,
     num_ranks: int,
     dtypes: Sequence[torch.dtype] = FLOAT32,
     frozen: bool = False,
     max_depth: int = 2,
-) -> TreeSpec:
-    """Trees of up to nine modules: nested groups, lists as one group, root only, empty root."""
-    params = st.lists(param_specs(num_ranks, dtypes, frozen), max_size=3)
-    children: list[TreeSpec] = []
-    if max_depth:
-        inner = tree_specs(num_ranks, dtypes, frozen, max_depth - 1)
-        children = draw(st.lists(inner, max_size=2))
-    return TreeSpec(
-        params=tuple(draw(params)),
-        children=tuple(children),
-        grouped=draw(st.sampled_from([True, True, False])),
-        together=draw(st.sampled_from([False, False, True])),
-    )
+) -> st.SearchStrategy[TreeSpec]:
+    """Trees without scalars and ties, which the oracle here does not know."""
+    return module_trees(num_ranks, dtypes, frozen, max_depth, special=False)
 
 
 def trainable(spec: TreeSpec) -> int:

@@ -23,6 +23,7 @@ from composable_shard.core.comms.custom import (
     ReduceScatterIn,
 )
 from composable_shard.core.comms.direct import DirectAllGather, DirectReduceScatter
+from composable_shard.core.comms.failures import named
 from composable_shard.core.comms.streams import Waitable
 from composable_shard.core.comms.subgroups import subgroup
 from composable_shard.errors import ShardError
@@ -36,6 +37,8 @@ class Channel:
         mesh: The ranks.
         all_gather: How shards are gathered.
         reduce_scatter: How gradients are reduced over the shards.
+        gathering: What it does when it gathers, for messages.
+        reducing: The same for reductions.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
@@ -46,6 +49,12 @@ class Channel:
         self._reduce_group = mesh.shard_group
         self._tag = 0
         self._is_custom = False
+        self.call("a group")
+
+    def call(self, label: str) -> None:
+        """Let messages say which group this is."""
+        self.gathering = f"gathering {label}"
+        self.reducing = f"reducing the gradients of {label}"
 
     def set_tag(self, tag: int) -> None:
         """Let the messages carry two tags made of one on which the ranks have agreed."""
@@ -101,13 +110,20 @@ class Channel:
     def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
         """Gather every input from the ranks that share the parameters."""
         assert self.mesh.shard_group is not None
-        return self.all_gather.launch(outputs, inputs, self.mesh.shard_group, self.tags[0])
+        return self._gather_from(self.mesh.shard_group, outputs, inputs)
 
     def regather(self, outputs: Tensors, inputs: Tensors, num_ranks: int) -> list[Waitable]:
         """Gather every input from ``num_ranks`` neighbours."""
         assert self.mesh.shard_group is not None
-        group = subgroup(self.mesh.shard_group, num_ranks)
-        return self.all_gather.launch(outputs, inputs, group, self.tags[0])
+        return self._gather_from(subgroup(self.mesh.shard_group, num_ranks), outputs, inputs)
+
+    def _gather_from(
+        self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors
+    ) -> list[Waitable]:
+        try:
+            return self.all_gather.launch(outputs, inputs, group, self.tags[0])
+        except RuntimeError as error:
+            raise named(error, self.gathering) from error
 
     def can_average(self) -> bool:
         """Tell whether a reduction over the shards may be an average."""
@@ -119,7 +135,10 @@ class Channel:
         group = self._reduce_group
         assert group is not None
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        return self.reduce_scatter.launch(outputs, inputs, group, op, self.tags[1])
+        try:
+            return self.reduce_scatter.launch(outputs, inputs, group, op, self.tags[1])
+        except RuntimeError as error:
+            raise named(error, self.reducing) from error
 
     def can_average_replicas(self) -> bool:
         """Tell whether a reduction over the replicas may be an average."""
@@ -131,5 +150,8 @@ class Channel:
     def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> list[Waitable]:
         """Reduce a tensor over the ranks that hold the same shards, in place."""
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        work = dist.all_reduce(tensor, op, group=self.mesh.replica_group, async_op=True)
+        try:
+            work = dist.all_reduce(tensor, op, group=self.mesh.replica_group, async_op=True)
+        except RuntimeError as error:
+            raise named(error, self.reducing) from error
         return [] if work is None else [work]

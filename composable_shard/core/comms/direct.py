@@ -7,16 +7,18 @@ every rank its shard to every other, straight into place.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
+from composable_shard.core.comms.failures import lost, refuse_lost
 from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.core.comms.offers import Offer, Place
 from composable_shard.core.comms.streams import Waitable
+from composable_shard.errors import ShardError
 
 CHUNK_NUMEL = 1 << 16  # elements summed at once: a few of them fit into a cache
 
@@ -31,11 +33,14 @@ class DirectAllGather(AllGatherLaunch):
         places = [out.view(num_ranks, -1) for out in _sendable(outputs)]
         shards = _sendable(inputs)
         near, far = _routes(group)
-        works: list[Waitable] = []
+        messages = _Messages(group, tag)
         for peer in far:
-            works += [group.recv([place[peer]], peer, tag) for place in places]
+            for place in places:
+                messages.receive(place[peer], peer)
         for peer in far:
-            works += [group.send([own], peer, tag) for own in shards]
+            for own in shards:
+                messages.send(own, peer)
+        works: list[Waitable] = [messages]
         if near:
             offer = Offer(group, tag, dict.fromkeys(near, shards))
             works.append(
@@ -51,6 +56,47 @@ def put_own(shard: torch.Tensor, place: torch.Tensor) -> None:
     ctypes.memmove(place.data_ptr(), shard.data_ptr(), shard.nbytes)
 
 
+class _Messages:
+    """Messages to and from ranks that cannot be read, waited for together.
+
+    A failure is raised by :meth:`wait`, when nothing is left to launch: who is there gets what it
+    waits for, and blames the right rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+        self._group = group
+        self._tag = tag
+        self._works: list[tuple[dist.Work, int]] = []
+        self._failures: list[tuple[ShardError, RuntimeError]] = []
+
+    def receive(self, into: torch.Tensor, peer: int) -> None:
+        self._launch(self._group.recv, into, peer)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._launch(self._group.send, tensor, peer)  # keeps the tensor
+
+    def _launch(self, how: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> None:
+        try:
+            self._works.append((how([tensor], peer, self._tag), peer))
+        except RuntimeError as error:
+            self._note(error, peer)
+
+    def _note(self, error: RuntimeError, peer: int) -> None:
+        self._failures.append((lost(self._group, peer, f"the error '{error}'"), error))
+
+    def wait(self) -> bool:
+        """Wait for all, also if one fails: the others are still written to."""
+        works, self._works = self._works, []
+        for work, peer in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._note(error, peer)
+        for failure, cause in self._failures:
+            raise failure from cause
+        return True
+
+
 class _Reading:
     """Reads what neighbours offer into its places when it is waited for."""
 
@@ -61,7 +107,7 @@ class _Reading:
     def wait(self) -> bool:
         places, self._places = self._places, {}
         for peer, members in places.items():
-            for theirs, own in zip(self._offer.places(peer), members, strict=True):
+            for theirs, own in zip(self._offer.places(peer, members), members, strict=True):
                 self._offer.read(peer, theirs.address, own)
         if places:
             self._offer.finish()
@@ -91,18 +137,18 @@ class DirectReduceScatter(ReduceScatterLaunch):
             _RankOrderSum(out, {rank: part[rank]}, num_ranks if op == dist.ReduceOp.AVG else 1)
             for out, part in zip(outputs, parts, strict=True)
         ]
-        works: list[Waitable] = []
+        messages = _Messages(group, tag)
         for peer in far:
             for total, out in zip(sums, outputs, strict=True):
                 total.parts[peer] = torch.empty_like(out)
-                works.append(group.recv([total.parts[peer]], peer, tag))
+                messages.receive(total.parts[peer], peer)
         for peer in far:
             for part, out in zip(parts, outputs, strict=True):
-                works.append(group.send([part[peer].to(out.dtype)], peer, tag))  # keeps its tensor
+                messages.send(part[peer].to(out.dtype), peer)
         offer = None
         if near:
             offer = Offer(group, tag, {peer: [part[peer] for part in parts] for peer in near})
-        return [*works, _Summing(sums, offer, near)]
+        return [messages, _Summing(sums, offer, near)]
 
 
 class _Summing:
@@ -174,6 +220,7 @@ def _routes(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
 
     Both begin with the next rank, so that no rank is everybody's first.
     """
+    refuse_lost(group)
     rank, num_ranks, near = group.rank(), group.size(), neighbours(group)
     others = [(rank + step) % num_ranks for step in range(1, num_ranks)]
     return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]

@@ -93,12 +93,11 @@ class Neighbour:
         write(self.process, self._its_box, ctypes.addressof(count_written), _WORD)
         return True
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process is over."""
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of its process; tell whether it came."""
         poll = select.poll()
         poll.register(self._process_end, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(1000 * seconds))
 
 
 def neighbours(group: dist.ProcessGroup) -> dict[int, Neighbour]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
+from composable_shard.core.comms.failures import is_lost, lost, mismatch, named, refuse_lost
 from composable_shard.core.comms.near_memory import read, write
 from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.errors import ShardError
@@ -31,6 +32,7 @@ _NUM_YIELDS = 20  # looks before the first nap
 _NAPS = 2e-5, 1e-3  # seconds: the shortest and the longest
 _NAP_SHARE = 0.1  # of the time already waited
 _LONG = 0.05  # seconds after which a rank looks whether the other has ended
+_DYING = 1.0  # seconds from the loss of a process's memory to its end, at most
 _SET = ctypes.c_uint8(1)
 
 _offers: list[Offer] = []  # those that some neighbour may still read
@@ -54,6 +56,10 @@ class Offer:
         group: The process group.
         tag: A number on which the ranks have agreed.
         tensors: What each neighbour may read. All ranks offer tensors of the same numels.
+
+    Raises:
+        ShardError: Here and below, if a neighbour has ended, does not do its part within the
+            time-out of the process group, or did not so before. The group is lost then.
     """
 
     def __init__(
@@ -61,46 +67,61 @@ class Offer:
     ) -> None:
         self.tag = tag
         self.is_finished = False
+        self.group = group
         self._tensors = tensors
         self._time_out = _torch.timeout_of(group)
         self._neighbours = neighbours(group)
         self._flags = (ctypes.c_uint8 * len(tensors))()
         self._flags_there: dict[int, int] = {}
         self._tables = []
+        _offers.append(self)
+        failures = []
         for slot, (peer, members) in enumerate(tensors.items()):
             words = [ctypes.addressof(self._flags) + slot]
             for tensor in members:
-                words += [tensor.data_ptr(), _DTYPES.index(tensor.dtype)]
+                words += [tensor.data_ptr(), _DTYPES.index(tensor.dtype), tensor.numel()]
             table = (ctypes.c_int64 * len(words))(*words)
             self._tables.append(table)
             letter = tag, ctypes.addressof(table), len(words)
-            self._wait(peer, partial(self._neighbours[peer].write, *letter))
-        _offers.append(self)
+            try:
+                self._wait(peer, partial(self._neighbours[peer].write, *letter))
+            except ShardError as error:  # the others get their letters, and blame the right rank
+                failures.append(error)
+        for failure in failures:
+            raise failure
 
-    def places(self, peer: int) -> list[Place]:
+    def places(self, peer: int, like: Sequence[torch.Tensor] = ()) -> list[Place]:
         """Wait until a neighbour has offered its tensors; return where they are.
 
+        Args:
+            peer: The neighbour.
+            like: Tensors of the dtypes that are expected; any dtypes if absent.
+
         Raises:
-            ShardError: If it does not within the time-out of the process group, or has ended.
+            RankMismatchError: If they are not as many as this rank offers, or not as long, or of
+                other dtypes. What lies behind them in the memory of the neighbour must not be read.
         """
-        neighbour = self._neighbours[peer]
-        address, count = self._wait(peer, partial(neighbour.box.take, self.tag))
+        address, count = self._wait(peer, partial(self._neighbours[peer].box.take, self.tag))
         words = (ctypes.c_int64 * count)()
-        read(neighbour.process, address, ctypes.addressof(words), ctypes.sizeof(words))
+        self._copy(read, peer, address, ctypes.addressof(words), ctypes.sizeof(words))
         self._flags_there[peer], *said = words
-        return [
-            Place(place, _DTYPES[number])
-            for place, number in zip(said[::2], said[1::2], strict=True)
-        ]
+        numels, dtypes = said[2::3], [_DTYPES[number] for number in said[1::3]]
+        own = [tensor.numel() for tensor in self._tensors[peer]]
+        wanted = [tensor.dtype for tensor in like] or dtypes
+        if numels != own or dtypes != wanted:
+            raise mismatch(
+                self.group, peer, f"{own} elements of {wanted}", f"{numels} elements of {dtypes}"
+            )
+        return list(map(Place, said[::3], dtypes))
 
     def read(self, peer: int, address: int, into: torch.Tensor) -> None:
         """Fill a contiguous tensor from the memory of a neighbour."""
-        read(self._neighbours[peer].process, address, into.data_ptr(), into.nbytes)
+        self._copy(read, peer, address, into.data_ptr(), into.nbytes)
 
     def finish(self) -> None:
         """Tell the neighbours that this rank has read; let go of what they have read."""
         for peer, flag in self._flags_there.items():
-            write(self._neighbours[peer].process, flag, ctypes.addressof(_SET), 1)
+            self._copy(write, peer, flag, ctypes.addressof(_SET), 1)
         self.is_finished = True
         _offers[:] = [offer for offer in _offers if not (offer.is_finished and offer.was_read)]
 
@@ -110,21 +131,17 @@ class Offer:
         return all(self._flags)
 
     def wait_until_read(self) -> None:
-        """Wait until all neighbours have read.
-
-        Raises:
-            ShardError: If one of them does not within the time-out of the process group, or has
-                ended.
-        """
+        """Wait until all neighbours have read."""
         for slot, peer in enumerate(self._tensors):
             self._wait(peer, partial(self._flags.__getitem__, slot))
 
     def _wait(self, peer: int, look: Callable[[], Any]) -> Any:
         """Look until there is something; return it."""
         for _ in range(_NUM_YIELDS):
-            if seen := look():
+            if seen := self._look(peer, look):
                 return seen
             os.sched_yield()
+        refuse_lost(self.group)
         neighbour, start = self._neighbours[peer], time.monotonic()
         last = now = start
         shortest, longest = _NAPS
@@ -133,28 +150,48 @@ class Offer:
             now, got = time.monotonic(), None
             if now - last > _LONG:
                 last = now
-                if neighbour.has_ended:
+                if neighbour.ends_within(0):
                     got = f"the end of its process {neighbour.process}"
                 elif now - start > self._time_out:
                     got = f"no sign of it within the time-out of {self._time_out:.0f} s"
-            if seen := look():  # also what was there when it ended
+            if seen := self._look(peer, look):  # also what was there when it ended
                 return seen
             if got is not None:
-                raise ShardError(
-                    f"Expected rank {peer} of the process group to take part in a collective, "
-                    f"got {got}"
-                )
+                raise lost(self.group, peer, got)
+
+    def _copy(self, call: Callable[..., None], peer: int, *places: int) -> None:
+        """Read from a neighbour or write to it."""
+        self._look(peer, partial(call, self._neighbours[peer].process, *places))
+
+    def _look(self, peer: int, look: Callable[[], Any]) -> Any:
+        """Call what reads from a neighbour or writes to it."""
+        try:
+            return look()
+        except ShardError as error:
+            neighbour = self._neighbours[peer]
+            ended = neighbour.ends_within(_DYING)
+            got = f"the end of its process {neighbour.process}" if ended else error
+            raise lost(self.group, peer, got) from error
 
 
-def settle(tags: Container[int]) -> None:
-    """Wait until neighbours have read what this rank has offered under any of ``tags``.
+def settle(acts: Mapping[int, str]) -> None:
+    """Wait until neighbours have read what this rank has offered.
 
     Only finished exchanges count, and those of others are left alone: a rank that drops a model
-    may never read what others have offered for it.
+    may never read what others have offered for it. What was offered to a process group that is
+    lost lives on: somebody may still read it.
+
+    Args:
+        acts: Under which tags it was offered, and for what, for messages.
 
     Hazard: an optimizer changes shards that another rank is reading. Guard: every pass ends with
     this, before code of the user's runs. Test: ``test_nothing_is_read_when_a_pass_has_ended``.
     """
-    for offer in [offer for offer in _offers if offer.is_finished and offer.tag in tags]:
-        offer.wait_until_read()
+    for offer in [offer for offer in _offers if offer.is_finished and offer.tag in acts]:
+        if is_lost(offer.group):
+            continue
+        try:
+            offer.wait_until_read()
+        except ShardError as error:
+            raise named(error, f"others were {acts[offer.tag]}") from error
         _offers.remove(offer)

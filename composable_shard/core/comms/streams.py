@@ -14,6 +14,9 @@ from typing import Protocol
 
 import torch
 
+from composable_shard.core.comms.failures import named
+from composable_shard.errors import ShardError
+
 
 class Waitable(Protocol):
     """What a launched collective returns: ``torch.distributed.Work`` or one of ours."""
@@ -27,21 +30,52 @@ class Pending:
 
     Hazard: a tensor freed on the compute stream while the backend's stream still uses it. Guard:
     this object owns the tensors until :meth:`wait` has ordered the two streams.
+
+    Args:
+        works: The collectives, in the order in which to wait for them.
+        owned: The tensors.
+        act: What they do, for messages.
     """
 
-    __slots__ = ("_owned", "_works")
+    __slots__ = ("_act", "_is_broken", "_owned", "_works")
 
     def __init__(
-        self, works: Sequence[Waitable], owned: Sequence[torch.Tensor | None] = ()
+        self,
+        works: Sequence[Waitable],
+        owned: Sequence[torch.Tensor | None] = (),
+        act: str = "communicating",
     ) -> None:
-        self._works = list(works)
+        self._works = list(works)[::-1]
         self._owned = list(owned)
+        self._act = act
+        self._is_broken = False
 
     def wait(self) -> None:
-        """Order the consumer after the collectives and let go of the tensors; idempotent."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        """Order the consumer after the collectives and let go of the tensors; idempotent.
+
+        Raises:
+            CommunicationError: If a collective fails.
+            ShardError: If it is waited for again after it failed, or after an interrupt.
+        """
+        if self._is_broken:
+            raise ShardError(
+                f"Expected to be waiting for the first time while {self._act}, got a wait that "
+                "failed or was interrupted before; run the whole iteration again"
+            )
+        works, self._is_broken = self._works, True
+        try:
+            while works:
+                works.pop().wait()
+        except RuntimeError as error:
+            raise named(error, self._act) from error
+        self._owned.clear()
+        self._is_broken = False
+
+    def drop(self) -> None:
+        """Wait until nothing writes to the tensors any more, whatever became of the collectives."""
+        while self._works:
+            with contextlib.suppress(RuntimeError):
+                self._works.pop().wait()
         self._owned.clear()
 
 

@@ -58,7 +58,7 @@ class GroupGradients:
             one.finish()
 
     def discard(self) -> None:
-        """Wait for the launched reduction and drop it, and all unsharded gradients."""
+        """Let the launched reduction end and drop it, and all unsharded gradients."""
         for one in self._meshes:
             one.discard()
 

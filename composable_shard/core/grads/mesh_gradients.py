@@ -14,6 +14,7 @@ import torch
 
 from composable_shard import _torch
 from composable_shard.core.comms.channel import Channel
+from composable_shard.core.comms.failures import own_failure
 from composable_shard.core.comms.streams import Pending, on_stream
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
 from composable_shard.core.grads.grad_recipes import GradRecipes
@@ -116,12 +117,16 @@ class MeshGradients:
         works, owned = [], []
         widens = self._channel.reduce_scatter.widens
         for route in self._routes_of(trainable, held):
-            transfer = route.bucket.start_reduce(route.enter(grads), widens=widens)
+            try:
+                transfer = route.bucket.start_reduce(route.enter(grads), widens=widens)
+            except Exception as error:
+                error.add_note(own_failure(self._channel.reducing))
+                raise
             reduction = _Reduction(route, transfer, 1.0)
             works += self._scatter(reduction)
             owned += [*transfer.inputs, transfer.result]
             self._reductions.append(reduction)
-        self.pending = Pending(works, owned)
+        self.pending = Pending(works, owned, self._channel.reducing)
 
     def start_all_reduce(self) -> bool:
         """Wait for the shards and launch the reduction over the replicas, if there is to be one.
@@ -146,7 +151,8 @@ class MeshGradients:
                 transfer.result.div_(scale.before)
             works += self._channel.all_reduce(transfer.result, average=scale.averages)
             reduction.divide_after = scale.after
-        self.pending = Pending(works, [r.transfer.result for r in self._reductions])
+        results = [reduction.transfer.result for reduction in self._reductions]
+        self.pending = Pending(works, results, self._channel.reducing)
         return True
 
     def finish(self) -> None:
@@ -163,9 +169,9 @@ class MeshGradients:
             self._hand_out(reduction)
 
     def discard(self) -> None:
-        """Wait for the launched reduction and drop it, and all unsharded gradients."""
+        """Let the launched reduction end and drop it, and all unsharded gradients."""
         if self.pending is not None:
-            self.pending.wait()
+            self.pending.drop()
             self.pending = None
         self._reductions.clear()
         for param in self._params:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from composable_shard import _torch
 from composable_shard.core.params.layout import ParamLayout
 
 
@@ -62,6 +63,11 @@ class DenseForm:
         """View the rows of ``rank`` in a whole tensor."""
         if self.dim is None:
             return tensor
+        if _torch.is_wrapper_subclass(tensor):
+            # What torch's fully_shard calls, so that subclasses implement it; not all know narrow.
+            shards = tensor.chunk(self.layout.num_shards, self.dim)
+            if rank < len(shards):
+                return shards[rank]
         return tensor.narrow(self.dim, self.layout.start(rank), self.layout.local_rows(rank))
 
     def new_zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

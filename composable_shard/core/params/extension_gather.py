@@ -49,6 +49,7 @@ class ExtensionGather:
         self._device = device
         self._dtype = policy.compute_dtype(param.local.dtype)
         self._buffers: list[torch.Tensor] = []
+        self._versions: list[int] = []
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._metadata: Any = None
         self._rebuild: Any = None
@@ -136,6 +137,7 @@ class ExtensionGather:
             if not self._buffers:
                 self._buffers = [own.new_empty(num_ranks * own.numel()) for own in inputs]
         self._allocate()
+        self._versions = [buffer._version for buffer in self._buffers]
         self._sent = []
         if num_ranks == 1:
             for buffer, own in zip(self._buffers, inputs, strict=True):
@@ -153,6 +155,8 @@ class ExtensionGather:
 
     def finish_gather(self, transfer: Transfer) -> None:
         """Call the post-all-gather hook on what arrived, without the padding."""
+        # Refilling is no change of inner tensors, which autograd may have saved by themselves.
+        _torch.set_versions(self._buffers, self._versions)
         outputs = self._rebuild([self._unpadded(index) for index in range(len(self._buffers))])
         self._rebuild = None
         local, param = self.param.local, self.param
@@ -244,10 +248,11 @@ class ExtensionGather:
         return {s.data_ptr(): s for s in storages if s.size() and s.data_ptr() not in own}
 
     def _overwrite(self, fill: Any) -> None:
-        """Let ``fill`` write the unsharded parameter without counting as a change of it."""
+        """Let ``fill`` write the unsharded parameter without counting as a change of any part."""
         unsharded = self.param.unsharded
         assert unsharded is not None
-        with _torch.preserved_version(unsharded), torch.no_grad():
+        inner = _torch.leaves(self.param.unsharded_local())
+        with _torch.preserved_versions([unsharded, *inner]), torch.no_grad():
             fill(unsharded)
 
 

@@ -52,6 +52,17 @@ class _Known:
         """What it is in the group that owns it, if one does."""
         return None if self.owner is None else self.owner[1]()
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether its owner has it as when it was sharded, neither gathered, loaded nor changed."""
+        param = self.param
+        return (
+            param is not None
+            and param.is_intact()
+            and param.unsharded is None
+            and param.version() == self.version
+        )
+
 
 _known: dict[int, _Known] = {}
 
@@ -80,7 +91,7 @@ class Claims:
                 slot.put(original)
             group = owner[0]()
             if group is not None:
-                group.give_back(param)
+                _give_back(group, param)
             known.owner = None
         for original, places in self.unowned.items():
             remember(original, places)
@@ -120,11 +131,24 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
     return replace(managed, params=params, names=named), claims
 
 
+def _give_back(group: ParamGroup, param: ShardedParam) -> None:
+    """Let a group let go of a parameter; those that stay move, which is no change by the user."""
+    stay = [
+        known
+        for known in _known.values()
+        if known.owner is not None and known.owner[0]() is group and known.is_unchanged
+    ]
+    group.give_back(param)
+    for known in stay:
+        if known.param is not None:
+            known.version = known.param.version()
+
+
 def _check_unchanged(known: _Known, name: str) -> None:
+    if known.is_unchanged:
+        return
     param = known.param
     assert param is not None
-    if param.is_intact() and param.unsharded is None and param.version() == known.version:
-        return
     raise ValueError(
         f"Expected parameter '{name}' to be tied before its group was used, got one that is tied "
         f"to '{param.name}' of a group that was gathered, loaded or changed; apply fully_shard to "

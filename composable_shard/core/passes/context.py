@@ -43,7 +43,7 @@ class Context:
         self._freed = FreedParameters()
         self.opened: set[ParamGroup] = set()
         self._agreed = False
-        self._tags: set[int] = set()
+        self._acts: dict[int, str] = {}  # by the tag under which tensors are offered for them
         self._ties_checked = False
         self._order_check = OrderCheck() if is_asked_for() else None
         self._below: dict[ParamGroup, set[nn.Module]] = {}
@@ -81,11 +81,17 @@ class Context:
             agree_on_model(self.groups)
             self._agreed = True
             channels = (channel for group in self.groups for channel in group.channels.values())
-            self._tags = {tag for channel in channels for tag in channel.tags}
+            self._acts = {
+                tag: act
+                for channel in channels
+                for tag, act in zip(
+                    channel.tags, (channel.gathering, channel.reducing), strict=True
+                )
+            }
 
     def wait_until_read(self) -> None:
         """Wait until the other ranks have read what they read out of this one's memory."""
-        offers.settle(self._tags)
+        offers.settle(self._acts)
 
     def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
         """Tell whether the modules of ``inner`` lie within those of ``outer``."""

@@ -1,14 +1,9 @@
-"""Hypothesis strategies for what sharding has to get right: shapes, dims, ranks, use, sync.
-
-For tests of sharded models, of tensor subclasses and of custom collectives. The only module of
-the package that needs hypothesis; import it by its full name.
-"""
+"""Strategies for shapes, dims, layouts, dtypes and numbers of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Literal
 
 import torch
 from hypothesis import strategies as st
@@ -16,22 +11,13 @@ from hypothesis import strategies as st
 from composable_shard.core.params.layout import PACKED_NBYTES_PER_PEER, ParamLayout
 
 __all__ = [
-    "AccumulationStep",
-    "accumulation_programs",
     "big_shapes",
     "floating_dtypes",
     "num_ranks",
     "param_layouts",
     "shapes",
     "shard_dims",
-    "uses",
 ]
-
-Shape = tuple[int, ...]
-
-AccumulationStep = Literal["no_sync", "sync", "zero_grad", "step", "reset", "eval"]
-"""What a training loop may do next: a backward without or with reduction, clear, take an optimizer
-step, call ``reset_iter_state``, or run a forward under ``no_grad``."""
 
 MAX_SMALL_EXTENT = 5
 
@@ -133,36 +119,3 @@ def param_layouts(draw: st.DrawFn, num_shards: int, itemsize: int = 4) -> ParamL
     small = shapes(num_shards, max_dims=4, min_extent=0)
     shape = draw(st.one_of(small, small, big_shapes(num_shards, itemsize)))
     return ParamLayout(shape, draw(shard_dims(shape)) % len(shape), num_shards)
-
-
-def uses(num_ranks: int, num_uses: int) -> st.SearchStrategy[tuple[tuple[bool, ...], ...]]:
-    """For each rank, which of ``num_uses`` things (parameters, blocks) it uses.
-
-    Shrinks to everything used by every rank.
-
-    Example:
-        >>> from hypothesis import find
-        >>> find(uses(2, 2), lambda used: not used[1][0])
-        ((True, True), (False, True))
-    """
-    one_rank = st.tuples(*[st.sampled_from([True, False])] * num_uses)
-    return st.tuples(*[one_rank] * num_ranks)
-
-
-def accumulation_programs(
-    max_steps: int = 8, without: Sequence[AccumulationStep] = ()
-) -> st.SearchStrategy[list[AccumulationStep]]:
-    """Sequences of what a training loop does to gradients, in any order.
-
-    Args:
-        max_steps: Length of the longest sequence.
-        without: Steps to leave out.
-
-    Example:
-        >>> from hypothesis import find
-        >>> find(accumulation_programs(), lambda steps: "zero_grad" in steps and len(steps) > 1)
-        ['sync', 'zero_grad']
-    """
-    every: list[AccumulationStep] = ["sync", "no_sync", "zero_grad", "step", "reset", "eval"]
-    left = [step for step in every if step not in without]
-    return st.lists(st.sampled_from(left), min_size=1, max_size=max_steps)

@@ -1,0 +1,190 @@
+"""The oracle: what every rank would be without sharding, all of them in one process.
+
+One whole model for each rank computes with that rank's batches; their gradients are averaged in
+the order of ranks, and one optimizer steps for all. Nothing is communicated, so no collective of
+the sharded model can be wrong in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_shard.policy import MixedPrecisionPolicy
+
+Build = Callable[[], nn.Module]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Grads = dict[str, torch.Tensor]
+
+
+class Unsharded:
+    """Whole models that train together as the sharded one should.
+
+    Args:
+        build: Builds the model; called once for each rank and once for the master.
+        num_ranks: How many ranks.
+        policy: The policy of all groups.
+        make_optimizer: Makes the optimizer of the master's parameters.
+
+    Attributes:
+        master: Has the parameters that the optimizer sees.
+        models: For each rank, the model that computes, in the dtypes of the policy.
+        waiting: For each rank, by name, the gradients accumulated and not reduced.
+        reduced: By name, the mean gradients.
+        largest: By name, the largest element of anything that went into a gradient or parameter.
+        has_folded: Whether gradients wait that came after reduced ones: the sum then depends, in
+            its last bit, on the order of summation.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        num_ranks: int,
+        policy: MixedPrecisionPolicy,
+        make_optimizer: MakeOptimizer,
+    ) -> None:
+        self.policy = policy
+        self.master, *self.models = [new_model(build) for _ in range(num_ranks + 1)]
+        if self.master is self.models[0]:
+            raise ValueError(
+                "Expected build() to return a new model each time, got the same one twice"
+            )
+        self.optimizer = make_optimizer(self.master.parameters())
+        self.waiting: list[Grads] = [{} for _ in self.models]
+        self.reduced: Grads = {}
+        self.largest: dict[str, float] = {}
+        self.has_folded = False
+        self.refresh()
+
+    def cast_at(self, groups: Iterable[str]) -> None:
+        """Cast inputs and outputs of the modules of these names, as their groups do."""
+        for name in groups:
+            for model in self.models:
+                module = model.get_submodule(name)
+                module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+                module.register_forward_hook(self._cast_output)
+
+    def refresh(self) -> None:
+        """Give the models the parameters of the master."""
+        wanted = dict(self.master.named_parameters())
+        for model in self.models:
+            for name, param in model.named_parameters():
+                value = wanted[name].detach()
+                dtype = self.policy.compute_dtype(value.dtype)
+                if param.dtype == dtype:
+                    with torch.no_grad():
+                        param.copy_(value)
+                else:
+                    param.data = value.to(dtype)
+        for name, param in wanted.items():
+            self._note_size(name, param.detach())
+
+    # Compute --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def lend_buffers(self, model: nn.Module) -> Iterator[None]:
+        """Lend a model buffers in the dtype of the policy; copy back what they become."""
+        lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        if self.policy.buffer_dtype is not None:
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_floating_point():
+                        lent.append((module._buffers, name, buffer))
+                        module._buffers[name] = buffer.to(self.policy.buffer_dtype)
+        try:
+            yield
+        finally:
+            for place, name, own in lent:
+                own.copy_(place[name])
+                place[name] = own
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return args, kwargs
+        args = tuple(_cast(arg, dtype) for arg in args)
+        return args, {key: _cast(arg, dtype) for key, arg in kwargs.items()}
+
+    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = self.policy.output_dtype
+        return output if dtype is None else _cast(output, dtype)
+
+    # Gradients ------------------------------------------------------------------------------
+
+    def take(self, reduces: bool) -> None:
+        """Take the gradients that a backward of every model has left; reduce them, or let wait."""
+        params = dict(self.master.named_parameters())
+        alone = len(self.models) == 1
+        for waiting, model in zip(self.waiting, self.models, strict=True):
+            for name, param in model.named_parameters():
+                grad, param.grad = param.grad, None
+                if grad is None:
+                    continue
+                if name in waiting:
+                    waiting[name] += grad
+                    continue
+                # One rank reduces nothing, hence rounds nothing to that dtype.
+                dtype = grad.dtype if alone else self.policy.reduction_dtype(params[name].dtype)
+                waiting[name] = grad.to(dtype, copy=True)
+                self.has_folded |= not reduces and not alone and name in self.reduced
+        if reduces or alone:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Average what waits over the ranks, in their order; a rank without one counts as zeros."""
+        for name, param in self.master.named_parameters():
+            parts = [waiting.pop(name) for waiting in self.waiting if name in waiting]
+            if not parts:
+                continue
+            for part in parts:
+                self._note_size(name, part)
+            mean = sum(parts[1:], parts[0]) / len(self.models)
+            mean = mean.to(self.policy.grad_dtype or param.dtype)
+            before = self.reduced.get(name)
+            self.reduced[name] = mean if before is None else before + mean
+            self._note_size(name, self.reduced[name])
+
+    def drop(self) -> None:
+        """Drop what a backward that failed has left in the models."""
+        for model in self.models:
+            model.zero_grad()
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self.waiting = [{} for _ in self.models]
+        self.reduced, self.largest = {}, {}
+        self.has_folded = False
+        for name, param in self.master.named_parameters():
+            self._note_size(name, param.detach())
+
+    def step(self) -> None:
+        """Take an optimizer step with the mean gradients, which stay."""
+        for name, param in self.master.named_parameters():
+            if self.policy.grad_dtype is not None:
+                param.grad_dtype = None
+            param.grad = self.reduced.get(name)
+        self.optimizer.step()
+        for param in self.master.parameters():
+            param.grad = None
+        self.refresh()
+
+    def _note_size(self, name: str, value: torch.Tensor) -> None:
+        if value.numel():
+            largest = value.detach().double().abs().max().item()
+            self.largest[name] = max(largest, self.largest.get(name, 0.0))
+
+
+def new_model(build: Build, seed: int = 0) -> nn.Module:
+    """Build a model from the same random state each time."""
+    torch.manual_seed(seed)
+    return build()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value

@@ -1,0 +1,237 @@
+"""Small models of every shape of tree, described by values that a test can generate and print.
+
+A `TreeSpec` is a value: hypothesis draws and shrinks it, ranks receive it, and its `repr` can be
+pasted into a test. Calling it builds the model, so it is a `build` for
+`assert_trains_like_unsharded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from composable_shard.api import fully_shard
+
+__all__ = ["ParamSpec", "Tree", "TreeLoss", "TreeSpec", "mix", "shard_tree"]
+
+WIDTH = 6
+BATCH = 3
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter, and the dim it is to be sharded on.
+
+    Args:
+        shape: Its shape; `()` is a scalar.
+        dtype: Its dtype.
+        dim: The dim that `shard_tree` shards it on.
+        trainable: Whether it needs a gradient.
+        tied: Whether it is the same parameter as the one last made with this shape and dtype, if
+            there is one in the tree; then its own `dim` and `trainable` do not count.
+
+    Example:
+        >>> ParamSpec((3, 2)).trainable
+        True
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    dim: int = 0
+    trainable: bool = True
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class TreeSpec:
+    """A module with parameters of its own and children that run after one another.
+
+    Args:
+        params: Its own parameters.
+        children: Specs of its child modules.
+        grouped: Whether it is a communication group; else it belongs to its parent's.
+        together: Whether its grouped children form one group instead of one each.
+
+    Example:
+        >>> model = TreeSpec((ParamSpec((3,)),), (TreeSpec((ParamSpec((2, 2)),)),))()
+        >>> [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+        [('p0', (3,)), ('inner.0.p0', (2, 2))]
+    """
+
+    params: tuple[ParamSpec, ...] = ()
+    children: tuple[TreeSpec, ...] = ()
+    grouped: bool = True
+    together: bool = False
+
+    def __call__(self) -> Tree:
+        """Build the model; its values come from torch's random state."""
+        return Tree(self)
+
+
+Known = dict[tuple[tuple[int, ...], torch.dtype], nn.Parameter]
+
+
+class Tree(nn.Module):
+    """Uses every parameter, of whatever shape, so that each element has its own gradient.
+
+    With `skips_unused` a child none of whose parameters are used does not run at all.
+
+    Args:
+        spec: What to build.
+        known: Parameters that tied ones may be; for the children of a tree.
+
+    Example:
+        >>> Tree(TreeSpec((ParamSpec((3,)),)))(torch.ones(2, 6)).shape
+        torch.Size([2, 6])
+    """
+
+    skips_unused = False
+
+    def __init__(self, spec: TreeSpec, known: Known | None = None) -> None:
+        super().__init__()
+        known = {} if known is None else known
+        self.spec = spec
+        self.num_own = len(spec.params)
+        for index, param in enumerate(spec.params):
+            key = (param.shape, param.dtype)
+            if not param.tied or key not in known:
+                known[key] = _new_param(param)
+            self.register_parameter(f"p{index}", known[key])
+        self.inner = nn.ModuleList(Tree(child, known) for child in spec.children)
+
+    def forward(self, x: torch.Tensor, used: Sequence[bool] | None = None) -> torch.Tensor:
+        """Run the tree.
+
+        Args:
+            x: Of shape `(batch, features)`, any extents.
+            used: For each parameter of the tree, in the order of their registration, whether this
+                forward uses it; what is not used is no part of the graph.
+        """
+        own = list(self._parameters.values())
+        for index, param in enumerate(own):
+            if param is not None and (used is None or used[index]):
+                x = mix(x, param)
+        start = len(own)
+        for child in self.inner:
+            assert isinstance(child, Tree)
+            end = start + child.num_params
+            theirs = None if used is None else used[start:end]
+            if theirs is None or any(theirs) or not self.skips_unused:
+                x = child(x, theirs)
+            start = end
+        return x
+
+    @property
+    def num_params(self) -> int:
+        """Count the places of parameters in the tree, each place of a tied one."""
+        return self.num_own + sum(child.num_params for child in self.inner)  # type: ignore[misc]
+
+
+def mix(x: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Add to `x` a number that depends on every element of `param`, each in its own way.
+
+    Example:
+        >>> mix(torch.ones(2), torch.zeros(3))
+        tensor([1., 1.])
+    """
+    if not param.is_floating_point():
+        param = param.to(x.dtype)
+    weight = _weights(param.shape, param.dtype)
+    level = (param * weight * x.mean().to(param.dtype)).sin().sum() / max(1, param.numel()) ** 0.5
+    return x + level * x.sin()
+
+
+@lru_cache(maxsize=256)
+def _weights(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(False):
+        place = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+        return (1.5 + torch.cos(0.7 * place)).to(dtype)
+
+
+def _new_param(spec: ParamSpec) -> nn.Parameter:
+    if not spec.dtype.is_floating_point:
+        return nn.Parameter(torch.randint(-3, 4, spec.shape, dtype=spec.dtype), requires_grad=False)
+    return nn.Parameter(torch.randn(spec.shape).to(spec.dtype), requires_grad=spec.trainable)
+
+
+def shard_tree(model: Tree, **options: Any) -> Tree:
+    """Apply `fully_shard` to a tree from the bottom up, as its spec tells.
+
+    Args:
+        model: The tree.
+        options: Further arguments of every `fully_shard`.
+
+    Returns:
+        The tree.
+
+    Example:
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = shard_tree(TreeSpec((ParamSpec((3, 4), dim=1),))())
+        ...     model.p0.placements
+        (Shard(dim=1),)
+    """
+    dims: dict[int, int] = {}
+    for param, spec in _params_with_specs(model):
+        dims.setdefault(id(param), spec.dim)
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        dim = dims[id(param)]
+        return None if dim == 0 else Shard(dim)
+
+    def visit(tree: Tree) -> None:
+        members: list[nn.Module] = []
+        for child in tree.inner:
+            assert isinstance(child, Tree)
+            visit(child)
+            members += [child] if child.spec.grouped else []
+        if tree.spec.together and members:
+            fully_shard(members, shard_placement_fn=placement, **options)
+            return
+        for child in members:
+            fully_shard(child, shard_placement_fn=placement, **options)
+
+    visit(model)
+    fully_shard(model, shard_placement_fn=placement, **options)
+    return model
+
+
+def _params_with_specs(model: Tree) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
+    for index, spec in enumerate(model.spec.params):
+        yield getattr(model, f"p{index}"), spec
+    for child in model.inner:
+        assert isinstance(child, Tree)
+        yield from _params_with_specs(child)
+
+
+@dataclass(frozen=True)
+class TreeLoss:
+    """The loss of a tree on a random batch, with some of its parameters.
+
+    Args:
+        used: Which parameters forwards use, one tuple for each rank: rank `r` uses
+            `used[(step + r) % len(used)]` in a step, so ranks and steps differ. Empty: all
+            parameters. The first parameter is used by all, so that there is something to train.
+
+    Example:
+        >>> loss = TreeLoss(((True, True), (True, False)))
+        >>> model = TreeSpec((ParamSpec((2,)), ParamSpec((3,))))()
+        >>> loss(model, step=0, rank=1).backward()
+        >>> model.p1.grad is None
+        True
+    """
+
+    used: tuple[tuple[bool, ...], ...] = ()
+
+    def __call__(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        """Return the mean square of the output."""
+        used = None
+        if self.used:
+            used = (True, *self.used[(step + rank) % len(self.used)][1:])
+        return model(torch.randn(BATCH, WIDTH), used).float().square().mean()

@@ -1,0 +1,168 @@
+"""A rank that is killed, or stands still: the others say who it was, at what, and do not hang.
+
+All of it both ways: where ranks read each other's memory, and where they send.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from near import Apart, readable
+from torch import nn
+
+from composable_shard import CommunicationError, ShardError, fully_shard
+from composable_shard.testing import run_ranks
+from faults.breaking import (
+    BAD,
+    LIMIT,
+    TIME_OUT,
+    End,
+    X,
+    at_launch,
+    failures,
+    kill_this_rank,
+    layers,
+    sleep_too_long,
+    step,
+    stop_this_rank,
+)
+
+__all__ = ["readable"]
+
+pytestmark = pytest.mark.usefixtures("readable")
+
+KILLED = "RuntimeError: The process ended during the call, exit code -9"
+REFUSED = "Expected a process group without failures, got one that had failed before: {}"
+GATHERING, REDUCING = "gathering group '1'", "reducing the gradients of group '0'"
+BOTH_WAYS = pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
+BOTH_ACTS = pytest.mark.parametrize(("act", "count"), [(GATHERING, 3), (REDUCING, 1)])
+
+
+def blames(rank: int, act: str, got: str) -> str:
+    return (
+        f"CommunicationError: Rank {rank} failed while {act}: Expected rank {BAD} to take part in "
+        f"a collective, got {got}"
+    )
+
+
+def killed_before(act: str, count: int) -> None:
+    model, end = layers(count), End()
+    with at_launch(act, before=kill_this_rank if dist.get_rank() == BAD else end.wait):
+        step(model)
+
+
+@BOTH_WAYS
+@BOTH_ACTS
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_was_killed_before_a_collective_is_named_by_all(
+    act: str, count: int, apart: bool, ranks: int
+) -> None:
+    """The sign of the end comes at once: with sockets too, where only the text differs."""
+    said = failures(killed_before, ranks, act, count, apart=apart)
+    assert said.pop(BAD) == KILLED
+    assert list(said) == [rank for rank in range(ranks) if rank != BAD]
+    for rank, text in said.items():
+        if apart:
+            assert text.startswith(blames(rank, act, "the error '"))
+        else:
+            assert text == blames(rank, act, "the end of its process P")
+
+
+def killed_within(act: str) -> None:
+    model, end = layers(1), End()
+    with at_launch(act, after=kill_this_rank if dist.get_rank() == BAD else end.wait):
+        step(model)
+
+
+@pytest.mark.parametrize("act", ["gathering group '0'", REDUCING])
+def test_a_rank_that_is_killed_when_it_has_offered_is_named(act: str) -> None:
+    """What it has offered is gone with it."""
+    said = failures(killed_within, 2, act, apart=False)
+    assert said == {0: blames(0, act, "the end of its process P"), BAD: KILLED}
+
+
+def stalled(act: str, count: int, stall: Callable[[], None]) -> None:
+    model = layers(count)
+    with at_launch(act, before=stall if dist.get_rank() == BAD else bool):
+        step(model)
+
+
+@BOTH_WAYS
+@BOTH_ACTS
+def test_a_rank_that_is_late_is_named_and_finds_the_others_gone(
+    act: str, count: int, apart: bool
+) -> None:
+    said = failures(stalled, 2, act, count, sleep_too_long, apart=apart)
+    silence = f"no sign of it within the time-out of {TIME_OUT} s"
+    if apart:
+        silence = f"the error 'Timed out waiting {TIME_OUT}000ms for recv operation to complete'"
+    assert said[0] == blames(0, act, silence)
+    assert said[BAD].startswith(f"CommunicationError: Rank {BAD} failed while ")
+    assert "Expected rank 0 to take part in a collective, got " in said[BAD]
+
+
+@BOTH_WAYS
+def test_a_rank_that_stands_still_is_named(apart: bool) -> None:
+    said = failures(stalled, 2, REDUCING, 1, stop_this_rank, apart=apart)
+    assert list(said) == [0]
+    assert said[0].startswith(blames(0, REDUCING, ""))
+
+
+def killed_at_first() -> None:
+    """Kill a rank before the ranks have compared their models."""
+    model = fully_shard(nn.Linear(8, 8))
+    end = End()
+    if dist.get_rank() == BAD:
+        kill_this_rank()
+    end.wait()
+    model(X)
+
+
+def test_a_rank_that_was_killed_before_the_first_gather() -> None:
+    said = failures(killed_at_first, 2, apart=False)
+    assert said.pop(BAD) == KILLED
+    assert said[0].startswith(
+        "CommunicationError: Rank 0 failed while comparing the model with that of the other ranks: "
+    )
+
+
+# Afterwards -----------------------------------------------------------------------------------
+
+
+def waited_for_again() -> list[str]:
+    """What a rank hears that goes on with a process group in which a gather has failed."""
+    model = layers(1)
+    said = []
+    if dist.get_rank() != BAD:
+        handle = model[0].unshard(async_op=True)
+        with pytest.raises(CommunicationError) as first:
+            handle.wait()
+        assert isinstance(first.value.__cause__, ShardError)
+        with pytest.raises(ShardError) as again:
+            handle.wait()
+        model.reset_iter_state()
+        with pytest.raises(CommunicationError) as later:
+            model(X)
+        said = [str(caught.value) for caught in (first, again, later)]
+        said.append(" ".join(type(param).__name__ for param in model.parameters()))
+    else:
+        time.sleep(TIME_OUT + 1)
+    return said
+
+
+@BOTH_WAYS
+def test_parameters_of_a_failed_gather_never_become_valid(apart: bool) -> None:
+    fn = Apart(waited_for_again) if apart else waited_for_again
+    (first, again, later, registered), _ = run_ranks(fn, 2, timeout=LIMIT)
+    missed = "Expected rank 1 to take part in a collective, got "
+    assert first.startswith(f"Rank 0 failed while gathering group '0': {missed}")
+    assert again == (
+        "Expected to be waiting for the first time while gathering group '0', got a wait that "
+        "failed or was interrupted before; run the whole iteration again"
+    )
+    refused = REFUSED.format(first.partition(": ")[2])
+    assert later == f"Rank 0 failed while gathering group '0': {refused}"
+    assert registered == "DTensor DTensor"
