@@ -22,6 +22,7 @@ ROWS = [
     *("save sharded, 2", "load sharded, 2", "load sharded, 2 to 1"),
     *("save sharded, 1", "load sharded, 1 to 2", "save full", "load full"),
 ]
+PATIENCE = 180.0  # seconds: files are written through to the disk, which others may use
 State = dict[str, torch.Tensor]
 
 
@@ -78,16 +79,24 @@ def test_what_other_ranks_load_is_bitwise_what_was_saved(
     tmp_path: Path, name: str, kind: str, ranks: tuple[int, int]
 ) -> None:
     savers, loaders = ranks
-    (saved, digest), *_ = run_ranks(save, savers, name, f"save_{kind}", tmp_path / "it")
+    (saved, digest), *_ = run_ranks(
+        save, savers, name, f"save_{kind}", tmp_path / "it", timeout=PATIENCE
+    )
     assert len(saved) == 4 * len([key for key in saved if key.endswith(".value")])
-    for before, loaded, found in run_ranks(load, loaders, name, f"load_{kind}", tmp_path / "it"):
+    for before, loaded, found in run_ranks(
+        load, loaders, name, f"load_{kind}", tmp_path / "it", timeout=PATIENCE
+    ):
         assert same(loaded, saved)
         assert found == digest != before
 
 
 def test_a_plain_module_too(tmp_path: Path) -> None:
-    ((saved, digest),) = run_ranks(save, 1, "single", "save_plain", tmp_path / "it")
-    ((_, loaded, found),) = run_ranks(load, 1, "single", "load_plain", tmp_path / "it")
+    ((saved, digest),) = run_ranks(
+        save, 1, "single", "save_plain", tmp_path / "it", timeout=PATIENCE
+    )
+    ((_, loaded, found),) = run_ranks(
+        load, 1, "single", "load_plain", tmp_path / "it", timeout=PATIENCE
+    )
     assert same(loaded, saved)
     assert found == digest
 
@@ -131,7 +140,7 @@ def test_a_load_that_does_nothing_would_be_noticed() -> None:
 
 
 def files(name: str, folder: Path) -> dict[str, int]:
-    run_ranks(save, 2, name, "save_sharded", folder / name)
+    run_ranks(save, 2, name, "save_sharded", folder / name, timeout=PATIENCE)
     return {path.name: path.stat().st_size for path in (folder / name).iterdir()}
 
 
@@ -140,7 +149,9 @@ def test_each_rank_writes_its_bytes_and_no_others(tmp_path: Path) -> None:
     shards = ["__0_0.distcp", "__1_0.distcp"]
     assert sorted(ours) == sorted(theirs) == [".metadata", *shards]
     assert [ours[shard] for shard in shards] == [theirs[shard] for shard in shards]
-    (saved, _), *_ = run_ranks(save, 2, "ours", "save_sharded", tmp_path / "again")
+    (saved, _), *_ = run_ranks(
+        save, 2, "ours", "save_sharded", tmp_path / "again", timeout=PATIENCE
+    )
     tensors = sum(tensor.numel() * tensor.itemsize for tensor in saved.values())
     written = sum(ours[shard] for shard in shards)
     # Around each tensor of each rank lies a zip container.

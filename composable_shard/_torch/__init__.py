@@ -60,6 +60,7 @@ from composable_shard._torch.process_groups import (
     timeout_of,
 )
 from composable_shard._torch.tensors import (
+    carried,
     chunk_cat_into,
     divide_all_,
     fresh_storage_view,
@@ -94,6 +95,7 @@ __all__ = [
     "backend_name",
     "call_grad_hooks",
     "call_post_accumulate_grad_hooks",
+    "carried",
     "chunk_cat_into",
     "cloned",
     "concatenate_meshes",

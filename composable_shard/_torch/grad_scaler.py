@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from composable_shard._torch.tensors import carried
+
 
 class GradScalerBase(torch.amp.GradScaler):
     """A scaler whose subclasses say how the gradients of an optimizer are unscaled."""
@@ -22,7 +24,7 @@ class GradScalerBase(torch.amp.GradScaler):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
-        return self._scale.to(device, non_blocking=True)
+        return carried(self._scale, device)
 
     def _unscale_grads_(
         self,

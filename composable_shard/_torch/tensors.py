@@ -82,3 +82,12 @@ def unscale_all_(
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the very values of a sparse tensor, coalesced or not."""
     return tensor._values()
+
+
+def carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on another device, complete for whoever reads it there.
+
+    Hazard: a copy to the host that is not waited for is read before it has been made. Guard: only
+    a device, which does things in order, is not waited for.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")

@@ -230,7 +230,7 @@ def _unscale_plain(
         found = found_inf if device == found_inf.device else torch.zeros((), device=device)
         _torch.unscale_all_(ones, factor.to(device), found)
         if found is not found_inf:
-            found_inf.add_(found.to(found_inf.device, non_blocking=True)).clamp_(max=1)
+            found_inf.add_(_torch.carried(found, found_inf.device)).clamp_(max=1)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from dist.models import assert_parity, average_gradients, own_input, two_nets
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_shard import AllGather, ReduceScatter, fully_shard
+from composable_shard import AllGather, ReduceScatter, _torch, fully_shard
 from composable_shard.core import group as group_module
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.streams import compute_stream, wait_for_event
@@ -112,6 +112,15 @@ def train_late() -> list[float]:
 def test_what_a_custom_collective_sends_lives_until_it_has_been_waited_for() -> None:
     expected = [[4.0 * (1 + rank)] * 2 + [1.5] * 8 for rank in range(2)]
     assert run_ranks(train_late, 2) == expected
+
+
+# Scalars between host and device ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("cuda:0", False)])
+def test_what_comes_to_the_host_is_waited_for(device: str, waits: bool) -> None:
+    there = torch.device(device)
+    assert _torch.carried(Input(pinned=False), there) == (there, not waits)  # type: ignore[arg-type]
 
 
 # Inputs ---------------------------------------------------------------------------------------
