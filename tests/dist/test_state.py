@@ -138,9 +138,10 @@ def state_dict_without_communication() -> None:
         for name, tensor in state.items():
             assert_sharded(name, tensor, expected[name])
         assert len(model.blocks[1].state_dict()) == 6
-    with counted() as launched:
+    with counted() as launched, trace(model) as recorded:
         model(own_input())
-    assert len(launched) > 0  # the count counts
+        state["out.weight"].full_tensor()
+    assert len(launched) > 0 and len(recorded) > 0  # the counts count
 
 
 def test_state_dict_is_sharded_and_needs_no_communication() -> None:
