@@ -45,6 +45,14 @@ def shard_blocks(model: MLP, **options: Any) -> None:
     fully_shard(model, **options)
 
 
+def linear() -> nn.Module:
+    return nn.Linear(3, 4)
+
+
+def linear_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return model(torch.randn(4, 3)).square().mean()
+
+
 # Planted bugs ---------------------------------------------------------------------------------
 
 
