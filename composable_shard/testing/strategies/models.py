@@ -106,9 +106,8 @@ def module_trees(
 
     Example:
         >>> from hypothesis import find
-        >>> find(module_trees(2), lambda spec: spec.together)
-        TreeSpec(params=(ParamSpec(shape=(1,), dtype=torch.float32, dim=0, trainable=True, \
-tied=False),), children=(), grouped=True, together=True)
+        >>> find(module_trees(2), lambda spec: spec.together).together
+        True
     """
     trees = _trees(num_shards, dtypes, frozen, max_depth, special)
     return trees.filter(_has_params)
