@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SMALL = ["--layers", "1", "--width", "32", "--context", "32", "--batch", "4", "--sample-bytes", "4"]
 
 
-def run(script: str, *arguments: str) -> str:
+def run(script: str, *arguments: str, timeout: float = 240) -> str:
     """Run a program of the repository to its end and return what it printed."""
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *arguments],
@@ -23,14 +23,14 @@ def run(script: str, *arguments: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def losses(folder: Path) -> list[object]:
+def losses(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "losses.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k in ("step", "loss")} for line in lines]
 
@@ -61,6 +61,15 @@ def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
     train(parts, text, "--resume")
     assert len(losses(whole)) == 8
     assert losses(parts) == losses(whole)
+
+
+def test_gradients_as_int8_hardly_change_the_losses(tmp_path: Path, text: Path) -> None:
+    train(tmp_path / "fp32", text)
+    train(tmp_path / "int8", text, "--int8-gradients")
+    exact, rounded = losses(tmp_path / "fp32"), losses(tmp_path / "int8")
+    assert exact != rounded
+    for one, other in zip(exact, rounded, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
 
 
 def test_the_example_of_a_subclass_passes_the_kit_and_learns() -> None:
