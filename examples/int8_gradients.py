@@ -83,7 +83,8 @@ class Int8Gradients(torch.Tensor):
         blocks = blocks.unflatten(1, (-1, block_of(exact)))
         scales = blocks.abs().amax(2, keepdim=True) / 127
         rounded = (blocks / scales.clamp_min(1e-30)).round_()
-        self.lost = exact - (rounded * scales).flatten(1)[:, : exact.shape[1]]
+        lost = exact - (rounded * scales).flatten(1)[:, : exact.shape[1]]
+        self.lost = lost.nan_to_num_(0, 0, 0)  # an overflow must not come back with every step
         return (rounded.to(torch.int8), scales), None
 
     def fsdp_post_reduce_scatter(self, received: Any, metadata: None, out: torch.Tensor) -> None:

@@ -250,6 +250,25 @@ def test_int8_gradients_are_rounded_as_by_hand_and_what_is_lost_comes_later() ->
     assert nbytes == [2 * (32 + 16 + 16)] * 4
 
 
+def overflow() -> list[torch.Tensor]:
+    """Return the gradients of a step that overflows, and of the next."""
+    layer = nn.Linear(2, 2, bias=False)
+    send_int8_gradients(layer)
+    fully_shard(layer)
+    found = []
+    for value in (torch.inf, 1.0):
+        layer(torch.tensor([[1.0, value]])).sum().backward()
+        found.append(layer.weight.grad.full_tensor())
+        layer.zero_grad()
+    return found
+
+
+def test_an_overflow_is_seen_and_does_not_stay() -> None:
+    for first, second in run_ranks(overflow, 2):
+        assert not first.isfinite().any()
+        assert torch.equal(second, torch.ones(2, 2))
+
+
 def test_int8_gradients_take_little_more_than_a_quarter_of_the_bytes() -> None:
     nbytes, numel = run_ranks(bytes_of_a_big_weight, 2)[0]
     blocks = numel // BLOCK

@@ -86,8 +86,7 @@ FAULTS = {
     rows_first: (
         total,
         "gradient sent",
-        f"Expected {PRE} of weight to return tensors with a row for each of 2 ranks, got "
-        "[[16, 2]]",
+        f"Expected {PRE} of weight to return tensors with a row for each of 2 ranks, got [[16, 2]]",
     ),
     half_of_odd_ranks: (
         total,
