@@ -16,7 +16,7 @@ from composable_shard import _torch
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.failures import own_failure
 from composable_shard.core.comms.streams import Pending, on_stream
-from composable_shard.core.grads.encoded_bucket import EncodedBucket
+from composable_shard.core.grads.encoded_bucket import EncodedBucket, Extensions
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
 from composable_shard.core.grads.grad_recipes import GradRecipes
 from composable_shard.core.grads.route import Route
@@ -73,6 +73,7 @@ class MeshGradients:
         self._holds = False  # the running reduction leaves gradients to be averaged over replicas
         self._all_reduces = False  # the running reduction has a second stage to come
         self._buckets: dict[Any, GradBucket] = {}
+        self._extensions: Extensions = {}
         self._routes: list[Route] = []
         self._routes_are_for: tuple[Any, ...] | None = None
         self._stored: list[torch.dtype] = []
@@ -229,11 +230,12 @@ class MeshGradients:
         encodes: bool,
         members: Sequence[tuple[int, ShardedParam, str | None]],
     ) -> GradBucket:
-        layouts = tuple(param.layout for _, param, _ in members)
-        key = tuple(param for _, param, _ in members) if encodes else layouts, dtype
+        params = tuple(param for _, param, _ in members)
+        layouts = tuple(param.layout for param in params)
+        key = params if encodes else layouts, dtype
         bucket = self._buckets.get(key)
         if bucket is None and encodes:
-            bucket = EncodedBucket([param for _, param, _ in members], self._mesh, dtype)
+            bucket = EncodedBucket(params, self._mesh, dtype, self._extensions)
         elif bucket is None:
             bucket = GradBucket(layouts, self._mesh.num_shards, dtype, self._mesh.device)
         return self._buckets.setdefault(key, bucket)
