@@ -118,14 +118,14 @@ class MeshGradients:
             self._deliver_alone(trainable, grads)
             return
         self._recipes.agree(trainable, grads)
+        widens, routes = self._channel.reduce_scatter.widens, self._routes_of(trainable, held)
+        try:  # before any launch, so that where all ranks fail alike nothing is under way
+            transfers = [r.bucket.start_reduce(r.enter(grads), widens=widens) for r in routes]
+        except Exception as error:
+            error.add_note(own_failure(self._channel.reducing))
+            raise
         works, owned = [], []
-        widens = self._channel.reduce_scatter.widens
-        for route in self._routes_of(trainable, held):
-            try:
-                transfer = route.bucket.start_reduce(route.enter(grads), widens=widens)
-            except Exception as error:
-                error.add_note(own_failure(self._channel.reducing))
-                raise
+        for route, transfer in zip(routes, transfers, strict=True):
             reduction = _Reduction(route, transfer, 1.0)
             works += self._scatter(reduction)
             owned += [*transfer.inputs, *transfer.outputs, transfer.result]
@@ -142,20 +142,18 @@ class MeshGradients:
         self.pending.wait()
         self._all_reduces = False
         average = self._channel.can_average_replicas() and not self._settings.sums_only
-        works = []
         for reduction in self._reductions:
             self._settle(reduction)
             self._add_held(reduction)
-            transfer = reduction.transfer
-            transfer.inputs.clear()
-            scale = plan_scale(
-                self._mesh.num_replicas, reduction.route.bucket.dtype, can_average=average
-            )
+            reduction.transfer.inputs.clear()
+        works, results = [], [reduction.transfer.result for reduction in self._reductions]
+        for reduction, result in zip(self._reductions, results, strict=True):
+            dtype, num_replicas = reduction.route.bucket.dtype, self._mesh.num_replicas
+            scale = plan_scale(num_replicas, dtype, can_average=average)
             if scale.before != 1:
-                transfer.result.div_(scale.before)
-            works += self._channel.all_reduce(transfer.result, average=scale.averages)
+                result.div_(scale.before)
+            works += self._channel.all_reduce(result, average=scale.averages)
             reduction.divide_after = scale.after
-        results = [reduction.transfer.result for reduction in self._reductions]
         self.pending = Pending(works, results, self._channel.reducing)
         return True
 
