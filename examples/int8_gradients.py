@@ -100,10 +100,15 @@ def block_of(parts: torch.Tensor) -> int:
 
 
 def send_int8_gradients(model: nn.Module) -> None:
-    """Let the gradients of all parameters of a model travel as int8, once it is sharded."""
+    """Let the gradients of a model travel as int8; call it before ``fully_shard``.
+
+    Ties stay ties. Frozen parameters have no gradient, and scalars nothing to cut.
+    """
     sent: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not param.requires_grad or not param.ndim:
+                continue
             if param not in sent:
                 sent[param] = nn.Parameter(Int8Gradients(param.detach()))
             setattr(module, name, sent[param])

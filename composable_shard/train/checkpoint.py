@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,7 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the complete checkpoints in a folder, sorted by name.
+    """Return the complete checkpoints in a folder, sorted by name, numbers in it by value.
 
     Args:
         folder: What the folders of the checkpoints are in.
@@ -98,7 +99,13 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
         []
     """
     named = [path for path in Path(folder).glob("*") if not path.name.startswith(".")]
-    return sorted(path for path in named if is_complete(path))
+    return sorted(filter(is_complete, named), key=_by_number)
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """Let ``step-10`` come after ``step-9``; the newest one is not to be missed for its name."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(int(part) if part.isdecimal() else -1, part) for part in parts]
 
 
 def _make_room(target: Path, part: Path) -> None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from composable_shard import (
+    CommunicationError,
     CPUOffloadPolicy,
     ExtensionError,
     MixedPrecisionPolicy,
@@ -188,6 +189,53 @@ def test_hooks_are_called_where_there_is_a_gradient_and_none_is_where_nobody_has
     assert second[1::2] == [[1, 0], [1, 0], [1, 1], [1, 1]]
 
 
+def trainable_later() -> tuple[list[Any], list[int]]:
+    """Return sums of gradients, and how often formats are exchanged, while weights are (un)frozen.
+
+    The second hook of Lossless compares the metadata with what the first one returned last.
+    """
+    model = as_type(Branches(), Lossless)
+    weights = fully_shard(model).weights
+    sums, exchanges = [], []
+    for choice, trains in (((0, 0), False), ((0, 1), True), ((1, 1), True), ((0, 1), True)):
+        weights[1].requires_grad_(trains)
+        x = torch.full((3, 3), 2.0, requires_grad=True)
+        loss = model(x, choice[dist.get_rank()]).sum()
+        with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as said:
+            loss.backward()
+        grads = [weight.grad for weight in weights]
+        sums.append([None if g is None else g.full_tensor().sum().item() for g in grads])
+        exchanges.append(said.call_count)
+        model.zero_grad()
+    return sums, exchanges
+
+
+def test_what_hooks_returned_is_known_when_more_becomes_trainable() -> None:
+    for sums, exchanges in run_ranks(trainable_later, 2):
+        assert sums == [[18.0, None], [9.0, 9.0], [None, 18.0], [9.0, 9.0]]
+        assert exchanges == [1, 1, 0, 0]
+
+
+def transposed(dim: int) -> None:
+    """A weight whose rows are the columns in memory."""
+    plain = nn.Linear(5, 3, bias=False)
+    layer = copy.deepcopy(plain)
+    layer.weight = nn.Parameter(Lossless(plain.weight.detach().t().contiguous().t()))
+    fully_shard(layer, shard_placement_fn=lambda _: Shard(dim))
+    for step in range(2):
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        for each in (plain, layer):
+            each(x).square().sum().backward()
+    average_gradients(plain.parameters())
+    torch.testing.assert_close(full(layer.weight.grad), plain.weight.grad)
+    assert layer.weight._local_tensor.t().is_contiguous()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_weight_that_lies_transposed_in_memory(dim: int) -> None:
+    run_ranks(transposed, 2, dim)
+
+
 def parallel_weight() -> None:
     """A weight that is cut by a model-parallel axis too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
@@ -293,6 +341,39 @@ def test_tied_weights_send_one_gradient() -> None:
     assert all(isinstance(param, Int8Gradients) for param in model.parameters())
 
 
+class Shared(nn.Module):
+    """Has one weight twice, a frozen one, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.again = self.weight
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight @ self.again * self.scale + self.frozen
+
+
+def shared() -> tuple[list[str], float]:
+    model = Shared()
+    send_int8_gradients(model)
+    assert model.again is model.weight
+    assert not model.frozen.requires_grad
+    kinds = [type(param.detach()).__name__ for param in model.parameters()]
+    fully_shard(model)
+    model(torch.ones(1, 3)).sum().backward()
+    return kinds, model.scale.grad.full_tensor().item()
+
+
+def test_ties_within_a_module_and_what_is_frozen_or_scalar_stay_as_they_are() -> None:
+    ((kinds, scale), (_, same)) = run_ranks(shared, 2)
+    assert kinds == ["Int8Gradients", "Tensor", "Tensor"]
+    torch.manual_seed(0)
+    weight = Shared().weight
+    assert scale == same == pytest.approx((torch.ones(1, 3) @ weight @ weight).sum().item())
+
+
 # What is refused -------------------------------------------------------------------------------
 
 
@@ -357,6 +438,25 @@ def test_what_hooks_must_not_do_is_refused_on_all_ranks(hook: Any) -> None:
 
 def summed(self: Any, received: Any, metadata: Any, out: torch.Tensor) -> None:
     out.copy_(received[0].sum(0))
+
+
+def lost_rank() -> None:
+    """Let the exchange of formats fail, as it does when a rank dies."""
+    layer = as_type(nn.Linear(2, 4, bias=False), Lossless)
+    fully_shard(layer)
+    loss = layer(torch.ones(1, 2)).sum()
+    with mock.patch.object(dist, "all_gather_object", side_effect=RuntimeError("closed by peer")):
+        loss.backward()
+
+
+def test_a_rank_lost_at_the_first_reduction_is_told_as_such() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(lost_rank, 2)
+    assert {failure.exception_type for failure in caught.value.failures} == {CommunicationError}
+    assert [failure.message for failure in caught.value.failures] == [
+        f"Rank {rank} failed while agreeing on what gradients are on the wire: closed by peer"
+        for rank in range(2)
+    ]
 
 
 def test_one_hook_alone_is_refused() -> None:

@@ -76,6 +76,22 @@ def shifts_back(self: Any, received: Any, metadata: Any, out: torch.Tensor) -> N
     out.copy_((received[0] - 1).sum(0))
 
 
+def tells_shape(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
+    return (grad.flatten(1),), grad.shape
+
+
+def asks_shape(self: Any, received: Any, metadata: Any, out: torch.Tensor) -> None:
+    out.copy_(received[0].sum(0).view(metadata[1:]))
+
+
+def bits(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
+    return (grad.view(torch.int32),), None
+
+
+def from_bits(self: Any, received: Any, metadata: Any, out: torch.Tensor) -> None:
+    out.copy_(received[0].view(torch.float32).sum(0))
+
+
 WHERE = " (2 ranks, shape [8, 4])"
 FAULTS = {
     no_metadata: (
@@ -105,6 +121,18 @@ FAULTS = {
         returns_it,
         "gradient summed",
         f"Expected {POST} to fill out, 16 elements, got some that it left; write into it",
+    ),
+    bits: (
+        from_bits,
+        "gradient summed",
+        "Expected no error, got RuntimeError on rank 0: The size of tensor a (16) must match the "
+        "size of tensor b (8) at non-singleton dimension 0",
+    ),
+    tells_shape: (
+        asks_shape,
+        "no gradient",
+        f"Expected {POST} to work on a rank that never had a gradient, whose metadata is None, got "
+        "TypeError: 'NoneType' object is not subscriptable",
     ),
     shifted: (
         shifts_back,

@@ -87,7 +87,7 @@ def at_launch(
 ) -> Iterator[None]:
     """Do something around the launch of one collective, "gathering group '1'" for example."""
     with contextlib.ExitStack() as stack:
-        for method in ("gather", "reduce"):
+        for method in ("gather", "reduce", "exchange"):
             original = getattr(Channel, method)
 
             def launch(

@@ -186,6 +186,13 @@ def test_a_checkpoint_with_a_cut_or_missing_file_is_not_complete(
     assert run_ranks(load, 2, tmp_path) == [1.0] * 2
 
 
+def test_the_newest_is_the_one_with_the_greatest_number(tmp_path: Path) -> None:
+    """A loop that names its checkpoints without leading zeros resumes from the last one too."""
+    for name in ("step-9", "step-100", "step-10", "step-1b", "last"):
+        save_checkpoint({"step": 1}, tmp_path / name)
+    assert names(tmp_path) == ["last", "step-1b", "step-9", "step-10", "step-100"]
+
+
 def test_what_is_no_checkpoint_is_not_complete(tmp_path: Path) -> None:
     for name, text in (("a", "[]"), ("b", '{"x": 3}'), ("c", "3"), ("e", "{}")):
         (tmp_path / name).mkdir()

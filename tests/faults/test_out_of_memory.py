@@ -1,14 +1,16 @@
-"""Memory that runs out in the middle of a gather: nothing of it is kept, and training goes on."""
+"""Memory that runs out in the middle of a gather or a reduction: training goes on as if not."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from composable_shard import fully_shard
+from composable_shard.core.grads.grad_bucket import GradBucket
 from composable_shard.core.params.bucket import ParamBucket
 from composable_shard.testing import run_ranks
 
@@ -68,3 +70,33 @@ def test_a_gather_gets_all_its_memory_or_none(
     ranks: int, kept: int | bool, in_backward: bool
 ) -> None:
     assert run_ranks(run_out, ranks, in_backward, kept) == [[[0, 0], True]] * ranks
+
+
+def run_out_of_buffers() -> bool:
+    """Fail for the second of two reductions of a group, before an iteration that does not."""
+    model = fully_shard(TwoKinds())
+    reference = TwoKinds()
+    reference.load_state_dict({n: t.full_tensor() for n, t in model.state_dict().items()})
+    x, start = torch.ones(2, 4), GradBucket.start_reduce
+
+    def fail_for_the_second(bucket: GradBucket, *args: Any, **kwargs: Any) -> Any:
+        if bucket.dtype == torch.float64:
+            raise torch.OutOfMemoryError("no memory is left")
+        return start(bucket, *args, **kwargs)
+
+    with (
+        mock.patch.object(GradBucket, "start_reduce", fail_for_the_second),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        (3 * model(x)).sum().backward()
+    for each in (model, reference):
+        each(x).sum().backward()
+    return all(
+        torch.equal(param.grad.full_tensor(), other.grad)  # type: ignore[union-attr, arg-type]
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+
+
+def test_no_reduction_of_a_group_is_launched_if_another_has_no_memory() -> None:
+    """One that was would be waited for by nobody, and met by the next iteration."""
+    assert run_ranks(run_out_of_buffers, 2, timeout=30) == [True, True]

@@ -21,15 +21,32 @@ from composable_shard.mesh import ShardMesh
 ALIGNMENT_NBYTES = 16
 """Tensors within a row start at a multiple of this many bytes, so that any dtype can be viewed."""
 
+Extensions = dict[tuple[ShardedParam, torch.dtype], GradExtension]
+"""The hooks of parameters, for gradients of a dtype."""
+
 
 class EncodedBucket(GradBucket):
-    """Gradients that are encoded, exchanged, decoded and summed."""
+    """Gradients that are encoded, exchanged, decoded and summed.
 
-    def __init__(self, params: Sequence[ShardedParam], mesh: ShardMesh, dtype: torch.dtype) -> None:
+    Args:
+        params: Whose they are.
+        mesh: The ranks.
+        dtype: Dtype in which the hooks get them.
+        known: Shared with the buckets of other selections of the same parameters, so that what
+            was agreed and returned outlives a change of what is trainable.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: ShardMesh,
+        dtype: torch.dtype,
+        known: Extensions,
+    ) -> None:
         layouts = [param.layout for param in params]
         super().__init__(layouts, mesh.num_shards, dtype, mesh.device)
         self._mesh = mesh
-        self._extensions = [GradExtension(param) for param in params]
+        self._extensions = [known.setdefault((p, dtype), GradExtension(p)) for p in params]
 
     @torch.no_grad()
     def start_reduce(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composable_shard.core.comms.failures import named
 from composable_shard.core.params.extension import GRAD_POST, GRAD_PRE, Format, bound_hook
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import ExtensionError
@@ -21,7 +22,7 @@ Formats = tuple[Format, ...]
 
 
 class GradExtension:
-    """The hooks of one parameter, and what they return.
+    """The hooks of one parameter, and what they return for gradients of one dtype.
 
     Attributes:
         param: The parameter.
@@ -100,13 +101,17 @@ def agree_formats(
     for group in (mesh.shard_group, mesh.replica_group):
         if group is not None and group.size() > 1:
             heard: list[Any] = [None] * group.size()
-            dist.all_gather_object(heard, said, group=group)
+            try:
+                dist.all_gather_object(heard, said, group=group)
+            except RuntimeError as error:
+                raise named(error, "agreeing on what gradients are on the wire") from error
             ranks = dist.get_process_group_ranks(group)
             said = _merged(extensions, dict(zip(ranks, heard, strict=True)))
     if isinstance(said, str):
         raise ExtensionError(said)
     for extension, formats in zip(extensions, said, strict=True):
-        extension.formats = formats
+        if formats is not None:  # else no rank has the gradient this time
+            extension.formats = formats
 
 
 def _merged(

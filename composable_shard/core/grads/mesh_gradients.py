@@ -16,7 +16,7 @@ from composable_shard import _torch
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.failures import own_failure
 from composable_shard.core.comms.streams import Pending, on_stream
-from composable_shard.core.grads.encoded_bucket import EncodedBucket
+from composable_shard.core.grads.encoded_bucket import EncodedBucket, Extensions
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
 from composable_shard.core.grads.grad_recipes import GradRecipes
 from composable_shard.core.grads.route import Route
@@ -73,6 +73,7 @@ class MeshGradients:
         self._holds = False  # the running reduction leaves gradients to be averaged over replicas
         self._all_reduces = False  # the running reduction has a second stage to come
         self._buckets: dict[Any, GradBucket] = {}
+        self._extensions: Extensions = {}
         self._routes: list[Route] = []
         self._routes_are_for: tuple[Any, ...] | None = None
         self._stored: list[torch.dtype] = []
@@ -117,14 +118,14 @@ class MeshGradients:
             self._deliver_alone(trainable, grads)
             return
         self._recipes.agree(trainable, grads)
+        widens, routes = self._channel.reduce_scatter.widens, self._routes_of(trainable, held)
+        try:  # before any launch, so that where all ranks fail alike nothing is under way
+            transfers = [r.bucket.start_reduce(r.enter(grads), widens=widens) for r in routes]
+        except Exception as error:
+            error.add_note(own_failure(self._channel.reducing))
+            raise
         works, owned = [], []
-        widens = self._channel.reduce_scatter.widens
-        for route in self._routes_of(trainable, held):
-            try:
-                transfer = route.bucket.start_reduce(route.enter(grads), widens=widens)
-            except Exception as error:
-                error.add_note(own_failure(self._channel.reducing))
-                raise
+        for route, transfer in zip(routes, transfers, strict=True):
             reduction = _Reduction(route, transfer, 1.0)
             works += self._scatter(reduction)
             owned += [*transfer.inputs, *transfer.outputs, transfer.result]
@@ -141,20 +142,18 @@ class MeshGradients:
         self.pending.wait()
         self._all_reduces = False
         average = self._channel.can_average_replicas() and not self._settings.sums_only
-        works = []
         for reduction in self._reductions:
             self._settle(reduction)
             self._add_held(reduction)
-            transfer = reduction.transfer
-            transfer.inputs.clear()
-            scale = plan_scale(
-                self._mesh.num_replicas, reduction.route.bucket.dtype, can_average=average
-            )
+            reduction.transfer.inputs.clear()
+        works, results = [], [reduction.transfer.result for reduction in self._reductions]
+        for reduction, result in zip(self._reductions, results, strict=True):
+            dtype, num_replicas = reduction.route.bucket.dtype, self._mesh.num_replicas
+            scale = plan_scale(num_replicas, dtype, can_average=average)
             if scale.before != 1:
-                transfer.result.div_(scale.before)
-            works += self._channel.all_reduce(transfer.result, average=scale.averages)
+                result.div_(scale.before)
+            works += self._channel.all_reduce(result, average=scale.averages)
             reduction.divide_after = scale.after
-        results = [reduction.transfer.result for reduction in self._reductions]
         self.pending = Pending(works, results, self._channel.reducing)
         return True
 
@@ -229,11 +228,12 @@ class MeshGradients:
         encodes: bool,
         members: Sequence[tuple[int, ShardedParam, str | None]],
     ) -> GradBucket:
-        layouts = tuple(param.layout for _, param, _ in members)
-        key = tuple(param for _, param, _ in members) if encodes else layouts, dtype
+        params = tuple(param for _, param, _ in members)
+        layouts = tuple(param.layout for param in params)
+        key = params if encodes else layouts, dtype
         bucket = self._buckets.get(key)
         if bucket is None and encodes:
-            bucket = EncodedBucket([param for _, param, _ in members], self._mesh, dtype)
+            bucket = EncodedBucket(params, self._mesh, dtype, self._extensions)
         elif bucket is None:
             bucket = GradBucket(layouts, self._mesh.num_shards, dtype, self._mesh.device)
         return self._buckets.setdefault(key, bucket)

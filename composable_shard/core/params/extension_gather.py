@@ -45,6 +45,7 @@ class ExtensionGather:
         self.param = param
         self.mesh = param.mesh
         self.formats: list[tuple[Format, ...]] | None = None
+        self._dim = param.form.dim or 0  # as hooks see it; the layout has dims as in memory
         self._policy = policy
         self._device = device
         self._dtype = policy.compute_dtype(param.local.dtype)
@@ -98,11 +99,11 @@ class ExtensionGather:
         if tensor.ndim == 0:
             tensor = tensor.reshape(1)
         elif self._follows_param(tensor):
-            tensor = tensor.movedim(self.param.layout.dim, 0)
+            tensor = tensor.movedim(self._dim, 0)
         return tensor.detach().to(self._device).contiguous()
 
     def _follows_param(self, tensor: torch.Tensor) -> bool:
-        return self.param.layout.dim > 0 and tensor.ndim == len(self.param.layout.shape)
+        return self._dim > 0 and tensor.ndim == len(self.param.form.shape)
 
     # The gather -----------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class ExtensionGather:
         else:  # rows of a rank in the middle are missing: no view is contiguous
             parts = gathered.view(len(rows), max(rows), *trailing)
             tensor = torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
-        return tensor.movedim(0, self.param.layout.dim) if self._follows_param(tensor) else tensor
+        return tensor.movedim(0, self._dim) if self._follows_param(tensor) else tensor
 
     def _create_unsharded(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         expected = self.param.form.shape

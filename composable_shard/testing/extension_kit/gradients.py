@@ -27,12 +27,18 @@ from composable_shard.testing.extension_kit.subject import Shape, Subject
 NUM_STEPS = 8
 """Reductions of the same gradient: what one of them loses has to come with the others."""
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of reduction, in which gradients come."""
+
 
 class Reductions:
     """The reductions of one weight's gradient, one after the other, through its hooks."""
 
-    def __init__(self, subject: Subject, shape: Shape, show: Show) -> None:
+    def __init__(
+        self, subject: Subject, shape: Shape, show: Show, dtype: torch.dtype = torch.float32
+    ) -> None:
         self._show = show
+        self._dtype = dtype
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._numel = ParamLayout(shape, 0, self._num_ranks).shard_numel
         self._model = subject.sharded(shape)
@@ -43,7 +49,7 @@ class Reductions:
     def parts(self) -> torch.Tensor:
         """Return the gradient of this rank, [num_shards, shard_numel]; another on each."""
         generator = torch.Generator().manual_seed(self._rank)
-        return torch.randn(self._num_ranks, self._numel, generator=generator)
+        return torch.randn(self._num_ranks, self._numel, generator=generator).to(self._dtype)
 
     def encode(self) -> list[torch.Tensor]:
         """Return what this rank sends."""
@@ -73,38 +79,46 @@ class Reductions:
     def exact(self) -> torch.Tensor:
         """Return what that sum is."""
         parts: list[torch.Tensor] = self._show(self.parts())
-        return torch.stack([one[self._rank] for one in parts]).sum(0)
+        return torch.stack([one[self._rank] for one in parts]).sum(0, dtype=torch.float32)
 
 
 def gradient_sent(subject: Subject, shape: Shape, show: Show) -> None:
     """What is sent for a gradient has a row for each rank, alike on all ranks and each time."""
-    reductions = Reductions(subject, shape, show)
-    for _ in range(2):
-        formats = show(formats_of(reductions.encode()))
-        for rank, theirs in enumerate(formats):
-            if theirs != formats[0]:
-                raise Broken(
-                    f"Expected {GRAD_PRE} to return the same dtypes and shapes on all ranks and "
-                    f"each time, got {in_words(formats[0])} on rank 0 and {in_words(theirs)} on "
-                    f"rank {rank}"
-                )
+    for dtype in DTYPES:
+        reductions = Reductions(subject, shape, show, dtype)
+        for _ in range(2):
+            formats = show(formats_of(reductions.encode()))
+            for rank, theirs in enumerate(formats):
+                if theirs != formats[0]:
+                    raise Broken(
+                        f"Expected {GRAD_PRE} to return the same dtypes and shapes on all ranks "
+                        f"and each time, got {in_words(formats[0])} on rank 0 and "
+                        f"{in_words(theirs)} on rank {rank}"
+                    )
 
 
 def gradient_summed(subject: Subject, shape: Shape, show: Show) -> None:
     """The sum of what ranks send is, in the mean over steps, that of their gradients."""
-    reductions = Reductions(subject, shape, show)
-    exact = reductions.exact()
-    mean = torch.stack([reductions.reduce() for _ in range(NUM_STEPS)]).mean(0)
-    if exact.numel():
-        what = f"the mean of {NUM_STEPS} reductions to be the sum over ranks"
-        subject.expect_alike([mean], [exact], what)
+    for dtype in DTYPES:
+        reductions = Reductions(subject, shape, show, dtype)
+        exact = reductions.exact()
+        mean = torch.stack([reductions.reduce() for _ in range(NUM_STEPS)]).mean(0)
+        if exact.numel():
+            what = f"the mean of {NUM_STEPS} reductions to be the sum over ranks"
+            subject.expect_alike([mean], [exact], what)
 
 
 def no_gradient(subject: Subject, shape: Shape, show: Show) -> None:
     """Zero bytes, which a rank without a gradient sends, stand for a gradient of zeros."""
-    reductions = Reductions(subject, shape, show)
-    zeros = [torch.zeros_like(tensor) for tensor in reductions.encode()]
-    total = reductions.decode(show(zeros))
+    zeros = [torch.zeros_like(each) for each in Reductions(subject, shape, show).encode()]
+    sent = show(zeros)
+    try:
+        total = Reductions(subject, shape, show).decode(sent)
+    except Exception as error:
+        raise Broken(
+            f"Expected {GRAD_POST} to work on a rank that never had a gradient, whose metadata is "
+            f"None, got {type(error).__name__}: {error}"
+        ) from error
     if total.any():
         raise Broken(
             f"Expected {GRAD_POST} to make zeros of zero bytes, got values up to "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,9 @@ class Subject:
             error = (mine.double() - theirs.double()).abs().max().item()
             largest = theirs.double().abs().max().item()
             if not error <= self.tolerance * largest:
+                off = error / largest if largest else math.inf
                 raise Broken(
-                    f"Expected {what}, got values that are off by {error / largest:.1e} of the "
+                    f"Expected {what}, got values that are off by {off:.1e} of the "
                     f"largest, where {self.tolerance:g} is allowed"
                 )
 
