@@ -7,13 +7,21 @@ Docstrings of the package are in the style of Google, with sections that tools d
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
 
 OWN_SECTIONS = re.compile(r"^(Collective|Memory|Source): ", re.MULTILINE)
 EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
-ROLE = re.compile(r":(?:class|func|meth):`~?([\w.]+)`")
+ROLE = re.compile(r":(?:class|func|meth|attr):`~?([\w.]+)`")
+PUBLIC = set(
+    re.findall(
+        r'^    "(\w+)",$',
+        (Path(__file__).parents[2] / "composable_shard" / "__init__.py").read_text(),
+        re.MULTILINE,
+    )
+)
 LITERAL = re.compile(r"^\.\. code-block:: python$", re.MULTILINE)
 
 
@@ -22,7 +30,13 @@ def in_markdown(text: str) -> str:
     text = EXAMPLE.sub("Examples:", text)
     text = OWN_SECTIONS.sub(r"\n**\1:** ", text)
     text = LITERAL.sub("", text)
-    return ROLE.sub(r"`\1`", text)
+    return ROLE.sub(_reference, text)
+
+
+def _reference(role: re.Match[str]) -> str:
+    """Return a link to what is public, and the name of anything else."""
+    name = role[1].removeprefix("composable_shard.")
+    return f"[`{name}`][composable_shard.{name}]" if name in PUBLIC else f"`{name}`"
 
 
 class Docstrings(griffe.Extension):

@@ -13,6 +13,8 @@ A block that stands within a comment is run like the others and not shown.
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import textwrap
 from collections.abc import Iterator
@@ -20,12 +22,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-
-LANGUAGES = {"python", "text", "shell", "diff", "toml", "yaml", "json"}
 
 # The fence may be indented, in a list; what is written before it may be one comment.
 FENCE = re.compile(
@@ -37,6 +37,9 @@ DIRECTIVE = re.compile(r"<!-- (raises|prints|not run: (?P<reason>[^\n]+?)) -->\s
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 OBJECT = re.compile(r"^::: +([\w.]+)$", re.MULTILINE)
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+
+# What other languages have too (names, values, `name: value`, `NAME=value`) is not here.
+PYTHON = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.With, ast.For, ast.Call)
 
 Way = Literal["run", "raises", "prints", "not run"]
 
@@ -60,6 +63,15 @@ class Block:
     way: Way = "run"
     reason: str = ""
     expected: str = ""
+
+    @property
+    def looks_like_python(self) -> bool:
+        """Whether it is a program of Python, whatever it is said to be."""
+        try:
+            tree = ast.parse(self.source)
+        except SyntaxError:
+            return False
+        return any(isinstance(node, PYTHON) for node in ast.walk(tree))
 
 
 @dataclass(frozen=True)
@@ -101,9 +113,9 @@ class Page:
     @property
     def num_ranks(self) -> list[int]:
         """On how many ranks it is run, each in turn; empty for a page that starts them itself."""
-        if "<!-- a program -->" in self.text:
+        if re.search(r"^<!-- a program -->$", self.text, re.MULTILINE):
             return []
-        said = re.search(r"<!-- ranks: ([\d ]+) -->", self.text)
+        said = re.search(r"^<!-- ranks: ([\d ]+) -->$", self.text, re.MULTILINE)
         return [int(number) for number in said[1].split()] if said else [2]
 
     @cached_property
@@ -142,6 +154,12 @@ def all_pages() -> Iterator[Page]:
 def site_pages() -> list[Page]:
     """Return the pages of the site."""
     return [Page(path) for path in sorted(DOCS.rglob("*.md"))]
+
+
+def resolve(name: str) -> Any:
+    """Return what a dotted name stands for."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _blank(match: re.Match[str]) -> str:
