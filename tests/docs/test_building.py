@@ -42,8 +42,6 @@ def test_warnings_are_errors() -> None:
 
 def test_files_that_the_configuration_names_are_there() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
-    assert re.findall(r"^  - (\S+\.css)$", config, re.MULTILINE) == ["pictures/site.css"]
-    assert (DOCS / "pictures" / "site.css").exists()
     assert re.findall(r"- (docs/\S+\.py)$", config, re.MULTILINE) == ["docs/_site/docstrings.py"]
     assert (DOCS / "_site" / "docstrings.py").exists()
 
