@@ -72,7 +72,9 @@ def run_program(page: Page, folder: Path) -> int:
     """Run a page whose functions ranks have to import, as a module in this process."""
     name = f"docs_{page.path.stem}"
     source = "\n".join(block.source for block in page.programs)
-    (folder / f"{name}.py").write_text(importable(source))
+    written = folder / "written"
+    written.mkdir()
+    (folder / f"{name}.py").write_text(importable(source, written))
     sys.path.insert(0, str(folder))
     try:
         importlib.import_module(name).main()
@@ -82,12 +84,15 @@ def run_program(page: Page, folder: Path) -> int:
     return len(page.programs)
 
 
-def importable(source: str) -> str:
+def importable(source: str, folder: Path) -> str:
     """Put what is not a definition or an import into ``main``, as ranks import the module."""
     definitions, rest = [], []
     for node in ast.parse(source).body:
         kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
         (definitions if isinstance(node, kinds) else rest).append(ast.unparse(node))
     body = "\n".join(rest).replace("\n", "\n    ")
-    head = "from __future__ import annotations\n"
+    head = (
+        "from __future__ import annotations\n"
+        f"from pathlib import Path\nfolder = Path({str(folder)!r})\n"
+    )
     return head + "\n".join([*definitions, f"def main():\n    {body}\n"])
