@@ -15,10 +15,10 @@ from docs.pages import DOCS, Page, resolve
 PAGES = [Page(path) for path in sorted((DOCS / "reference").glob("*.md"))]
 SHOWN = [name for page in PAGES for name in page.objects]
 
-# Not made for users to import from.
-WITHIN = ("composable_shard._torch", "composable_shard.core")
+# Not made for users to import from; the last one is called from a shell.
+WITHIN = ("composable_shard._torch", "composable_shard.core", "composable_shard.cli")
 
-# Modules whose functions are called by their full name.
+# Modules whose functions are called by their full name: those that show how by an example.
 BY_FULL_NAME = ("composable_shard.insight.trace", "composable_shard.train.checkpoint")
 
 
@@ -39,7 +39,9 @@ def public_names() -> list[str]:
         names += [
             f"{path}.{name}"
             for name, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == path and not name.startswith("_")
+            if inspect.isfunction(value)
+            and value.__module__ == path
+            and ">>>" in str(value.__doc__)
         ]
     return names
 
