@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+DOCS_INSTALLED := $(VENV)/docs-installed
 
 # Succeeds where the interpreter has a torch that can be lent to the environment. One inside a
 # virtual environment cannot: the new environment would be made on the interpreter beneath.
@@ -14,7 +15,7 @@ HAS_TORCH = $(PYTHON) -c 'import sys, torch, torch.distributed as dist; \
 	2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint format install clean
+.PHONY: help demo test test-long lint format docs install clean
 
 help:
 	@echo "make demo     train a small language model on two ranks"
@@ -22,6 +23,7 @@ help:
 	@echo "make test-long  run ten times the generated examples, and the long runs"
 	@echo "make lint     check style and types"
 	@echo "make format   bring the code into style"
+	@echo "make docs     build the documentation site into build/site"
 	@echo "make install  make $(VENV) with all that these need"
 	@echo "make clean    remove $(VENV), caches and what the demo wrote"
 
@@ -44,6 +46,10 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A warning is an error. NO_MKDOCS_2_WARNING: the pinned version is told that we know of its end.
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
 install: $(INSTALLED)
 
 # The package itself comes last and alone: all that builds it is there by then, and its own wish
@@ -63,6 +69,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet -r $(VENV)/pinned.txt
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet \
 		--no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DOCS_INSTALLED): constraints-docs.txt $(INSTALLED)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet -r constraints-docs.txt
 	@touch $@
 
 clean:

@@ -134,7 +134,8 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "Expected the mesh of the DTensor parameter 'weight' and the data-parallel mesh to be "
         "parts of one mesh with named axes, got DeviceMesh((2,), 'cpu', stride=(1,)) and "
-        "DeviceMesh((2,), 'cpu', stride=(1,))",
+        "DeviceMesh((2,), 'cpu', stride=(1,)); pass the axes of that mesh over which data is "
+        "parallel, such as mesh['data']",
     ),
     (
         lambda: fully_shard(on_cuda()),

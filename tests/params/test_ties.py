@@ -180,7 +180,20 @@ def test_tying_a_sharded_parameter_is_refused() -> None:
             fully_shard(model)
         assert str(caught.value) == (
             "Expected parameter '1.weight' to be sharded by one fully_shard call, got the sharded "
-            "parameter 'weight' of another group; tie parameters before fully_shard"
+            "parameter 'weight' of another group; shard inner modules before outer ones, and tie "
+            "parameters before either"
+        )
+
+
+def test_an_outer_module_before_an_inner_one_is_refused() -> None:
+    with fake_ranks(2):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        with pytest.raises(ValueError) as caught:
+            fully_shard(model[0])
+        assert str(caught.value) == (
+            "Expected parameter 'weight' to be sharded by one fully_shard call, got the sharded "
+            "parameter '0.weight' of another group; shard inner modules before outer ones, and tie "
+            "parameters before either"
         )
 
 
