@@ -30,9 +30,25 @@ EVENTS = (
 )
 """All events. The first four are moments of a group, the others what it does at them."""
 
+MOMENTS = (
+    "begin_all_gather",
+    "begin_wait_for_all_gather",
+    "waited_for_all_gather",
+    "begin_reduce_scatter",
+    "begin_wait_for_reduce_scatter",
+    "waited_for_reduce_scatter",
+    "begin_wait_for_all_reduce",
+    "waited_for_all_reduce",
+    "begin_wait_for_readers",
+    "wait_for_readers",
+)
+"""Where parts of the events begin and end, for those who take times. Between ``begin_x`` and ``x``
+it is launched; between ``begin_wait_for_x`` and ``waited_for_x`` nothing else happens; between that
+and ``wait_for_x`` what came is copied to its place."""
+
 
 @contextlib.contextmanager
-def trace(module: nn.Module, *events: str) -> Iterator[list[Event]]:
+def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
     """Record what the groups of a sharded module do within the context.
 
     Args:
@@ -58,10 +74,13 @@ def trace(module: nn.Module, *events: str) -> Iterator[list[Event]]:
         raise ValueError(f"Expected events out of {EVENTS}, got {sorted(unknown)}")
     context = group.context
     before, recorded = context.listener, list[Event]()
+    wanted = events or EVENTS
 
     def listen(event: str, name: str) -> None:
-        if not events or event in events:
+        if event in wanted:
             recorded.append((event, name))
+        if before is not None:
+            before(event, name)
 
     context.listener = listen
     try:
