@@ -200,7 +200,7 @@ class ParamGroup:
         self._launch(transfers, version)
 
     def _regather(self, state: PartlySharded) -> None:
-        self.context.note("begin_all_gather", self)
+        self.context.note("begin_regather", self)
         transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
         self._launch(transfers, state.version, state.num_ranks)
 

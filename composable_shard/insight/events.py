@@ -32,6 +32,7 @@ EVENTS = (
 
 MOMENTS = (
     "begin_all_gather",
+    "begin_regather",
     "begin_wait_for_all_gather",
     "waited_for_all_gather",
     "begin_reduce_scatter",
@@ -43,8 +44,9 @@ MOMENTS = (
     "wait_for_readers",
 )
 """Where parts of the events begin and end, for those who take times. Between ``begin_x`` and ``x``
-it is launched; between ``begin_wait_for_x`` and ``waited_for_x`` nothing else happens; between that
-and ``wait_for_x`` what came is copied to its place."""
+it is launched (``begin_regather``: from parts that neighbours kept); between ``begin_wait_for_x``
+and ``waited_for_x`` nothing else happens; between that and ``wait_for_x`` what came is copied to
+its place."""
 
 
 @contextlib.contextmanager
