@@ -108,7 +108,8 @@ class Timeline:
             0.0
         """
         if self.recorded is None:
-            raise ValueError("Expected a recording that has ended, got one that has not")
+            state = "not ended" if self._is_open else "not begun"
+            raise ValueError(f"Expected a recording that has ended, got one that has {state}")
         return MergedTrace.of([self.recorded]).summary
 
     def _open(self) -> None:
@@ -155,7 +156,7 @@ def trace(
         ...         model(torch.ones(2, 4)).sum().backward()
         ...         timeline.step()
         >>> [f"{flight.act} {flight.name}" for flight in timeline.recorded.flights]
-        ['gather 0', 'gather 1', 'gather 0', 'reduce 1', 'reduce 0']
+        ['gather 0', 'gather 1', 'gather 1', 'gather 0', 'reduce 1', 'reduce 0']
     """
     timeline = Timeline(module, None if folder is None else Path(folder), skip=skip, steps=steps)
     try:

@@ -83,7 +83,9 @@ def _bounds(traces: Sequence[RankTrace]) -> dict[tuple[str, str], float]:
     for trace in traces:
         for collective, flight in collectives(trace):
             clock = trace.clock
-            starts[collective][clock] = max(starts[collective].get(clock, 0), flight.start)
+            starts[collective][clock] = max(
+                starts[collective].get(clock, flight.start), flight.start
+            )
             ends[collective][clock] = min(ends[collective].get(clock, flight.end), flight.end)
     bounds: dict[tuple[str, str], float] = defaultdict(lambda: math.inf)
     for collective, began in starts.items():

@@ -19,7 +19,9 @@ def with_lateness(traces: Sequence[RankTrace]) -> list[RankTrace]:
     last: dict[Collective, tuple[int, int]] = {}  # when the last rank began, and which one it was
     for trace in traces:
         for collective, flight in collectives(trace):
-            last[collective] = max(last.get(collective, (0, -1)), (flight.start, trace.rank))
+            last[collective] = max(
+                last.get(collective, (flight.start, -1)), (flight.start, trace.rank)
+            )
     return [replace(trace, spans=_spans(trace, last)) for trace in traces]
 
 

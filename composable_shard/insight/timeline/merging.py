@@ -36,6 +36,7 @@ class MergedTrace:
     @classmethod
     def of(cls, traces: Sequence[RankTrace]) -> MergedTrace:
         """Put traces on one scale; see ``alignment``."""
+        traces = sorted(traces, key=lambda trace: trace.rank)
         found = shifts(traces)
         begin = min(trace.begin + found[trace.clock].by for trace in traces)
         ranks = [trace.shifted(found[trace.clock].by - begin) for trace in traces]
