@@ -55,12 +55,14 @@ def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
     tmp_path: Path, text: Path
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(whole, text)
+    train(whole, text, "--trace", str(tmp_path / "timeline"))
     train(parts, text, "--stop-at", "5")
     assert len(losses(parts)) == 5
     train(parts, text, "--resume")
     assert len(losses(whole)) == 8
     assert losses(parts) == losses(whole)
+    traced = json.loads((tmp_path / "timeline" / "trace.json").read_text())["otherData"]["summary"]
+    assert (traced["first_step"], traced["num_steps"], traced["missing_ranks"]) == (4, 3, [])
 
 
 def test_the_example_of_a_subclass_passes_the_kit_and_learns() -> None:

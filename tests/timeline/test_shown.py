@@ -229,7 +229,7 @@ def test_the_picture_shows_one_step_of_all_ranks(merged: MergedTrace) -> None:
     texts = [str(text.text) for text in ET.fromstring(svg).iter(f"{SVG}text")]
     assert texts[:2] == [
         "One training step on 2 ranks",
-        "step 1: 47.0 ms  ·  exposed communication 15% of all steps  ·  peak memory 0 MiB",
+        "step 1: 47.0 ms  ·  exposed communication: 15% of it  ·  peak memory 0 MiB",
     ]
     assert texts.count("rank 0") == texts.count("rank 1") == 2  # the lanes, the memory
     second = [span for span in merged.ranks[0].spans if span.start >= merged.ranks[0].steps[0]]

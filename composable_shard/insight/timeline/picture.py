@@ -73,16 +73,19 @@ def to_svg(traces: Sequence[RankTrace], step: int = -1) -> str:
         min(trace.intervals[step][0] for trace in shown),
         max(trace.intervals[step][1] for trace in shown),
     )
-    parts = [*_header(shown, len(traces), step, window)]
+    header = _header(shown, len(traces), step, window)
     top = float(HEADER)
+    behind: list[str] = []
+    before: list[str] = []
     for trace in shown:
-        lines, top = _rank(trace, window, top)
-        parts += lines
-    parts += _time_axis(window, HEADER, top)
+        lanes, bars, top = _rank(trace, window, top)
+        behind += lanes
+        before += bars
+    parts = [*header, *behind, *_time_axis(window, HEADER, top), *before]
     top += 34
     if any(trace.memory for trace in shown):
         parts += _memory(shown, window, top)
-        top += MEMORY_HEIGHT + 30
+        top += MEMORY_HEIGHT + 40
     box = f'viewBox="0 0 {WIDTH} {top:.0f}" width="{WIDTH}" height="{top:.0f}"'
     card = (
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{top - 1:.0f}" rx="12"/>'
@@ -116,10 +119,16 @@ def _header(
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     is_step = bool(traces[0].steps)
     yield _text(24, 36, f"One training step on {ranks}" if is_step else ranks, "title")
-    exposed = sum(one["exposed_share"] for one in sums) / len(sums)
+    waits = [
+        span.end - span.start
+        for trace in traces
+        for span in trace.spans
+        if span.kind == "wait" and window.begin <= span.start < window.end
+    ]
+    exposed = sum(waits) / len(traces) / max(window.end - window.begin, 1)
     words = [
         f"step {number}: {length:.1f} ms" if is_step else f"{length:.1f} ms",
-        f"exposed communication {exposed:.0%} of all steps",
+        f"exposed communication: {exposed:.0%} of it",
     ]
     peak = max(one["peak_nbytes"] for one in sums)
     if peak:
@@ -134,24 +143,25 @@ def _header(
         x += 15 + len(WORDS[name]) * CHAR + 18
 
 
-def _rank(trace: RankTrace, window: Window, top: float) -> tuple[list[str], float]:
+def _rank(trace: RankTrace, window: Window, top: float) -> tuple[list[str], list[str], float]:
+    """Return the lanes of a rank, what is in them, and where the next rank begins."""
     lanes = [lane for lane in lanes_of(trace) if lane.kind != "steps"]
     first, parts = top, [_text(24, top + 17, f"rank {trace.rank}", "rank")]
-    shade = []
+    bars: list[str] = []
     for lane in lanes:
         height = HEIGHTS[lane.kind]
-        if lane.kind != "compute" and (lane.title == lane.kind or lane.kind == "waits"):
-            label = {"waits": "waits"}.get(lane.kind, lane.kind)
+        if lane.kind != "compute":
+            label = "waits" if lane.kind == "waits" else lane.title
             parts.append(_text(LEFT - 8, top + height - 2, label, anchor="end"))
         parts.append(_rect(LEFT, top, WIDTH - LEFT - RIGHT, height, 'class="lane" rx="2"'))
-        parts += _lane(lane, window, top)
+        bars += _lane(lane, window, top)
         top += height + LANE_GAP
     for span in trace.spans:
         if span.kind == "wait" and window.begin <= span.start and span.end <= window.end:
             x, end = window.x(span.start), window.x(span.end)
             look = f'fill="{COLORS["wait"]}" opacity="0.10"'
-            shade.append(_rect(x, first, end - x, top - LANE_GAP - first, look))
-    return parts + shade, top + RANK_GAP - LANE_GAP
+            bars.append(_rect(x, first, end - x, top - LANE_GAP - first, look))
+    return parts, bars, top + RANK_GAP - LANE_GAP
 
 
 def _lane(lane: Lane, window: Window, top: float) -> Iterable[str]:
@@ -191,7 +201,7 @@ def _time_axis(window: Window, top: float, bottom: float) -> Iterable[str]:
     bottom -= RANK_GAP - 6
     for tick in range(int(length / step + 1e-9) + 1):
         x = window.x(window.begin + tick * step * 1e6)
-        yield f'<path class="grid" d="M{x:.1f} {top:.1f}V{bottom:.1f}" opacity="0.55"/>'
+        yield f'<path class="grid" d="M{x:.1f} {top:.1f}V{bottom:.1f}"/>'
         yield _text(x, bottom + 15, f"{tick * step:g} ms", anchor="middle")
 
 
@@ -211,7 +221,7 @@ def _memory(traces: Sequence[RankTrace], window: Window, top: float) -> Iterable
         level = y((low + tick * step) * MIB)
         yield f'<path class="grid" d="M{LEFT} {level:.1f}H{WIDTH - RIGHT}"/>'
         yield _text(LEFT - 8, level + 4, f"{low + tick * step:g} MiB", anchor="end")
-    x = float(LEFT)
+    x = float(LEFT + 8)
     for trace, curve in curves:
         color = RANKS[trace.rank % len(RANKS)]
         path = _steps(curve, window, y)
