@@ -20,6 +20,9 @@ from composable_shard.module import group_of
 
 __all__ = ["MergedTrace", "Timeline", "merge", "trace"]
 
+MAX_MERGED = 64
+"""Of how many ranks the last one merges all; of more that would stop it for long."""
+
 
 class Timeline:
     """What :func:`trace` gives: it is told of steps, and holds what this rank recorded.
@@ -92,7 +95,8 @@ class Timeline:
         self.recorded = self._facts.trace(self._recorder.close(), self._skip)
         if self._folder is not None:
             write(file_of(self._folder, self._facts.rank), self.recorded.to_json())
-            if merging.is_complete(self._folder, self._facts.num_ranks):
+            num_ranks = self._facts.num_ranks
+            if num_ranks <= MAX_MERGED and merging.is_complete(self._folder, num_ranks):
                 merge(self._folder)
 
     def summary(self) -> dict[str, Any]:
@@ -129,8 +133,8 @@ def trace(
 
     Gathers, waits, forward and backward of each group, reductions, optimizer steps, live memory.
     Each rank writes a file of its own when it leaves the context, by an exception too; the last one
-    merges all files into ``trace.json`` (for https://ui.perfetto.dev), ``timeline.html`` and
-    ``timeline.svg``. No rank waits for another. See ``docs/timeline.md``.
+    of at most 64 merges all files into ``trace.json`` (for https://ui.perfetto.dev),
+    ``timeline.html`` and ``timeline.svg``. No rank waits for another. See ``docs/timeline.md``.
 
     Args:
         module: A sharded module, or one with sharded modules in it.

@@ -203,6 +203,16 @@ def test_ranks_come_in_order_whatever_their_folders() -> None:
     assert [rank.rank for rank in MergedTrace.of(traces).ranks] == [0, 1]
 
 
+def test_of_many_ranks_none_merges_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composable_shard.insight.trace.MAX_MERGED", 1)
+    for rank in range(2):
+        recorded_steps(1, tmp_path, rank)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "rank-00000.json",
+        "rank-00001.json",
+    ]
+
+
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     with fake_ranks(2), trace(two_layers()) as timeline:

@@ -15,6 +15,7 @@ import pytest
 from composable_shard.insight.timeline.chrome import to_chrome
 from composable_shard.insight.timeline.lanes import lanes_of
 from composable_shard.insight.timeline.merging import MergedTrace
+from composable_shard.insight.timeline.page import to_html
 from composable_shard.insight.timeline.palette import COLORS, WORDS
 from composable_shard.insight.timeline.picture import to_svg
 from composable_shard.insight.timeline.rank_trace import RankTrace
@@ -200,8 +201,6 @@ def test_names_of_groups_cannot_end_the_script() -> None:
     name = "</script><b>"
     recorded = made_up(num_ranks=1, spans=[Span("forward", name, 0, 90)])
     merged = MergedTrace.of([recorded])
-    from composable_shard.insight.timeline.page import to_html
-
     text = to_html(merged.ranks, merged.summary)
     content = json.loads(Elements(text).scripts[0])
     assert content["ranks"][0]["lanes"][0]["items"][0][1] == name
@@ -264,3 +263,11 @@ def test_a_trace_without_memory_steps_or_spans_is_shown_too() -> None:
     svg = to_svg(merged.ranks)
     assert bars(svg) == [] and "live memory" not in svg
     check_structure(to_chrome(merged.ranks))
+
+
+def test_of_many_ranks_the_first_have_lanes_and_all_a_row() -> None:
+    ranks = [made_up(rank, num_ranks=70) for rank in range(70)]
+    merged = MergedTrace.of(ranks)
+    content = json.loads(Elements(to_html(merged.ranks, merged.summary)).scripts[0])
+    assert [shown["rank"] for shown in content["ranks"]] == list(range(64))
+    assert [row["rank"] for row in content["summary"]["ranks"]] == list(range(70))

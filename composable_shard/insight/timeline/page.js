@@ -303,18 +303,18 @@ function cards() {
   const all = [
     ["step, mean", ms(summary.step_ms), 1, colors.forward],
     ["compute", ms(summary.compute_ms), summary.compute_ms / summary.step_ms, colors.backward],
-    ["exposed communication", `${ms(summary.exposed_ms)}`, summary.exposed_share, colors.wait,
-      percent(summary.exposed_share)],
-    ["communication under compute", percent(hiddenShare), hiddenShare, colors.gather],
+    ["exposed communication", ms(summary.exposed_ms), summary.exposed_share, colors.wait],
+    ["communication hidden", percent(hiddenShare), hiddenShare, colors.gather],
     ["peak memory of a rank", summary.peak_nbytes ? bytes(summary.peak_nbytes) : "–", 0, colors.optimizer],
   ];
-  for (const [title, value, share, color, more] of all) {
+  for (const [title, value, share, color] of all) {
     const card = make("div");
     card.className = "card";
     const fill = make("u", "", { width: `${100 * Math.min(share, 1)}%`, background: color });
     const track = make("i");
     track.append(fill);
-    card.append(make("b", value), make("span", more ? `${title}, ${more}` : title), track);
+    card.append(make("b", value), make("span", title), track);
+    card.title = share ? `${percent(share)} of ${title.startsWith("communication") ? "it" : "the step"}` : title;
     find("cards").append(card);
   }
 }
@@ -375,7 +375,8 @@ function steps() {
 function notes() {
   const count = summary.num_steps;
   find("lead").textContent = [
-    `${ranks.length} rank${ranks.length > 1 ? "s" : ""} on ${[...new Set(ranks.map((rank) => rank.device.split(":")[0]))]}`,
+    `${summary.ranks.length} rank${summary.ranks.length > 1 ? "s" : ""} on ${[...new Set(ranks.map((rank) => rank.device.split(":")[0]))]}`,
+    ...(ranks.length < summary.ranks.length ? [`lanes of the first ${ranks.length}`] : []),
     count ? `${count} step${count > 1 ? "s" : ""} from step ${summary.first_step}` : "no steps marked",
   ].join(" · ");
   const of = { heap: "what the C library's heap has handed out", resident: "resident memory of the process",

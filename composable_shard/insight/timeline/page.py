@@ -12,6 +12,8 @@ from composable_shard.insight.timeline.palette import COLORS, RANKS, WORDS
 from composable_shard.insight.timeline.picture import to_svg
 from composable_shard.insight.timeline.rank_trace import RankTrace
 
+MAX_RANKS = 64  # with lanes of their own; the table has all
+
 
 def to_html(traces: Sequence[RankTrace], summary: dict[str, Any]) -> str:
     """Return the page."""
@@ -20,7 +22,7 @@ def to_html(traces: Sequence[RankTrace], summary: dict[str, Any]) -> str:
         "colors": COLORS,
         "words": WORDS,
         "rankColors": RANKS,
-        "ranks": [_rank(trace) for trace in traces],
+        "ranks": [_rank(trace) for trace in traces[:MAX_RANKS]],
     }
     # Within a script, "<" could begin what ends it.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
