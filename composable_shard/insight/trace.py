@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,20 @@ class Timeline:
         self._is_open = False
         self.recorded = self._facts.trace(self._recorder.close(), self._skip)
         if self._folder is not None:
-            write(file_of(self._folder, self._facts.rank), self.recorded.to_json())
-            num_ranks = self._facts.num_ranks
-            if num_ranks <= MAX_MERGED and merging.is_complete(self._folder, num_ranks):
-                merge(self._folder)
+            try:
+                self._write(self._folder, self.recorded)
+            except (OSError, ValueError) as error:  # no reason to end a training
+                warnings.warn(
+                    f"Expected to write a timeline to {self._folder}, got {error!r}; merge what is "
+                    "there by `composable-shard trace`",
+                    stacklevel=2,
+                )
+
+    def _write(self, folder: Path, recorded: RankTrace) -> None:
+        write(file_of(folder, recorded.rank), recorded.to_json())
+        num_ranks = recorded.num_ranks
+        if num_ranks <= MAX_MERGED and merging.is_complete(folder, num_ranks):
+            merge(folder)
 
     def summary(self) -> dict[str, Any]:
         """Return where the time of this rank's steps goes; of all ranks: ``merge(folder).summary``.

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from composable_shard import trace
+from composable_shard import fully_shard, trace
 from composable_shard.insight.timeline.alignment import Shift, shifts
 from composable_shard.insight.timeline.merging import MERGED, MergedTrace, merge, read
-from composable_shard.insight.timeline.rank_trace import RankTrace, file_of
+from composable_shard.insight.timeline.rank_trace import GroupFacts, RankTrace, file_of
 from composable_shard.insight.timeline.spans import Flight, Sample, Span
+from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks, run_ranks
 from timeline.recordings import MS, made_up, recorded_steps, train, two_layers
 
@@ -211,6 +213,32 @@ def test_of_many_ranks_none_merges_all(tmp_path: Path, monkeypatch: pytest.Monke
         "rank-00000.json",
         "rank-00001.json",
     ]
+
+
+def test_a_training_goes_on_where_a_timeline_cannot_be_written(tmp_path: Path) -> None:
+    with fake_ranks(2):
+        timeline = Timeline(two_layers(), tmp_path)
+        file_of(tmp_path, 1).write_text("{}")  # rank 1 of another version of the library
+        with pytest.warns(UserWarning) as caught:
+            timeline.stop()
+    error = f"Expected the trace of a rank in {file_of(tmp_path, 1)}, got KeyError('format')"
+    assert [str(one.message) for one in caught] == [
+        f"Expected to write a timeline to {tmp_path}, got {ValueError(error)!r}; merge what is "
+        "there by `composable-shard trace`"
+    ]
+    assert file_of(tmp_path, 0).exists() and timeline.recorded is not None
+
+
+def test_a_tree_that_is_sharded_further_meanwhile_is_shown_all_the_same(tmp_path: Path) -> None:
+    with fake_ranks(1):
+        model = nn.Sequential(fully_shard(nn.Linear(4, 4)))
+        with trace(model, tmp_path) as timeline:
+            fully_shard(model)
+            model(torch.ones(2, 4))
+    assert timeline.recorded is not None
+    assert [flight.name for flight in timeline.recorded.flights] == ["0.0"]
+    assert timeline.recorded.groups["0.0"] == GroupFacts(0, 0, 1, 1)
+    assert read(tmp_path).summary["num_ranks"] == 1
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: Any) -> None:

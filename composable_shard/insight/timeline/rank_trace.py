@@ -166,14 +166,18 @@ class Facts(NamedTuple):
     def trace(self, marks: Sequence[Mark], first_step: int) -> RankTrace:
         """Return what a rank recorded that has made these marks and made the last one just now."""
         unfolded = unfold(marks)
+        # A tree that was sharded further meanwhile calls its groups otherwise: nothing is known.
+        sets = [*self.rank_sets, [self.rank]]
+        names = {flight.name for flight in unfolded.flights} - self.groups.keys()
+        renamed = dict.fromkeys(sorted(names), GroupFacts(0, 0, len(sets) - 1, len(sets) - 1))
         behind = time.perf_counter_ns() - marks[0].time
         return RankTrace(
             rank=self.rank,
             num_ranks=self.num_ranks,
             device=self.device,
             memory_of=self.memory_of,
-            rank_sets=self.rank_sets,
-            groups=self.groups,
+            rank_sets=sets if renamed else self.rank_sets,
+            groups={**self.groups, **renamed},
             host=platform.node(),
             clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
             wall=time.time_ns() - behind,
