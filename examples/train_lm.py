@@ -35,6 +35,7 @@ from torch.optim import AdamW
 
 from composable_shard import MixedPrecisionPolicy, fully_shard, trace
 from composable_shard.insight.trace import Timeline
+from int8_gradients import send_int8_gradients
 from lm.checkpoint import Progress, RunFolder
 from lm.model import GPT
 from lm.options import Options, read_options
@@ -49,6 +50,8 @@ def build(options: Options, place: Place) -> GPT:
     """Build the model and shard it over all ranks."""
     torch.manual_seed(options.seed)  # every rank draws the same weights, then keeps its shard
     model = GPT(options.layers, options.width, options.heads, options.context).to(place.device)
+    if options.int8_gradients:
+        send_int8_gradients(model)
     mesh = init_device_mesh(place.device.type, (place.num_ranks,))
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32

@@ -11,8 +11,9 @@ import torch
 
 from composable_shard.testing import stop_ranks
 
-# Benchmarks are programs: they import each other by name, and ranks import them from there too.
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+# These are programs: they import each other by name, and ranks import them from there too.
+for folder in ("benchmarks", "examples"):
+    sys.path.append(str(Path(__file__).parents[1] / folder))
 
 
 @pytest.fixture(scope="session", autouse=True)

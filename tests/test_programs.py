@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SMALL = ["--layers", "1", "--width", "32", "--context", "32", "--batch", "4", "--sample-bytes", "4"]
 
 
-def run(script: str, *arguments: str) -> str:
+def run(script: str, *arguments: str, timeout: float = 240) -> str:
     """Run a program of the repository to its end and return what it printed."""
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *arguments],
@@ -23,14 +23,14 @@ def run(script: str, *arguments: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def losses(folder: Path) -> list[object]:
+def losses(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "losses.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k in ("step", "loss")} for line in lines]
 
@@ -51,18 +51,40 @@ def train(folder: Path, text: Path, *more: str) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The folder of a run from start to end."""
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    train(folder, text, "--trace", str(folder / "timeline"))
+    return folder
+
+
 def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
-    tmp_path: Path, text: Path
+    tmp_path: Path, text: Path, uninterrupted: Path
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(whole, text, "--trace", str(tmp_path / "timeline"))
+    parts = tmp_path / "parts"
     train(parts, text, "--stop-at", "5")
     assert len(losses(parts)) == 5
     train(parts, text, "--resume")
-    assert len(losses(whole)) == 8
-    assert losses(parts) == losses(whole)
-    traced = json.loads((tmp_path / "timeline" / "trace.json").read_text())["otherData"]["summary"]
-    assert (traced["first_step"], traced["num_steps"], traced["missing_ranks"]) == (4, 3, [])
+    assert len(losses(uninterrupted)) == 8
+    assert losses(parts) == losses(uninterrupted)
+
+
+def test_the_example_records_a_timeline(uninterrupted: Path) -> None:
+    found = json.loads((uninterrupted / "timeline" / "trace.json").read_text())
+    summary = found["otherData"]["summary"]
+    assert (summary["first_step"], summary["num_steps"]) == (4, 3)
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
+
+
+def test_gradients_as_int8_hardly_change_the_losses(
+    tmp_path: Path, text: Path, uninterrupted: Path
+) -> None:
+    train(tmp_path / "int8", text, "--int8-gradients")
+    exact, rounded = losses(uninterrupted), losses(tmp_path / "int8")
+    assert exact != rounded
+    for one, other in zip(exact, rounded, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
 
 
 def test_the_example_of_a_subclass_passes_the_kit_and_learns() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.comms.failures import named
-from composable_shard.core.params.extension import has_extension
+from composable_shard.core.params.extension import has_extension, has_grad_extension
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import RankMismatchError
 from composable_shard.mesh import ShardMesh
@@ -93,6 +93,7 @@ def _fact(param: ShardedParam) -> str:
     kind = "trainable" if param.sharded.requires_grad else "frozen"
     placement = "replicated" if param.form.dim is None else f"Shard({param.form.dim})"
     extension = ", with its own all-gather" if has_extension(local) else ""
+    extension += ", with its own reduce-scatter" if has_grad_extension(local) else ""
     return (
         f"shape {list(param.form.shape)}, {local.dtype}, {placement}, "
         f"{kind}, on {local.device.type}{extension}"

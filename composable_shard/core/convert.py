@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.params.extension import copied_shard, needs_extension
+from composable_shard.core.params.extension import check_keeps_hooks, copied_shard, needs_extension
 from composable_shard.core.params.offload import Offload, check_names, offload_of
 from composable_shard.core.params.param import ShardedParam, Slot
 from composable_shard.core.params.ties import owner_of_sharded, remember
@@ -190,6 +190,7 @@ def build_group(
     shards = []
     for param, original in zip(planned, originals, strict=True):
         shard = param.shard_of(original)
+        check_keeps_hooks(param.name, param.model_part(original), shard)
         if shard.device.type != "meta":
             shard = shard.to(param.device)
         shards.append(copied_shard(shard) if needs_extension(shard) else shard)

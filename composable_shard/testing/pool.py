@@ -166,7 +166,9 @@ class RankPool:
             process = self._processes[rank]
             process.join(GRACE)
             message = f"The process ended during the call, exit code {process.exitcode}"
-            return RankFailure(rank, RuntimeError, "RuntimeError", message, "")
+            file = self._stack_file(rank)  # empty if it was killed
+            crash = file.read_text() if file.exists() else ""
+            return RankFailure(rank, RuntimeError, "RuntimeError", message, crash)
         return reply.unpack(rank) if isinstance(reply, PackedFailure) else reply
 
     def _is_in_step(self) -> bool:

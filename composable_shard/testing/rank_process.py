@@ -71,6 +71,7 @@ def serve(seat: Seat, pipe: Connection) -> None:
     _outlive_no_parent(Path(seat.stack_file).parent)
     try:
         with open(seat.stack_file, "w") as stack_file:
+            faulthandler.enable(stack_file, all_threads=True)
             if hasattr(signal, "SIGUSR1"):
                 faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
             _answer(pipe, lambda: _join_group(seat))

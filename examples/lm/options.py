@@ -16,7 +16,7 @@ from lm.text import load_text
 # What a loss depends on: a resumed run must share these.
 DECISIVE = (
     *("steps", "batch", "lr", "warmup", "clip", "seed"),
-    *("layers", "width", "heads", "context", "device", "param_dtype"),
+    *("layers", "width", "heads", "context", "device", "param_dtype", "int8_gradients"),
 )
 
 
@@ -38,6 +38,7 @@ class Options:
     ranks: int
     device: str
     param_dtype: str
+    int8_gradients: bool
     checkpoint_dir: Path
     checkpoint_every: int
     resume: bool
@@ -122,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ranks("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     ranks("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="and in what")
+    ranks("--int8-gradients", action="store_true", help="send int8 instead of fp32 gradients")
 
     folder = parser.add_argument_group("checkpoints")
     folder.add_argument("--checkpoint-dir", type=Path, default=Path("runs/train_lm"), help="folder")

@@ -64,7 +64,7 @@ def test_an_average_is_not_taken_under_another_divisor(num_ranks: int, divisor: 
 
 
 def test_an_average_by_the_backend_is_all_there_is_to_do() -> None:
-    assert plan_scale(6, torch.float32) == ReductionScale(before=1, averages=True, after=1)
+    assert plan_scale(6, torch.float32) == ReductionScale(before=1, averages=True, after=1, total=6)
 
 
 @pytest.mark.parametrize(

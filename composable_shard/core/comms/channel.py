@@ -140,6 +140,19 @@ class Channel:
         except RuntimeError as error:
             raise named(error, self.reducing) from error
 
+    def exchange(self, output: torch.Tensor, source: torch.Tensor) -> list[Waitable]:
+        """Send row r of ``source`` to rank r of those that share the parameters; all to all.
+
+        Args:
+            output: What to write, [num_shards, n]: a row from each rank.
+            source: What to send, like it.
+        """
+        try:
+            work = dist.all_to_all_single(output, source, group=self._reduce_group, async_op=True)
+        except RuntimeError as error:
+            raise named(error, self.reducing) from error
+        return [] if work is None else [work]
+
     def can_average_replicas(self) -> bool:
         """Tell whether a reduction over the replicas may be an average."""
         group = self.mesh.replica_group

@@ -85,6 +85,11 @@ class GradBucket:
         transfer.inputs.append(self._packed(grads, transfer.present))
         return transfer
 
+    def settle(self, transfer: GradTransfer, divisor: float) -> None:
+        """Divide what a collective has summed."""
+        if divisor != 1:
+            transfer.result.div_(divisor)
+
     @property
     def numel(self) -> int:
         """Elements of a result without its flags."""
@@ -112,7 +117,7 @@ class GradBucket:
         transfer.inputs.append(full)
 
     def _in_order(
-        self, param: ParamLayout, grad: torch.Tensor | None, widens: bool
+        self, param: ParamLayout, grad: torch.Tensor | None, widens: bool = False
     ) -> torch.Tensor:
         """Return [num_shards * shard_numel], without a copy where the gradient allows."""
         if grad is None:

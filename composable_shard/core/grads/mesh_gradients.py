@@ -16,6 +16,7 @@ from composable_shard import _torch
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.failures import own_failure
 from composable_shard.core.comms.streams import Pending, on_stream
+from composable_shard.core.grads.encoded_bucket import EncodedBucket
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
 from composable_shard.core.grads.grad_recipes import GradRecipes
 from composable_shard.core.grads.route import Route
@@ -30,8 +31,10 @@ from composable_shard.core.grads.sharded_grad import (
     unreplicated,
 )
 from composable_shard.core.grads.unreduced import UnreducedGradients, take_unsharded
+from composable_shard.core.params.extension import GRAD_PRE, POST
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
+from composable_shard.errors import ExtensionError
 from composable_shard.policy import MixedPrecisionPolicy
 
 
@@ -124,7 +127,7 @@ class MeshGradients:
                 raise
             reduction = _Reduction(route, transfer, 1.0)
             works += self._scatter(reduction)
-            owned += [*transfer.inputs, transfer.result]
+            owned += [*transfer.inputs, *transfer.outputs, transfer.result]
             self._reductions.append(reduction)
         self.pending = Pending(works, owned, self._channel.reducing)
 
@@ -184,6 +187,8 @@ class MeshGradients:
     ) -> list[Route]:
         """Sort plain gradients, and the inner tensors of others, by the dtype of reduction.
 
+        Those that their tensor types encode go by themselves.
+
         Args:
             params: The parameters.
             held: Dtypes of the gradients that wait for this reduction, which are not narrowed.
@@ -195,28 +200,43 @@ class MeshGradients:
             own if waiting is None else torch.promote_types(own, waiting)
             for own, waiting in zip(self._own, held, strict=True)
         ]
-        key = (params, dtypes, self._recipes.num_agreed)
+        encodes = [self._encodes(param) for param in params]
+        key = (params, dtypes, self._recipes.num_agreed, encodes)
         if key == self._routes_are_for:
             return self._routes
-        members: dict[torch.dtype, list[tuple[int, ShardedParam, str | None]]] = {}
+        members: dict[tuple[torch.dtype, bool], list[tuple[int, ShardedParam, str | None]]] = {}
         for index, param in enumerate(params):
             recipe = self._recipes.of(param)
+            if recipe is not None and encodes[index]:
+                raise ExtensionError(
+                    f"Expected a plain gradient of {param.name} to pass to {GRAD_PRE}, got "
+                    f"{recipe.kind.__name__}; let {POST} return a plain tensor"
+                )
             for name in recipe.names if recipe else (None,):
-                members.setdefault(dtypes[index], []).append((index, param, name))
+                key_of_bucket = dtypes[index], encodes[index]
+                members.setdefault(key_of_bucket, []).append((index, param, name))
         rank = self._mesh.shard_rank
-        self._routes = [Route(self._bucket(d, some), some, rank) for d, some in members.items()]
+        self._routes = [Route(self._bucket(*k, some), some, rank) for k, some in members.items()]
         self._routes_are_for = key
         return self._routes
 
+    def _encodes(self, param: ShardedParam) -> bool:
+        return param.encodes_grad and self._mesh.num_shards > 1 and param.layout.numel > 0
+
     def _bucket(
-        self, dtype: torch.dtype, members: Sequence[tuple[int, ShardedParam, str | None]]
+        self,
+        dtype: torch.dtype,
+        encodes: bool,
+        members: Sequence[tuple[int, ShardedParam, str | None]],
     ) -> GradBucket:
         layouts = tuple(param.layout for _, param, _ in members)
-        bucket = self._buckets.get((layouts, dtype))
-        if bucket is None:
+        key = tuple(param for _, param, _ in members) if encodes else layouts, dtype
+        bucket = self._buckets.get(key)
+        if bucket is None and encodes:
+            bucket = EncodedBucket([param for _, param, _ in members], self._mesh, dtype)
+        elif bucket is None:
             bucket = GradBucket(layouts, self._mesh.num_shards, dtype, self._mesh.device)
-            self._buckets[layouts, dtype] = bucket
-        return bucket
+        return self._buckets.setdefault(key, bucket)
 
     def _scale(self, dtype: torch.dtype) -> ReductionScale:
         divisor, sums_only = self._settings.divisor, self._settings.sums_only
@@ -237,6 +257,9 @@ class MeshGradients:
             transfer.stay()
             reduction.divide_after = scale.before * scale.after
             return []
+        if isinstance(reduction.route.bucket, EncodedBucket):
+            reduction.divide_after = scale.total
+            return self._channel.exchange(transfer.outputs[0], transfer.inputs[0])
         if scale.before != 1:
             _torch.divide_all_(transfer.inputs, scale.before)
         reduction.divide_after = scale.after
@@ -246,9 +269,8 @@ class MeshGradients:
 
     def _settle(self, reduction: _Reduction) -> None:
         """Divide what a collective has summed."""
-        if reduction.divide_after != 1:
-            reduction.transfer.result.div_(reduction.divide_after)
-            reduction.divide_after = 1.0
+        reduction.route.bucket.settle(reduction.transfer, reduction.divide_after)
+        reduction.divide_after = 1.0
 
     def _call_hook(self, reduction: _Reduction) -> None:
         hook, stream = self._settings.hook, self._settings.hook_stream

@@ -15,11 +15,16 @@ import torch
 
 @dataclass(frozen=True)
 class ReductionScale:
-    """Divide by ``before``, reduce (averaging if ``averages``), divide by ``after``."""
+    """Divide by ``before``, reduce (averaging if ``averages``), divide by ``after``.
+
+    Attributes:
+        total: What a sum that was taken in another way is divided by.
+    """
 
     before: float
     averages: bool
     after: float
+    total: float
 
 
 def plan_scale(
@@ -43,7 +48,7 @@ def plan_scale(
         before = 1.0
         while before * before < total and total % (2 * before) == 0:
             before *= 2
-        return ReductionScale(before, False, total / before)
+        return ReductionScale(before, False, total / before, total)
     if divisor is None and can_average:
-        return ReductionScale(1.0, True, 1.0)
-    return ReductionScale(1.0, False, total)
+        return ReductionScale(1.0, True, 1.0, total)
+    return ReductionScale(1.0, False, total, total)

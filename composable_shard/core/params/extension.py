@@ -2,7 +2,8 @@
 
 A local shard with ``fsdp_pre_all_gather`` / ``fsdp_post_all_gather`` says itself which tensors
 travel and what becomes of them. A wrapper subclass without them travels inner tensor by inner
-tensor.
+tensor. One with ``fsdp_pre_reduce_scatter`` / ``fsdp_post_reduce_scatter`` says the same of its
+gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from composable_shard import _torch
 from composable_shard.errors import ExtensionError
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+GRAD_PRE, GRAD_POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
 
 
 def has_extension(tensor: torch.Tensor) -> bool:
@@ -26,24 +28,51 @@ def has_extension(tensor: torch.Tensor) -> bool:
     Raises:
         TypeError: If it defines only one of the two methods.
     """
-    pre, post = hasattr(tensor, PRE), hasattr(tensor, POST)
-    if pre != post:
-        found, missing = (PRE, POST) if pre else (POST, PRE)
+    return _has_both(tensor, PRE, POST)
+
+
+def has_grad_extension(tensor: torch.Tensor) -> bool:
+    """Tell whether a local shard brings the protocol for its gradient.
+
+    Raises:
+        TypeError: If it defines only one of the two methods.
+    """
+    return _has_both(tensor, GRAD_PRE, GRAD_POST)
+
+
+def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
+    has_pre, has_post = hasattr(tensor, pre), hasattr(tensor, post)
+    if has_pre != has_post:
+        found, missing = (pre, post) if has_pre else (post, pre)
         raise TypeError(
-            f"Expected both {PRE} and {POST} on {type(tensor).__name__}, got only {found}; "
+            f"Expected both {pre} and {post} on {type(tensor).__name__}, got only {found}; "
             f"define {missing} too"
         )
-    return pre
+    return has_pre
 
 
 def needs_extension(tensor: torch.Tensor) -> bool:
-    """Tell whether a local shard cannot live in a flat bucket."""
-    return has_extension(tensor) or _torch.is_wrapper_subclass(tensor)
+    """Tell whether a local shard cannot live in a flat bucket, which holds plain tensors."""
+    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
+    return brings_hooks or _torch.is_wrapper_subclass(tensor)
+
+
+def check_keeps_hooks(name: str, whole: torch.Tensor, shard: torch.Tensor) -> None:
+    """Raise ``ExtensionError`` if the class of a parameter has hooks that its shard has lost."""
+    for hook in (PRE, GRAD_PRE):
+        is_of_class = hasattr(whole, hook) and hook not in whole.__dict__
+        if is_of_class and not hasattr(shard, hook):
+            kind = type(whole).__name__
+            raise ExtensionError(
+                f"Expected a shard of {name} to bring {hook} as {kind} does, got "
+                f"{type(shard).__name__}; let split and slice of {kind} return their own kind"
+            )
 
 
 def copied_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a local shard; one that brings the protocol without its own idea of a clone."""
-    return _torch.cloned(tensor) if has_extension(tensor) else tensor.clone()
+    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
+    return _torch.cloned(tensor) if brings_hooks else tensor.clone()
 
 
 @dataclass(frozen=True)

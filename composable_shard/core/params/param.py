@@ -77,6 +77,7 @@ class ShardedParam:
         local: The local tensor of ``sharded``, to notice when somebody replaces it.
         unsharded: The parameter of compute, once it was gathered.
         is_subclass: Whether ``unsharded`` is made of inner tensors.
+        encodes_grad: Whether the local shard says what its gradient looks like on the wire.
         accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
             same in every graph. ``None`` while the parameter is frozen.
     """
@@ -108,6 +109,7 @@ class ShardedParam:
         self.local: torch.Tensor
         self.unsharded: nn.Parameter | None = None
         self.is_subclass = False
+        self.encodes_grad = False
         self.accumulator: Node | None = None
         self._is_watched = False
         self._asked_grad_dtype: torch.dtype | None = None

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
+from composable_shard.core.params.extension import has_grad_extension
 from composable_shard.core.params.param import ShardedParam, Slot
 
 _version_of = attrgetter("_version")
@@ -37,6 +38,8 @@ class ParamSet:
     def look_again(self) -> None:
         """Notice which tensors the parameters are now; needed whenever one was replaced."""
         params = self._params
+        for param in params:
+            param.encodes_grad = has_grad_extension(param.local)
         self._sharded = [param.sharded for param in params]
         self._locals = [param.local for param in params]
         self._counted = [*self._sharded, *self._locals]

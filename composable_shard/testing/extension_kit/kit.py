@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composable_shard.testing.extension_kit.gradients import GRADIENT_CHECKS, has_gradient_hooks
 from composable_shard.testing.extension_kit.protocol import HOOK_CHECKS, has_hooks, hooks
 from composable_shard.testing.extension_kit.report import Broken, Finding, Report
 from composable_shard.testing.extension_kit.sharded import MODEL_CHECKS
@@ -31,11 +32,12 @@ def check_extension(
     skip: Collection[str] = (),
     strict: bool = True,
 ) -> Report:
-    """Check that a tensor subclass keeps what the all-gather extension protocol promises.
+    """Check that a tensor subclass keeps what the extension protocol promises.
 
     The hooks are called as ``fully_shard`` would call them, on one to four ranks (threads of this
     process) with rows that divide evenly and rows that do not; then a model with one weight is
     sharded, trained, saved, loaded, copied and offloaded. A hook that is wrong is reported alone.
+    Hooks for gradients are checked where there are some.
 
     Args:
         make_tensor: Makes a tensor of a shape. The random generator is seeded before each call, and
@@ -67,7 +69,7 @@ def check_extension(
         >>> report.ok
         True
     """
-    checks: tuple[Check, ...] = (hooks, *HOOK_CHECKS, *MODEL_CHECKS)
+    checks: tuple[Check, ...] = (hooks, *HOOK_CHECKS, *GRADIENT_CHECKS, *MODEL_CHECKS)
     names = [_name(check) for check in checks]
     unknown = sorted(set(skip) - set(names))
     if unknown:
@@ -97,6 +99,12 @@ def _findings(
             yield found
         if not found.ok:
             return
+    if has_gradient_hooks(subject, cases[0][1]):
+        for check in GRADIENT_CHECKS:
+            found = _run(check, subject, cases, skip)
+            yield found
+            if not found.ok:
+                return
     for model_check in MODEL_CHECKS:
         yield _run(model_check, subject, cases, skip)
 
@@ -116,7 +124,8 @@ def _run(
     if name in skip:
         return Finding(name, True, "skipped")
     for num_ranks, shape in cases:
-        more = (_board(num_ranks),) if check in (hooks, *HOOK_CHECKS) else ()
+        shows = check in (hooks, *HOOK_CHECKS, *GRADIENT_CHECKS)
+        more = (_board(num_ranks),) if shows else ()
         try:
             run_threads(check, num_ranks, subject, shape, *more, timeout=TIMEOUT)
         except (RankError, RankTimeout) as error:
