@@ -18,7 +18,7 @@ HAS_TORCH = $(PYTHON) -c 'import sys, torch, torch.distributed as dist; \
 .PHONY: help demo test test-long lint format docs install clean
 
 help:
-	@echo "make demo     train a small language model on two ranks"
+	@echo "make demo     train a small language model on two ranks, with a timeline"
 	@echo "make test     run the tests"
 	@echo "make test-long  run ten times the generated examples, and the long runs"
 	@echo "make lint     check style and types"
@@ -28,7 +28,8 @@ help:
 	@echo "make clean    remove $(VENV), caches and what the demo wrote"
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/train_lm.py --checkpoint-dir runs/demo --overwrite $(ARGS)
+	$(BIN)/python examples/train_lm.py --checkpoint-dir runs/demo --overwrite \
+		--trace runs/timeline $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

@@ -10,6 +10,7 @@ from composable_shard.errors import (
     ShardError,
     StaleParameterError,
 )
+from composable_shard.insight.trace import trace
 from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
 from composable_shard.module import FSDPModule, UnshardHandle
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -42,5 +43,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "sync_module_states",
+    "trace",
     "unsharded",
 ]

@@ -55,7 +55,7 @@ def train(folder: Path, text: Path, *more: str) -> None:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The folder of a run from start to end."""
     folder = tmp_path_factory.mktemp("run") / "whole"
-    train(folder, text)
+    train(folder, text, "--trace", str(folder / "timeline"))
     return folder
 
 
@@ -68,6 +68,13 @@ def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
     train(parts, text, "--resume")
     assert len(losses(uninterrupted)) == 8
     assert losses(parts) == losses(uninterrupted)
+
+
+def test_the_example_records_a_timeline(uninterrupted: Path) -> None:
+    found = json.loads((uninterrupted / "timeline" / "trace.json").read_text())
+    summary = found["otherData"]["summary"]
+    assert (summary["first_step"], summary["num_steps"]) == (4, 3)
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
 
 
 def test_gradients_as_int8_hardly_change_the_losses(

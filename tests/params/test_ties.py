@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import ShardError, fully_shard
 from composable_shard.core.group import group_of
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 
 VOCABULARY = 11
@@ -126,7 +126,7 @@ def test_from_the_meta_device() -> None:
 def test_a_group_that_gave_everything_back_gathers_nothing() -> None:
     with fake_ranks(2):
         model, _ = sharded(("inner.embedding", "inner.head", ""))
-        with trace(model, "all_gather", "reduce_scatter") as events:
+        with record_events(model, "all_gather", "reduce_scatter") as events:
             model(torch.tensor([1, 2])).sum().backward()
         assert events == [("all_gather", ""), ("reduce_scatter", "")]
 

@@ -48,6 +48,12 @@ class GroupGradients:
         for one in self._meshes:
             one.reduce()
 
+    def wait(self) -> None:
+        """Wait for what was launched last; what comes of it is left to the methods below."""
+        for one in self._meshes:
+            if one.pending is not None:
+                one.pending.wait()
+
     def start_all_reduce(self) -> bool:
         """Go on to the reduction over the replicas; return whether there is one."""
         return any([one.start_all_reduce() for one in self._meshes])
