@@ -10,6 +10,7 @@ from composable_shard.errors import (
     ShardError,
     StaleParameterError,
 )
+from composable_shard.insight.explain import explain
 from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
 from composable_shard.module import FSDPModule, UnshardHandle
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -38,6 +39,7 @@ __all__ = [
     "UnshardHandle",
     "apply_fully_shard",
     "clip_grad_norm_",
+    "explain",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
