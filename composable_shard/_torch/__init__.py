@@ -59,6 +59,15 @@ from composable_shard._torch.process_groups import (
     symmetric_memory_of_nccl,
     timeout_of,
 )
+from composable_shard._torch.rehearsed import (
+    DispatchMode,
+    ReadsValues,
+    fake_tensors,
+    flops_of,
+    is_on_distributed_tensors,
+    tensors_of,
+    without_memory,
+)
 from composable_shard._torch.tensors import (
     carried,
     chunk_cat_into,
@@ -84,7 +93,9 @@ from composable_shard._torch.transforms import (
 __all__ = [
     "COMPOSABLE_STATE",
     "DTensorSpec",
+    "DispatchMode",
     "GradScalerBase",
+    "ReadsValues",
     "TensorMeta",
     "accumulate_node",
     "all_gather_flat",
@@ -104,7 +115,9 @@ __all__ = [
     "cut",
     "device_for",
     "divide_all_",
+    "fake_tensors",
     "flat_axis",
+    "flops_of",
     "fresh_storage_view",
     "from_local",
     "gradient_hooks",
@@ -113,6 +126,7 @@ __all__ = [
     "inner_value",
     "is_batch_norm",
     "is_executing",
+    "is_on_distributed_tensors",
     "is_transformed",
     "is_transforming",
     "is_wrapper_subclass",
@@ -141,10 +155,12 @@ __all__ = [
     "state_dict_metadata",
     "strided_shard",
     "symmetric_memory_of_nccl",
+    "tensors_of",
     "timeout_of",
     "unscale_all_",
     "waited",
     "will_run",
     "with_own_storage",
+    "without_memory",
     "without_overrides",
 ]

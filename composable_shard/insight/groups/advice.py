@@ -169,8 +169,8 @@ def _empty_ranks(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Adv
             "empty ranks",
             tuple(name for name, _, _ in found),
             f"{_count(len(found), 'parameter')} of {plan.name or 'the root'} with as few as "
-            f"{_count(fewest, 'row')} for {found[0][1].num_shards} ranks: some ranks hold none, and "
-            f"gathering pads by {nbytes_text(nbytes)}",
+            f"{_count(fewest, 'row')} for {found[0][1].num_shards} ranks: some ranks hold none, "
+            f"and gathering pads by {nbytes_text(nbytes)}",
             remedy,
         )
 

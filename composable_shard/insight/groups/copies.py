@@ -42,7 +42,7 @@ def step_copies(group: GroupPlan) -> tuple[Copy, ...]:
             found += _of_gather(bucket, times)
             if group.residence.in_backward == "regathered" and mesh.num_shards > 1:
                 found.append(_kept_part(bucket, group.residence.num_neighbours))
-        if group.is_reduced:
+        if group.is_reduced and not mesh.is_alone:
             found += chain.from_iterable(_of_reduction(one, mesh) for one in mesh.reductions)
     return tuple(found)
 
@@ -137,7 +137,8 @@ def _of_reduction(plan: ReducePlan, mesh: MeshPlan) -> Iterator[Copy]:
 
 def _gradients_not_as_they_are(plan: ReducePlan) -> Iterator[Copy]:
     layout = plan.layout
-    cast, padded = [], []
+    cast: list[int] = []
+    padded: list[int] = []
     for index in layout.direct:
         if not plan.goes_as_it_is(index):
             (cast if layout.params[index].is_even else padded).append(index)

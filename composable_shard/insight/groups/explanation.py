@@ -85,9 +85,10 @@ class GroupExplanation:
 
     def is_like(self, other: GroupExplanation) -> bool:
         """Tell whether two groups differ in names alone."""
-        return self._nameless() == other._nameless()
+        return self.without_names() == other.without_names()
 
-    def _nameless(self) -> object:
+    def without_names(self) -> object:
+        """Return what groups that are alike have in common."""
         return (
             [replace(param, name=param.name.rpartition(".")[2]) for param in self.parameters],
             [(copy.kind, copy.nbytes, copy.times, copy.why) for copy in self.copies],

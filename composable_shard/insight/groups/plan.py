@@ -141,6 +141,7 @@ class ReducePlan:
         final_dtypes: In which the optimizer finds each.
         crosses: Whether the reduced ones go to another device.
         widens: Whether the reduce-scatter takes narrower inputs.
+        offloads: Whether the reduced ones are kept on the CPU.
     """
 
     members: Members
@@ -149,6 +150,7 @@ class ReducePlan:
     final_dtypes: tuple[torch.dtype, ...]
     crosses: bool
     widens: bool
+    offloads: bool = False
 
     @property
     def layout(self) -> BucketLayout:
@@ -182,6 +184,28 @@ class ReducePlan:
             fits = torch.promote_types(dtype, self.dtype) == self.dtype
         return fits and layout.is_even
 
+    def input_nbytes(self, *, is_left_by_autograd: bool) -> int:
+        """Return the bytes of what is sent and was left there by autograd, or else made for it."""
+        layout = self.layout
+        as_it_is = [index for index in layout.direct if self.goes_as_it_is(index)]
+        if is_left_by_autograd:
+            return sum(layout.params[i].numel * self.grad_dtypes[i].itemsize for i in as_it_is)
+        made = {*layout.direct, *layout.permuted} - {*as_it_is}
+        numel = sum(layout.params[index].gathered_numel for index in made)
+        numel += layout.num_shards * (layout.packed_numel + len(self.members.names))
+        return numel * self.dtype.itemsize
+
+    @property
+    def final_nbytes(self) -> int:
+        """Bytes of this rank's gradients as the optimizer finds them."""
+        finals = set(self.final_dtypes)
+        if len(finals) == 1:
+            return self.result_numel * next(iter(finals)).itemsize
+        return sum(
+            param.shard_numel * dtype.itemsize
+            for param, dtype in zip(self.layout.params, self.final_dtypes, strict=True)
+        )
+
     def over(self, num_shards: int) -> ReducePlan:
         """Return the plan for another number of ranks."""
         return replace(self, members=self.members.over(num_shards, self.dtype.itemsize))
@@ -199,6 +223,7 @@ class MeshPlan:
         all_reduces: Whether reductions go on over the replicas.
         custom_gather: Whether the all-gather is the user's.
         custom_reduce: Whether the reduce-scatter is.
+        is_alone: Whether gradients are handed out without a reduction.
     """
 
     num_shards: int
@@ -208,6 +233,17 @@ class MeshPlan:
     all_reduces: bool = True
     custom_gather: bool = False
     custom_reduce: bool = False
+    is_alone: bool = False
+
+    def over(self, num_shards: int, num_replicas: int) -> MeshPlan:
+        """Return the plan for another number of ranks, if all parameters are plain."""
+        return replace(
+            self,
+            num_shards=num_shards,
+            num_replicas=num_replicas,
+            gathers=tuple(unit.over(num_shards) for unit in self.buckets),
+            reductions=tuple(one.over(num_shards) for one in self.reductions),
+        )
 
     @property
     def buckets(self) -> tuple[GatherPlan, ...]:
@@ -251,6 +287,20 @@ class GroupPlan:
     meshes: tuple[MeshPlan, ...]
     residence: Residence
     is_reduced: bool
+
+    def over(self, num_shards: int, num_replicas: int, num_neighbours: int) -> GroupPlan:
+        """Return the plan for another number of ranks, if all parameters are plain.
+
+        Args:
+            num_shards: Ranks that share each parameter.
+            num_replicas: Ranks that hold the same shards.
+            num_neighbours: From how many they are regathered, where they are.
+        """
+        return replace(
+            self,
+            meshes=tuple(mesh.over(num_shards, num_replicas) for mesh in self.meshes),
+            residence=replace(self.residence, num_neighbours=num_neighbours),
+        )
 
     @property
     def sharded_nbytes(self) -> int:

@@ -64,7 +64,6 @@ def _read_mesh(
     group: ParamGroup, channel: Channel, routes: Sequence[Route], names: Names
 ) -> MeshPlan:
     mesh = channel.mesh
-    hears_alone = mesh.num_ranks == 1 and group.settings.reduction.hook is None
     widens = channel.reduce_scatter.widens
     return MeshPlan(
         num_shards=mesh.num_shards,
@@ -74,12 +73,13 @@ def _read_mesh(
             for unit in group.units.members
             if unit.mesh == mesh
         ),
-        reductions=()
-        if hears_alone
-        else tuple(_read_route(route, group.policy, names, widens=widens) for route in routes),
+        reductions=tuple(
+            _read_route(route, group.policy, names, widens=widens) for route in routes
+        ),
         all_reduces=group.settings.reduction.all_reduces,
         custom_gather=isinstance(channel.all_gather, CustomAllGather),
         custom_reduce=isinstance(channel.reduce_scatter, CustomReduceScatter),
+        is_alone=mesh.num_ranks == 1 and group.settings.reduction.hook is None,
     )
 
 
@@ -143,6 +143,7 @@ def _read_route(
         ),
         crosses=any(param.device != param.mesh.device for param in params),
         widens=widens,
+        offloads=any(param.offload is not None for param in params),
     )
 
 
