@@ -21,7 +21,7 @@ MODULES = [
     "core.comms.custom",
     "insight.estimate",
     "insight.explain",
-    "insight.forecast.blocks",
+    "insight.groups.blocks",
     "insight.report.amounts",
     "insight.report.sections",
     "mesh",

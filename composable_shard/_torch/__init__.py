@@ -65,6 +65,7 @@ from composable_shard._torch.rehearsed import (
     fake_tensors,
     flops_of,
     is_on_distributed_tensors,
+    reads_a_value,
     tensors_of,
     without_memory,
 )
@@ -143,6 +144,7 @@ __all__ = [
     "optimizers_in_backward",
     "outside_transforms",
     "preserved_versions",
+    "reads_a_value",
     "reduce_scatter_flat",
     "registered_container",
     "set_local_tensor",

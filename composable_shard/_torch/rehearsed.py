@@ -41,6 +41,11 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
+def reads_a_value(func: Any) -> bool:
+    """Tell whether an operation gives a Python number."""
+    return func is torch.ops.aten._local_scalar_dense.default
+
+
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the floating-point operations of a matrix product, convolution or attention, or 0."""
     # Imported late: where triton is missing, it says so.

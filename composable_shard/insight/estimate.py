@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.insight.forecast.blocks import is_repeated_block
 from composable_shard.insight.forecast.clock import time_of
 from composable_shard.insight.forecast.memory import MemoryCurve, MemorySplit, sizes_of
 from composable_shard.insight.forecast.optimizer import OptimizerFactory
@@ -27,6 +26,7 @@ from composable_shard.insight.forecast.question import (
 )
 from composable_shard.insight.forecast.rehearsal import Rehearsal, rehearse
 from composable_shard.insight.forecast.result import Estimate
+from composable_shard.insight.groups.blocks import is_repeated_block
 from composable_shard.insight.groups.traffic import StepTraffic, step_traffic, total
 from composable_shard.train.wrap import Policy, apply_fully_shard
 

@@ -66,13 +66,9 @@ def optimizer_bytes(
 
 
 def shards_of(params: Sequence[ShardedParam], num_shards: int) -> list[nn.Parameter]:
-    """Return the trained shards of the first of ``num_shards`` ranks, which has the most rows."""
+    """Return the shards of the first of ``num_shards`` ranks, which has the most rows."""
     made = []
     for param in params:
-        with _torch.without_overrides():
-            is_trained = param.sharded.requires_grad
-        if not is_trained:
-            continue
         shape, dim = list(param.form.shape), param.form.dim
         if dim is not None:
             shape[dim] = -(-shape[dim] // num_shards)

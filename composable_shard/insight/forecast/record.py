@@ -16,6 +16,7 @@ from composable_shard.core.comms.collectives import (
 )
 from composable_shard.core.comms.streams import Waitable
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.insight.forecast.live import Live, LiveBytes
 
 
@@ -34,6 +35,19 @@ class Moment:
     group: int
     peak: Live
     flops: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What happened in a step.
+
+    Attributes:
+        moments: In order; the last one is the end.
+        used: The parameters that got a gradient.
+    """
+
+    moments: tuple[Moment, ...]
+    used: frozenset[ShardedParam]
 
 
 class SilentAllGather(AllGatherLaunch):
@@ -71,8 +85,8 @@ def silence(groups: Sequence[ParamGroup], *, widens: bool) -> None:
 
 def record_step(
     groups: Sequence[ParamGroup], lasting: Sequence[torch.Tensor], run: Callable[[], None]
-) -> tuple[Moment, ...]:
-    """Run a step twice and return the moments of the second one, which knows the order.
+) -> Record:
+    """Run a step twice and return what happens in the second one, which knows the order.
 
     Args:
         groups: All groups.
@@ -86,7 +100,8 @@ def record_step(
         live.forget()
         with _Recorder(groups, live) as recorder:
             run()
-    return (*recorder.moments, Moment("", -1, live.peak, live.flops))
+    moments = (*recorder.moments, Moment("", -1, live.peak, live.flops))
+    return Record(moments, frozenset(recorder.used))
 
 
 class _Recorder(contextlib.AbstractContextManager[Any]):
@@ -94,6 +109,7 @@ class _Recorder(contextlib.AbstractContextManager[Any]):
 
     def __init__(self, groups: Sequence[ParamGroup], live: LiveBytes) -> None:
         self.moments: list[Moment] = []
+        self.used: set[ShardedParam] = set()
         self._groups = list(groups)
         self._live = live
         self._grads: dict[int, list[torch.Tensor]] = {}
@@ -124,6 +140,11 @@ class _Recorder(contextlib.AbstractContextManager[Any]):
             grads = [t.grad for t in self._unsharded([place]) if t.grad is not None]
             for grad in grads:
                 self._live.call_gradient(grad)
+            self.used.update(
+                param
+                for param in self._groups[place].params
+                if param.unsharded is not None and param.unsharded.grad is not None
+            )
             self._grads[place] = grads
         elif event == "reduce_scatter":
             self._live.hand_over(self._grads.pop(place, []))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.params.bucket import ParamBucket
+from composable_shard.core.params.param import ShardedParam
 from composable_shard.insight.forecast.optimizer import (
     OptimizerBytes,
     optimizer_bytes,
@@ -119,16 +120,16 @@ def _run(
         question.loss(_call(model, batch), batch).backward()
         model.zero_grad()
 
-    moments = record_step(groups, [*lasting, *locals_], run)
+    record = record_step(groups, [*lasting, *locals_], run)
     plans = tuple(
         _placed(read_group(group, group.name, names), question).over(
             ranks.num_shards, ranks.num_replicas, ranks.num_neighbours or 1
         )
         for group in groups
     )
-    resident, offloaded = _optimizers(question, ranks, groups)
+    resident, offloaded = _optimizers(question, ranks, record.used)
     return Rehearsal(
-        moments,
+        record.moments,
         plans,
         sum(param.numel() for param in model.parameters()),
         sum(tensor.numel() * tensor.itemsize for tensor in lasting),
@@ -163,9 +164,8 @@ def _placed(plan: GroupPlan, question: Question) -> GroupPlan:
 
 
 def _optimizers(
-    question: Question, ranks: Ranks, groups: Sequence[ParamGroup]
+    question: Question, ranks: Ranks, params: Iterable[ShardedParam]
 ) -> tuple[OptimizerBytes, OptimizerBytes]:
-    params = [param for group in groups for param in group.params]
     found = []
     for is_away in (False, True):
         some = [p for p in params if (p.offload is not None and question.is_accelerator) is is_away]

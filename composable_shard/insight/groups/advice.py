@@ -11,6 +11,7 @@ from torch import nn
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.params.layout import ParamLayout
+from composable_shard.insight.groups.blocks import repeated_blocks
 from composable_shard.insight.groups.plan import GroupPlan
 from composable_shard.insight.report.amounts import names_text, nbytes_text
 
@@ -59,10 +60,10 @@ def _giant_root(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advi
         nbytes = plan.unsharded_nbytes or 0
         if group is not group.context.root or nbytes <= GIANT_SHARE * whole:
             continue
-        repeated = _repeated_modules(group)
-        if repeated is None:
+        blocks = [block for top in group.modules for block in repeated_blocks(top)]
+        if not blocks:
             continue
-        kind, count = repeated
+        kind, count = Counter(_class_of(block) for block in blocks).most_common(1)[0]
         yield Advice(
             "giant root",
             (plan.name,),
@@ -73,24 +74,8 @@ def _giant_root(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advi
         )
 
 
-def _repeated_modules(group: ParamGroup) -> tuple[str, int] | None:
-    """Return the class, among modules the group itself holds, that is worth groups of its own."""
-    owned = {slot.module for param in group.params for slot in param.slots}
-    numels: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for top in group.modules:
-        for module in top.modules():
-            inside = {m for m in module.modules() if m in owned}
-            if module is top or not inside or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                continue
-            name = type(module).__name__
-            counts[name] += 1
-            numels[name] += sum(param.numel() for param in module.parameters())
-    several = [name for name in counts if counts[name] > 1]
-    if not several:
-        return None
-    most = max(several, key=lambda name: (numels[name], -counts[name]))
-    return most, counts[most]
+def _class_of(module: nn.Module) -> str:
+    return type(module).__name__
 
 
 def _small_groups(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
