@@ -146,15 +146,16 @@ def _hugging_face(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ImportError(
-            f"Expected transformers to build the model of {path}, got none; install it with "
+            f"Expected transformers to build the model of {path}, got '{error}'; install it with "
             "'pip install transformers'"
         ) from error
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     config.use_cache = False
+    config.dtype = torch.float32
     shape = (overrides["batch"], overrides["context"])
 
     def build() -> nn.Module:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
         return model.train()
 
     def batch() -> dict[str, torch.Tensor]:

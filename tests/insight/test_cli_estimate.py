@@ -109,8 +109,8 @@ def test_a_config_of_hugging_face(
 
     class AutoModelForCausalLM:
         @staticmethod
-        def from_config(config: Any, torch_dtype: torch.dtype) -> nn.Module:
-            assert config.use_cache is False and torch_dtype == torch.float32
+        def from_config(config: Any) -> nn.Module:
+            assert config.use_cache is False and config.dtype == torch.float32
             return TinyLM()
 
     stub = types.SimpleNamespace(AutoConfig=AutoConfig, AutoModelForCausalLM=AutoModelForCausalLM)
@@ -132,8 +132,8 @@ def test_without_transformers(
     with pytest.raises(ImportError) as caught:
         read_config(path, {"batch": 1, "context": 8})
     text = (
-        f"Expected transformers to build the model of {path}, got none; install it with "
-        "'pip install transformers'"
+        f"Expected transformers to build the model of {path}, got 'import of transformers halted; "
+        "None in sys.modules'; install it with 'pip install transformers'"
     )
     assert str(caught.value) == text
     assert call(path) == 1
