@@ -165,6 +165,15 @@ def test_communication_hides_behind_compute() -> None:
     assert told(8).time is None
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_all_that_is_sent_takes_its_time(case: str) -> None:
+    shape, kwargs = CASES[case]
+    result = told(shape, flops=1e12, bandwidth=1e6, latency=0.5, **kwargs)
+    sent = result.traffic.total
+    assert result.time is not None and sent.nbytes is not None
+    assert result.time.communication == pytest.approx(sent.nbytes / 1e6 + 0.5 * sent.launches)
+
+
 def test_replicas_have_a_bandwidth_of_their_own() -> None:
     alike = told((2, 4), flops=1e12, bandwidth=1e6)
     slower = told((2, 4), flops=1e12, bandwidth=1e6, replica_bandwidth=1e5)
@@ -223,6 +232,19 @@ def test_forms_of_a_batch() -> None:
     by_tensor = told(2)
     for batch in ((BATCH,), {"x": BATCH}, lambda: torch.zeros(2, 256), torch.ones(2, 256)):
         assert estimate(Stack, 2, batch=batch) == by_tensor
+
+
+def test_a_model_on_the_meta_device() -> None:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model = Stack()
+            model.register_buffer("table", torch.zeros(8))
+            model.layers[1].up.weight = model.layers[0].up.weight
+        return model
+
+    tied = estimate(build, 2, batch=BATCH)
+    assert tied.num_parameters == told(2).num_parameters - 256 * 384
+    assert tied.between_steps.unsharded == told(2).between_steps.unsharded + 8 * 4
 
 
 def test_shard_by_oneself() -> None:

@@ -55,15 +55,14 @@ def time_of(moments: Sequence[Moment], groups: Sequence[GroupPlan], speeds: Spee
     traffics = [step_traffic(group) for group in groups]
     compute = clock = lane = communication = 0.0
     done: dict[tuple[int, str], float] = {}
-    in_backward: set[int] = set()
+    is_backward = False
     for moment in moments:
         seconds = moment.flops / speeds.flops
         compute, clock = compute + seconds, clock + seconds
         group, event = moment.group, moment.event
-        if event == "pre_backward":
-            in_backward.add(group)
+        is_backward = is_backward or event == "pre_backward"
         if event in ("all_gather", "reduce_scatter", "all_reduce"):
-            sent = _sent(traffics[group], event, is_backward=group in in_backward)
+            sent = _sent(traffics[group], event, is_backward=is_backward)
             rate = speeds.replica_bandwidth if event == "all_reduce" else speeds.bandwidth
             seconds = sent.launches * speeds.latency + (sent.nbytes or 0) / rate
             communication += seconds

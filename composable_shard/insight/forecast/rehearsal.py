@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -60,6 +61,7 @@ def rehearse(question: Question, ranks: Ranks) -> Rehearsal:
                 raise TypeError(
                     f"Expected build_model to return an nn.Module, got {type(model).__name__}"
                 )
+            _take_off_meta(model)
             question.shard(model, mesh)
         groups = _groups_of(model)
         for context in dict.fromkeys(group.context for group in groups):
@@ -80,6 +82,21 @@ def _mesh(is_hybrid: bool, replicas: int, shards: int) -> DeviceMesh:
     if not is_hybrid:
         return init_device_mesh("cpu", (shards,), mesh_dim_names=("shard",))
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _take_off_meta(model: nn.Module) -> None:
+    """Replace what is on the meta device by tensors that pass for real, ties kept."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.device.type != "meta":
+                    continue
+                if tensor not in made:
+                    like = torch.empty_like(tensor, device="cpu")
+                    is_param = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(like, tensor.requires_grad) if is_param else like
+                held[name] = made[tensor]  # type: ignore[assignment]
 
 
 def _groups_of(model: nn.Module) -> list[ParamGroup]:
