@@ -10,6 +10,8 @@ from composable_shard.errors import (
     ShardError,
     StaleParameterError,
 )
+from composable_shard.insight.estimate import estimate
+from composable_shard.insight.explain import explain
 from composable_shard.insight.trace import trace
 from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
 from composable_shard.module import FSDPModule, UnshardHandle
@@ -39,6 +41,8 @@ __all__ = [
     "UnshardHandle",
     "apply_fully_shard",
     "clip_grad_norm_",
+    "estimate",
+    "explain",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -19,6 +19,11 @@ from composable_shard.testing import fake_ranks
 MODULES = [
     "api",
     "core.comms.custom",
+    "insight.estimate",
+    "insight.explain",
+    "insight.groups.blocks",
+    "insight.report.amounts",
+    "insight.report.sections",
     "mesh",
     "policy",
     "testing.extension_kit.kit",

@@ -181,6 +181,13 @@ class MeshGradients:
 
     # What goes in ---------------------------------------------------------------------------
 
+    def next_routes(self) -> list[Route]:
+        """Return the ways that gradients go in the next reduction. Collective: none."""
+        with _torch.without_overrides():
+            trainable = [param for param in self._params if param.sharded.requires_grad]
+            held = [_held_dtype(param) for param in trainable]
+        return self._routes_of(trainable, held)
+
     def _routes_of(
         self, params: Sequence[ShardedParam], held: Sequence[torch.dtype | None]
     ) -> list[Route]:
