@@ -19,10 +19,11 @@ PACKAGE = ROOT.name
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # From the top down; a module may import what stands below its own layer, and its own layer.
-LAYERS = ["api", "train", "compat", "insight", "testing", "core", "bottom"]
+LAYERS = ["commands", "api", "train", "compat", "insight", "testing", "core", "bottom"]
+COMMANDS = {"cli", "run", "__main__"}
 API = {"api", "module", "module_communication", "module_settings"}
 BOTTOM = {"mesh", "policy", "errors", "_torch"}
-MAY_IMPORT_API = {"train", "compat", "insight", "testing"}
+MAY_IMPORT_API = {"commands", "train", "compat", "insight", "testing"}
 
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
@@ -54,6 +55,8 @@ def layer_of(dotted: str) -> str:
     parts = dotted.split(".")
     if len(parts) == 1 or parts[1] in API:
         return "api"
+    if parts[1] in COMMANDS:
+        return "commands"
     return "bottom" if parts[1] in BOTTOM else parts[1]
 
 
