@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+CLIENTS := $(VENV)/clients
 
 # Succeeds where the interpreter has a torch that can be lent to the environment. One inside a
 # virtual environment cannot: the new environment would be made on the interpreter beneath.
@@ -14,11 +15,12 @@ HAS_TORCH = $(PYTHON) -c 'import sys, torch, torch.distributed as dist; \
 	2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint format install clean
+.PHONY: help demo test test-clients test-long lint format install clean
 
 help:
 	@echo "make demo     train a small language model on two ranks"
 	@echo "make test     run the tests"
+	@echo "make test-clients  run those with transformers, accelerate, lightning and others"
 	@echo "make test-long  run ten times the generated examples, and the long runs"
 	@echo "make lint     check style and types"
 	@echo "make format   bring the code into style"
@@ -30,6 +32,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The clients lie in a folder of their own, which no other target sees.
+test-clients: $(CLIENTS)/installed
+	PYTHONPATH=$(CLIENTS) $(BIN)/python -m pytest tests/clients $(ARGS)
 
 # New examples in every run, hence the longer time-out: they shrink when they fail.
 test-long: $(INSTALLED)
@@ -63,6 +69,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet -r $(VENV)/pinned.txt
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet \
 		--no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(CLIENTS)/installed: constraints-clients.txt | $(INSTALLED)
+	rm -rf $(CLIENTS)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile \
+		--target $(CLIENTS) -r constraints-clients.txt
 	@touch $@
 
 clean:

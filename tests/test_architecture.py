@@ -194,6 +194,10 @@ def test_only_the_class_to_inherit_from_comes_from_the_fsdp_of_torch() -> None:
             assert "distributed.fsdp" not in text, f"{module}: {text}"
 
 
+# Of extras of pyproject.toml, imported within functions alone.
+EXTRAS = {"rich"}
+
+
 def test_the_runtime_needs_torch_and_einops_alone() -> None:
     third_party = {
         name.split(".")[0]
@@ -201,7 +205,15 @@ def test_the_runtime_needs_torch_and_einops_alone() -> None:
         if module.parts[0] != "testing"
         for name, _ in imports(module)
     } - set(sys.stdlib_module_names)
-    assert third_party == {PACKAGE, "torch", "einops"}
+    assert third_party - EXTRAS == {PACKAGE, "torch", "einops"}
+    at_import = {
+        str(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name)
+        for module in MODULES
+        if module.parts[0] != "testing"
+        for node in tree(module).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    }
+    assert not EXTRAS & {name.split(".")[0] for name in at_import}
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in project["dependencies"]]
     assert sorted(names) == ["einops", "torch"]
