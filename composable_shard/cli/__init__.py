@@ -43,6 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Traceback (most recent call last):
         SystemExit: 0
     """
+    chosen = make_parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    code: int = chosen.run(chosen)
+    return code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="composable-shard",
         description="Fully sharded data parallelism for PyTorch: see it, plan it, drop it in.",
@@ -53,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)
-    chosen = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
-    code: int = chosen.run(chosen)
-    return code
+    return parser
 
 
 def _version() -> str:

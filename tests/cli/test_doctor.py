@@ -331,7 +331,8 @@ def test_numbers_are_positive(option: str, value: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as caught:
         cli.main(["doctor", option, value])
     assert caught.value.code == 2
-    assert f"{option}: Expected a positive number, got '{value}'" in capsys.readouterr().err
+    text = f"Expected a positive number, got '{value}'"
+    assert capsys.readouterr().err.endswith(f"error: argument {option}: {text}\n")
 
 
 LINES = [printing.Line("topic", "text"), printing.Line("warning", "[red]not markup", "yellow")]

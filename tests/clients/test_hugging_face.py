@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from clients import hugging_face
 from clients.both import OWNERS, needs, train_both, train_with
 from clients.hugging_face import saved, under_accelerate, under_trainer
 from composable_shard.testing import run_ranks
@@ -81,9 +80,3 @@ def test_trainer(lora: bool) -> None:
         train_with, 2, under_trainer, "ours", lora, f"{folders[0]}/checkpoint-2", timeout=280.0
     )
     assert [noted["losses"][-2:] for noted in resumed] == [noted["losses"][2:] for noted in theirs]
-
-
-def test_the_layer_that_is_wrapped_exists() -> None:
-    from transformers.models.llama import modeling_llama
-
-    assert hasattr(modeling_llama, hugging_face.LAYER)

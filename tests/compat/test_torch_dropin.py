@@ -27,6 +27,7 @@ import composable_shard
 from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall
 from composable_shard.module import group_of
 from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing.rank_process import LOOPBACK
 
 NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 MODULES = (
@@ -292,10 +293,15 @@ def run_python(folder: Path, *arguments: str) -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
+        env={
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PATH": "",
+            "GLOO_SOCKET_IFNAME": LOOPBACK.get(sys.platform, ""),
+        },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
@@ -314,6 +320,30 @@ def test_a_script_and_what_it_spawns_get_ours_without_knowing(tmp_path: Path) ->
         "spawned __mp_main__ composable_shard",
     ], errors
     assert code == 3
+
+
+RANK_SCRIPT = """
+import sys
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+model = fully_shard(nn.Linear(4, 4))
+sys.stdout.write(f"{dist.get_rank()} {type(model).__mro__[1].__module__} {sys.argv[1:]}\\n")
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_runs_it_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RANK_SCRIPT)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    code, output, errors = run_python(
+        tmp_path, *launcher, "-m", "composable_shard.run", "script.py", "--steps", "3"
+    )
+    assert code == 0, errors
+    assert sorted(output.splitlines()) == [
+        f"{rank} composable_shard.module ['--steps', '3']" for rank in range(2)
+    ]
 
 
 def test_a_module_runs_as_after_python_m(
