@@ -19,7 +19,7 @@ PACKAGE = ROOT.name
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # From the top down; a module may import what stands below its own layer, and its own layer.
-LAYERS = ["commands", "api", "train", "compat", "insight", "testing", "core", "bottom"]
+LAYERS = ["commands", "api", "insight", "train", "compat", "testing", "core", "bottom"]
 COMMANDS = {"cli", "run", "__main__"}
 API = {"api", "module", "module_communication", "module_settings"}
 BOTTOM = {"mesh", "policy", "errors", "_torch"}
@@ -194,26 +194,32 @@ def test_only_the_class_to_inherit_from_comes_from_the_fsdp_of_torch() -> None:
             assert "distributed.fsdp" not in text, f"{module}: {text}"
 
 
-# Of extras of pyproject.toml, imported within functions alone.
-EXTRAS = {"rich"}
+# What a part of the package uses if it is there, and names the extra of if it is not.
+LATE = {"rich", "transformers"}
+
+
+def imports_at_once(module: Path) -> set[str]:
+    """Return what is imported with the module, not in one of its functions."""
+    found = set()
+    for node in tree(module).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module))
+    return found
+
+
+def third_party(names: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
 
 
 def test_the_runtime_needs_torch_and_einops_alone() -> None:
-    third_party = {
-        name.split(".")[0]
-        for module in MODULES
-        if module.parts[0] != "testing"
-        for name, _ in imports(module)
-    } - set(sys.stdlib_module_names)
-    assert third_party - EXTRAS == {PACKAGE, "torch", "einops"}
-    at_import = {
-        str(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name)
-        for module in MODULES
-        if module.parts[0] != "testing"
-        for node in tree(module).body
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-    }
-    assert not EXTRAS & {name.split(".")[0] for name in at_import}
+    """Others are imported where they are used, and are extras."""
+    mine = [module for module in MODULES if module.parts[0] != "testing"]
+    at_once = {name for module in mine for name in imports_at_once(module)}
+    assert third_party(at_once) == {PACKAGE, "torch", "einops"}
+    late = {name for module in mine for name, _ in imports(module)} - at_once
+    assert third_party(late) - {PACKAGE, "torch"} <= LATE
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in project["dependencies"]]
     assert sorted(names) == ["einops", "torch"]

@@ -14,6 +14,7 @@ from composable_shard.cli.printing import Line, print_lines
 _EXAMPLES = """examples:
   composable-shard doctor                      with a rank for each GPU, or two ranks on the CPU
   composable-shard doctor --ranks 4 --mib 256  four ranks that gather 256 MiB
+  composable-shard doctor --device cpu         two ranks on the CPU, whatever else there is
   composable-shard doctor --no-measure         start no ranks
   composable-shard doctor --json               for programs
 
@@ -57,10 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     machine = look()
     if arguments.device == "cpu":
         machine = Machine(**{**vars(machine), "device_type": "cpu", "devices": []})
-    num_ranks = arguments.ranks or max(2, len(machine.devices))
+    num_ranks = arguments.ranks or len(machine.devices) or 2
     found = judge(machine, num_ranks)
     measured = None
-    if not arguments.no_measure and not found.problems:
+    if num_ranks > 1 and not arguments.no_measure and not found.problems:
         request = Request(
             num_ranks,
             machine.device_type,
@@ -131,6 +132,8 @@ def _lines(
     ]
     if measured is not None:
         lines += _lines_of_ranks(num_ranks, machine, measured)
+    elif num_ranks == 1:
+        lines.append(Line("ranks", f"1 on {machine.device_type}, which communicates with nobody"))
     lines += [Line("warning", text, "yellow") for text in found.warnings]
     lines += [Line("problem", text, "red") for text in found.problems]
     if not found.problems:

@@ -284,6 +284,15 @@ def test_gpus_are_measured_unless_the_cpu_is_asked_for(
     assert asked == [(2, "cuda"), (3, "cpu")]
 
 
+def test_one_gpu_is_well_and_has_nothing_to_measure(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["machine"] = replace(GPUS, devices=["GPU"])
+    assert cli.main(["doctor"]) == 0
+    assert given["requests"] == []
+    assert "ranks      1 on cuda, which communicates with nobody\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("measured", "problem"),
     [
