@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import functools
 import importlib
+import importlib.util
 import inspect
 import pickle
 import subprocess
@@ -418,3 +419,19 @@ def public_functions() -> Iterator[Callable[..., Any]]:
 
 def test_every_public_function_has_an_example() -> None:
     assert all(">>>" in (function.__doc__ or "") for function in public_functions())
+
+
+def test_a_torch_without_some_of_the_names_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older ones have no `share_comm_ctx` and no `DataParallelMeshDims`; private modules move."""
+    monkeypatch.delattr(fsdp, "share_comm_ctx")
+    monkeypatch.delattr(fsdp, "DataParallelMeshDims")
+    monkeypatch.setitem(sys.modules, "torch.distributed._composable.fsdp.fully_shard", None)
+    spec = importlib.util.spec_from_file_location("functions_on_old_torch", functions.__file__)
+    assert spec is not None and spec.loader is not None
+    on_old = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(on_old)
+    assert sorted(on_old.OF_TORCH) == ["fully_shard", "register_fsdp_forward_method"]
+    with fake_ranks(2), install() as installation:
+        assert "torch.distributed.fsdp.fully_shard" in installation.replaced
+        model = fsdp.fully_shard(nn.Linear(4, 4), mp_policy=fsdp.MixedPrecisionPolicy())
+    assert isinstance(model, composable_shard.FSDPModule)

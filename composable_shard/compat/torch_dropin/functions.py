@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _torch_fsdp = importlib.import_module("torch.distributed.fsdp")
-NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
-OF_TORCH: dict[str, Callable[..., Any]] = {name: getattr(_torch_fsdp, name) for name in NAMES}
+_NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+OF_TORCH: dict[str, Callable[..., Any]] = {
+    name: getattr(_torch_fsdp, name) for name in _NAMES if hasattr(_torch_fsdp, name)
+}  # torch has not had all of them always
+
 
 # Signature and docstring are torch's, the name is that of the function here: it can be pickled.
-_like_torch = functools.partial(functools.wraps, assigned=("__doc__",), updated=())
-
-
-@_like_torch(OF_TORCH["fully_shard"])
+@functools.wraps(OF_TORCH["fully_shard"], assigned=("__doc__",), updated=())
 def fully_shard(module: Any, **options: Any) -> Any:
     """Shard a module by ours."""
     from composable_shard import api
@@ -29,7 +29,6 @@ def fully_shard(module: Any, **options: Any) -> Any:
     return api.fully_shard(module, **translated(options))
 
 
-@_like_torch(OF_TORCH["register_fsdp_forward_method"])
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     """Let another method of a module be called as its forward is, by whose module it is."""
     from composable_shard import api
@@ -40,7 +39,6 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
         api.register_fsdp_forward_method(module, method_name)
 
 
-@_like_torch(OF_TORCH["share_comm_ctx"])
 def share_comm_ctx(modules: Sequence[Any]) -> None:
     """Let roots bound their memory for reductions together, or share streams if torch's."""
     from composable_shard import api

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from composable_shard import _torch
-from composable_shard.compat.torch_dropin.functions import NAMES, OF_TORCH, OURS
+from composable_shard.compat.torch_dropin.functions import OF_TORCH, OURS
 
 
 class Installation:
@@ -102,8 +103,9 @@ def _replace(
 ) -> list[str]:
     """Replace functions in the globals of all modules but those of this package."""
     for name in _torch.FULLY_SHARD_MODULES:
-        importlib.import_module(name)
-    new = {id(before[name]): after[name] for name in NAMES}
+        with contextlib.suppress(ModuleNotFoundError):  # of another version of torch
+            importlib.import_module(name)
+    new = {id(before[name]): after[name] for name in OF_TORCH}
     replaced = []
     for path, module in tuple(sys.modules.items()):
         if not isinstance(module, ModuleType) or path.split(".")[0] == "composable_shard":

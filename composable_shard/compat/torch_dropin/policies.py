@@ -37,8 +37,8 @@ def _translated_value(value: Any) -> Any:
         return {name: _translated_value(member) for name, member in value.items()}
     torch_fsdp = importlib.import_module("torch.distributed.fsdp")
     for name, ours in _OURS.items():
-        theirs = getattr(torch_fsdp, name)
-        if isinstance(value, theirs):
+        theirs = getattr(torch_fsdp, name, None)  # torch has not had all of them always
+        if theirs is not None and isinstance(value, theirs):
             fields = [field.name for field in dataclasses.fields(theirs)]
             return ours(**{field: getattr(value, field) for field in fields})
     return value
