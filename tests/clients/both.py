@@ -1,4 +1,4 @@
-"""Training in a client with torch's `fully_shard` and with ours, on the same two ranks."""
+"""Training in a client with torch's `fully_shard` and with ours, on the same ranks."""
 
 from __future__ import annotations
 
@@ -46,11 +46,14 @@ def train_with(train: Train, whose: str, *arguments: Any) -> dict[str, Any]:
         return train(*arguments)
 
 
-def train_both(train: Train, *arguments: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def train_both(
+    train: Train, *arguments: Any, num_ranks: int = 2
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train with torch's and with ours; return what each rank notes, `owner` taken out."""
     theirs, ours = (
-        run_ranks(train_with, 2, train, whose, *arguments, timeout=280.0) for whose in OWNERS
+        run_ranks(train_with, num_ranks, train, whose, *arguments, timeout=280.0)
+        for whose in OWNERS
     )
-    assert [noted.pop("owner") for noted in theirs] == [OWNERS["torch"]] * 2
-    assert [noted.pop("owner") for noted in ours] == [OWNERS["ours"]] * 2
+    assert [noted.pop("owner") for noted in theirs] == [OWNERS["torch"]] * num_ranks
+    assert [noted.pop("owner") for noted in ours] == [OWNERS["ours"]] * num_ranks
     return theirs, ours
