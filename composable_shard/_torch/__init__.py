@@ -36,6 +36,7 @@ from composable_shard._torch.dtensors import (
     strided_shard,
     waited,
 )
+from composable_shard._torch.fully_shard_modules import FULLY_SHARD_MODULES
 from composable_shard._torch.grad_scaler import GradScalerBase
 from composable_shard._torch.modules import (
     COMPOSABLE_STATE,
@@ -93,6 +94,7 @@ from composable_shard._torch.transforms import (
 
 __all__ = [
     "COMPOSABLE_STATE",
+    "FULLY_SHARD_MODULES",
     "DTensorSpec",
     "DispatchMode",
     "GradScalerBase",

@@ -1,0 +1,62 @@
+"""The pages on the command line and on the drop-in: their programs run, their commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from composable_shard.cli import make_parser
+from composable_shard.compat.torch_dropin import uninstall
+from composable_shard.testing import run_ranks
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("command_line.md", "drop_in.md")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return re.findall(pattern, (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run_all(sources: list[str], page: str) -> int:
+    try:
+        for number, source in enumerate(sources):
+            exec(compile(source, f"block {number} of {page}", "exec"), {"__name__": "page"})
+    finally:
+        uninstall()
+    return len(sources)
+
+
+@pytest.mark.parametrize(("page", "number"), list(zip(PAGES, (1, 2), strict=True)))
+def test_programs_run(page: str, number: int) -> None:
+    assert run_ranks(run_all, 2, blocks(page, "python"), page) == [number] * 2
+
+
+def commands(page: str) -> list[list[str]]:
+    return [shlex.split(line) for block in blocks(page, "sh") for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_understood(page: str) -> None:
+    found = commands(page)
+    assert len(found) >= 4
+    for program, *words in found:
+        if program == "composable-shard":
+            make_parser().parse_args(words)
+        else:
+            assert program == "torchrun"
+            chosen = get_args_parser().parse_args(words)
+            assert (chosen.module, chosen.training_script) == (True, "composable_shard.run")
+
+
+def test_the_report_on_the_page_has_the_topics_that_are_printed() -> None:
+    (report,) = blocks("command_line.md", "text")
+    topics = [line.split()[0] for line in report.splitlines() if not line.startswith(" ")]
+    assert topics == [
+        *("torch", "python", "devices", "backends", "variables", "ranks", "memory"),
+        *("all-gather", "reduce-scatter", "verdict"),
+    ]
