@@ -19,7 +19,7 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Modules around modules, which the names in a checkpoint do not mention."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     """A parameter or buffer.
 

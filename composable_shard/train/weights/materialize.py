@@ -14,7 +14,7 @@ from composable_shard.train.weights.entries import Entry
 
 
 def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
-    """Give memory, without values, to what is on the meta device; tensors stay the same objects.
+    """Give memory, without values, to what is on the meta device; parameters stay the same objects.
 
     Sharded parameters get it where they belong, offloaded ones on the CPU; everything else where
     the model computes.
@@ -38,7 +38,22 @@ def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
             device = torch.device(old.device_mesh.device_type)
         new = torch.empty_like(old, device=device, requires_grad=False)
         if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=old.requires_grad)
-            _torch.share_hooks(old, new)
-        new.__dict__.update(old.__dict__)
-        torch.utils.swap_tensors(old, new)
+            _exchange(old, nn.Parameter(new, requires_grad=old.requires_grad))
+        else:
+            _replace(module, old, new)
+            entry.tensor = new
+
+
+def _exchange(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Give a parameter the memory of another one; it stays the object that optimizers hold."""
+    _torch.share_hooks(old, new)
+    new.__dict__.update(old.__dict__)
+    torch.utils.swap_tensors(old, new)
+
+
+def _replace(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Register another buffer wherever one is; views of it may exist, so it is not exchanged."""
+    for inner in module.modules():
+        for attribute, buffer in inner._buffers.items():
+            if buffer is old:
+                inner._buffers[attribute] = new
