@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -20,6 +21,8 @@ EXTRA = "weights"
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""Files that are nothing without an index."""
 
 MAPPED_NBYTES = 8 * 2**20
 """Bytes that are read of a file before it is mapped anew; until then they count as memory."""
@@ -67,7 +70,7 @@ def _in_folder(folder: Path) -> Path:
         if (folder / name).exists():
             return folder / name
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
-        found = sorted(folder.glob(pattern))
+        found = sorted(p for p in folder.glob(pattern) if not SHARD.fullmatch(p.name))
         if len(found) == 1:
             return found[0]
         if found:
@@ -135,8 +138,8 @@ class Reader:
 
     def read(self, stored: Stored, box: Box) -> torch.Tensor:
         """Return a range of a tensor: a view of the file, to be copied at once."""
-        lengths = (one.stop - one.start for one in box)
-        nbytes = prod(lengths) * stored.dtype.itemsize
+        rows = box[0].stop - box[0].start if box else 1
+        nbytes = rows * prod(stored.shape[1:]) * stored.dtype.itemsize  # pages that are touched
         is_full = self._nbytes > 0 and self._nbytes + nbytes > MAPPED_NBYTES
         if self._place != stored.file or is_full:
             self._open.close()

@@ -44,6 +44,7 @@ class Reading:
         self._parts = Parts()
         self.nbytes = sum(stored.nbytes for match in matches for stored in match.stored)
         self.failure: str | None = None
+        self._buffer: torch.Tensor | None = None
 
     def run(self, model: nn.Module, bar: Progress, *, sends: bool) -> str | None:
         """Read everything.
@@ -95,20 +96,27 @@ class Reading:
             yield plain[own], box
 
     def _sent(self, stored: Stored, reader: Reader) -> torch.Tensor:
-        """Return a full tensor, read by the first rank. Collective: a broadcast."""
-        full: torch.Tensor | None = None
+        """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes."""
+        group, sent = self._ranks.group, self._room(stored.nbytes)
         if self._ranks.is_first and self.failure is None:
             with self._noting():
                 full = reader.read(stored, tuple(slice(0, length) for length in stored.shape))
-        if full is None:
-            full = torch.empty(stored.shape, dtype=stored.dtype)
-        group = self._ranks.group
-        if group is not None and full.numel():
-            flat = full.reshape(-1).view(torch.uint8).to(_torch.device_for(group, full.device))
+                own = full.reshape(-1).view(torch.uint8)
+                sent = own if sent.device == own.device else sent.copy_(own)
+        if group is not None and len(sent):
             with self._ranks.naming_failures():
-                dist.broadcast(flat, group=group, group_src=0)
-            full = flat.view(stored.dtype).view(stored.shape)
-        return full
+                dist.broadcast(sent, group=group, group_src=0)
+        return sent.view(stored.dtype).view(stored.shape)
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        """Return bytes to receive into: always the same ones, where the ranks communicate."""
+        if self._buffer is None:
+            largest = max(one.nbytes for match in self._matches for one in match.stored)
+            device, group = torch.device("cpu"), self._ranks.group
+            if group is not None:
+                device = _torch.device_for(group, device)
+            self._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+        return self._buffer[:nbytes]
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,10 @@ from composable_shard.train.extras import library
 from composable_shard.train.full_values import full_copy
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry
-from composable_shard.train.weights.files import EXTRA, INDEX, SINGLE
+from composable_shard.train.weights.files import EXTRA, INDEX, SHARD, SINGLE
 from composable_shard.train.weights.progress import Progress
 
 METADATA = {"format": "pt"}
-SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class Planned(NamedTuple):
@@ -127,7 +125,7 @@ class Output:
         return [
             path
             for path in sorted(self.folder.iterdir())
-            if path.name in (SINGLE, INDEX) or SHARD_NAME.fullmatch(path.name)
+            if path.name in (SINGLE, INDEX) or SHARD.fullmatch(path.name)
         ]
 
 
@@ -176,6 +174,7 @@ class Writing:
                     (full,) = _torch.leaves(full_copy(tensor))
                 if self._ranks.is_first:
                     tensors[one.name] = full.to("cpu", one.dtype).contiguous()
+                del full  # or it would be held while the next one is gathered
             bar.advance(one.nbytes)
         return tensors
 
