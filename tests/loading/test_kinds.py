@@ -71,9 +71,11 @@ def kinds(seed: int) -> Kinds:
     return Kinds()
 
 
-@pytest.mark.parametrize("offloads", [False, True])
-@pytest.mark.parametrize("is_meta", [False, True])
-def test_parameters_of_every_kind(tmp_path: Path, is_meta: bool, offloads: bool) -> None:
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize(("is_meta", "offloads"), [(False, False), (True, False), (True, True)])
+def test_parameters_of_every_kind(
+    tmp_path: Path, is_meta: bool, offloads: bool, sends: bool
+) -> None:
     whole, others = kinds(1), [kinds(2) for _ in range(NUM_RANKS)]
     state = {name: tensor.contiguous() for name, tensor in whole.state_dict().items()}
     save_file(state, tmp_path / "x.safetensors")
@@ -86,7 +88,8 @@ def test_parameters_of_every_kind(tmp_path: Path, is_meta: bool, offloads: bool)
         if is_meta:
             model.register_buffer("table", torch.arange(3.0), persistent=False)
         params = list(model.parameters())
-        assert load_sharded(model, tmp_path / "x.safetensors") == ([], [], [])
+        told = load_sharded(model, tmp_path / "x.safetensors", broadcast_from_rank0=sends)
+        assert told == ([], [], [])
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
         found = differences(locals_of(model), locals_of(wanted))
         strides = [p.stride() for p in model.parameters()]
@@ -96,6 +99,41 @@ def test_parameters_of_every_kind(tmp_path: Path, is_meta: bool, offloads: bool)
 
     assert run_threads(check, NUM_RANKS) == [[]] * NUM_RANKS
     assert differences(load_file(tmp_path / "y.safetensors"), state) == []
+
+
+def test_hooks_and_attributes_of_parameters_on_meta_are_kept(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    save_full(layer, tmp_path / "x.safetensors")
+
+    def check() -> None:
+        called = []
+        with torch.device("meta"):
+            model = fully_shard(nn.Linear(2, 2, bias=False))
+        model.weight.register_post_accumulate_grad_hook(lambda param: called.append(param.mark))
+        model.weight.mark = "ours"
+        model.weight.requires_grad_(True)
+        load_sharded(model, tmp_path / "x.safetensors")
+        model(torch.ones(1, 2)).sum().backward()
+        assert called == ["ours"]
+
+    run_threads(check, 2)
+
+
+def test_what_is_unsharded_is_gathered_anew(tmp_path: Path) -> None:
+    """Also where the group belongs to a module around the one that is loaded."""
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save_full(whole[0], tmp_path / "0.safetensors")
+    x = torch.ones(1, 2)
+
+    def check() -> None:
+        model = fully_shard(copy.deepcopy(whole), reshard_after_forward=False)
+        with torch.no_grad():
+            model[0].weight.zero_()
+            model(x)  # leaves the parameters gathered
+        load_sharded(model[0], tmp_path / "0.safetensors")
+        assert torch.equal(model(x), whole(x))
+
+    run_threads(check, 2)
 
 
 def test_dtypes_of_the_model_and_of_the_file(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.passes.hooks import owner_of
 from composable_shard.errors import ShardError
-from composable_shard.module import FSDPModule
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Modules around modules, which the names in a checkpoint do not mention."""
@@ -103,10 +102,9 @@ def contents_of(module: nn.Module, doing: str) -> Contents:
 
 
 def _show_shards(module: nn.Module, doing: str) -> None:
-    for inner in module.modules():
-        group = owner_of(inner)
-        if group is None:
-            continue
+    """Register the shards of all groups that have parameters in the module."""
+    groups = {group: None for inner in module.modules() if (group := owner_of(inner)) is not None}
+    for group in groups:
         if group.context.forward.is_running or _torch.current_backward() != -1:
             raise ShardError(
                 f"Expected {doing}() outside of forward and backward, got it within one of "
@@ -117,9 +115,8 @@ def _show_shards(module: nn.Module, doing: str) -> None:
                 f"Expected {doing}() outside of unsharded(), got it within one of {group.label}; "
                 "call it before or after"
             )
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()
+    for group in groups:
+        group.reshard()
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

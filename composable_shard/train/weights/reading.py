@@ -98,7 +98,7 @@ class Reading:
     def _sent(self, stored: Stored, reader: Reader) -> torch.Tensor:
         """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes."""
         group, sent = self._ranks.group, self._room(stored.nbytes)
-        if self._ranks.is_first and self.failure is None:
+        if self._ranks.is_first and self.failure is None and len(sent):
             with self._noting():
                 full = reader.read(stored, tuple(slice(0, length) for length in stored.shape))
                 own = full.reshape(-1).view(torch.uint8)
