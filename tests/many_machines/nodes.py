@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -162,8 +163,11 @@ def _sleeping(command: list[str]) -> Iterator[int]:
         process.communicate()
 
 
-def this_machine_twice(port: int) -> list[Node]:
+def this_machine_twice() -> list[Node]:
     """Return two nodes that are both this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     variables = {"ADDRESS": "127.0.0.1", "HEAD": "localhost", "PORT": str(port)}
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if interface is not None:
