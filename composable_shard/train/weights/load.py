@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -69,11 +70,11 @@ def load_sharded(
 
     Raises:
         TypeError: If ``model`` is not a module.
-        ImportError: If safetensors, or tqdm for the progress bar, is not installed.
-        ShardError: On all ranks, before anything is read: if a rank cannot open the checkpoint, if
-            names or shapes differ, a dtype cannot be cast (floating point into integers), or a
-            parameter is a tensor subclass of several tensors. On all ranks, at the end: if a rank
-            failed to read; the model is then partly loaded. In a forward or backward.
+        ShardError: On all ranks, before anything is read: if a rank cannot open the checkpoint or
+            lacks a library for it, if names or shapes differ, a dtype cannot be cast (floating
+            point into integers), or a parameter is a tensor subclass of several tensors. On all
+            ranks, at the end: if a rank failed to read, or tied names differ; the model is then
+            partly loaded. In a forward or backward.
         RankMismatchError: On all ranks, if their models or checkpoints differ.
         CommunicationError: If a rank has ended, or did not read within the time-out.
 
@@ -105,7 +106,7 @@ def load_sharded(
         matching.check_names()
     matching.check_values()
     reading = Reading(matching.matches, ranks, strict=strict)
-    with Progress(f"loading {os.path.basename(source)}", reading.nbytes, shown=shows) as bar:
+    with Progress(f"loading {Path(source).name}", reading.nbytes, shown=shows) as bar:
         failure = reading.run(model, bar, sends=broadcast_from_rank0)
     said = ranks.agree([], failure, "tensors")
     if said is not None:

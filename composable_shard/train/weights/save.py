@@ -57,7 +57,7 @@ def save_full(
         ValueError: If ``max_shard_size`` is not positive, or is a text of another form.
         ShardError: On all ranks: if there are weights already, if a tensor is on the meta device or
             is a tensor subclass of several tensors, if rename gives two of them one name, if the
-            first rank cannot write. In a forward or backward.
+            first rank cannot write or lacks a library for it. In a forward or backward.
         RankMismatchError: On all ranks, if their models differ.
         CommunicationError: If a rank has ended or does not answer within the time-out.
 
