@@ -12,7 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from composable_shard import CPUOffloadPolicy, fully_shard, load_sharded, save_full
@@ -282,6 +284,26 @@ def test_parameters_that_are_ignored_are_read_whole(tmp_path: Path) -> None:
 
     run_threads(check, 2)
     assert differences(load_file(tmp_path / "y.safetensors"), whole.state_dict()) == []
+
+
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_that_are_not_neighbours(tmp_path: Path, dim: int, sends: bool) -> None:
+    """A DTensor of which each of two ranks has every other pair of rows; nothing else shards it."""
+    whole = nn.Linear(8, 8, bias=False)
+    save_full(whole, tmp_path / "x.safetensors")
+
+    def check() -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(8, 8, bias=False, device="meta")
+        zeros = distribute_tensor(model.weight, mesh, [_StridedShard(dim, split_factor=2)])
+        model.weight = nn.Parameter(zeros)
+        load_sharded(model, tmp_path / "x.safetensors", broadcast_from_rank0=sends)
+        return model.weight.to_local()
+
+    for rank, local in enumerate(run_threads(check, 2)):
+        own = [2 * rank, 2 * rank + 1, 2 * rank + 4, 2 * rank + 5]
+        assert torch.equal(local, whole.weight.index_select(dim, torch.tensor(own)))
 
 
 def test_a_subclass_around_one_tensor(tmp_path: Path) -> None:
