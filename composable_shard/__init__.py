@@ -20,6 +20,8 @@ from composable_shard.train.clip import clip_grad_norm_
 from composable_shard.train.grad_scaler import ShardedGradScaler
 from composable_shard.train.synchronize import sync_module_states
 from composable_shard.train.unsharded import unsharded
+from composable_shard.train.weights.load import load_sharded
+from composable_shard.train.weights.save import save_full
 from composable_shard.train.wrap import apply_fully_shard
 
 __all__ = [
@@ -44,7 +46,9 @@ __all__ = [
     "estimate",
     "explain",
     "fully_shard",
+    "load_sharded",
     "register_fsdp_forward_method",
+    "save_full",
     "share_comm_ctx",
     "sync_module_states",
     "trace",

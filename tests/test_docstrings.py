@@ -32,6 +32,8 @@ MODULES = [
     "train.grad_scaler",
     "train.synchronize",
     "train.unsharded",
+    "train.weights.load",
+    "train.weights.save",
     "train.wrap",
 ]
 METHODS = ["module", "module_communication", "module_settings"]

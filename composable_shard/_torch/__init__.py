@@ -35,6 +35,7 @@ from composable_shard._torch.dtensors import (
     spec_with_dtype,
     strided_shard,
     waited,
+    with_dim,
 )
 from composable_shard._torch.fully_shard_modules import FULLY_SHARD_MODULES
 from composable_shard._torch.grad_scaler import GradScalerBase
@@ -46,6 +47,7 @@ from composable_shard._torch.modules import (
     is_executing,
     list_module_state,
     module_call_frame,
+    non_persistent_buffers,
     registered_container,
     state_dict_metadata,
 )
@@ -140,6 +142,7 @@ __all__ = [
     "make_spec",
     "module_call_frame",
     "multiply_all_",
+    "non_persistent_buffers",
     "norms_of_all",
     "num_to_run",
     "on_backward_end",
@@ -164,6 +167,7 @@ __all__ = [
     "unscale_all_",
     "waited",
     "will_run",
+    "with_dim",
     "with_own_storage",
     "without_memory",
     "without_overrides",
