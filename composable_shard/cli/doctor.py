@@ -22,8 +22,8 @@ exit codes: 0 nothing is wrong (there may be warnings), 1 something is, 2 wrong 
 """
 _MIB = 1 << 20
 _HOW = {
-    "DirectAllGather": "from rank to rank over gloo",
-    "DirectReduceScatter": "from rank to rank over gloo, summed in rank order",
+    "DirectAllGather": "{way}",
+    "DirectReduceScatter": "{way}, summed in rank order",
     "CoalescedAllGather": "one coalesced launch of {backend} for a group",
     "CoalescedReduceScatter": "one coalesced launch of {backend} for a group",
 }
@@ -123,10 +123,11 @@ def _lines(
     backends = [name for name, there in machine.backends.items() if there]
     variables = [f"{name}={value}" for name, value in machine.variables.items() if value]
     devices = ", ".join(machine.devices) or "the CPU alone"
+    cores, threads = _counted(machine.num_cores, "core"), _counted(machine.num_threads, "thread")
     lines = [
         Line("torch", f"{versions['torch']}, built for {machine.build}"),
         Line("python", f"{versions['python']} on {machine.system}"),
-        Line("devices", f"{devices}; {machine.num_cores} cores, {machine.num_threads} threads"),
+        Line("devices", f"{devices}; {cores}, {threads}"),
         Line("backends", ", ".join(backends) or "none"),
         Line("variables", ", ".join(variables) or "none of those that matter is set"),
     ]
@@ -143,13 +144,15 @@ def _lines(
 
 def _lines_of_ranks(num_ranks: int, machine: Machine, measured: Measurement) -> list[Line]:
     what = f"{num_ranks} on {machine.device_type} over {measured.backend}"
-    lines = [Line("ranks", f"{what}, {measured.num_threads} threads each")]
+    lines = [Line("ranks", f"{what}, {_counted(measured.num_threads, 'thread')} each")]
+    reads_all = measured.num_readable == num_ranks - 1
+    way = "read from memory" if reads_all else "sent from rank to rank over gloo"
     if measured.all_gather.how == "DirectAllGather":
-        number = f"{measured.num_readable} of {num_ranks - 1}"
-        lines.append(Line("memory", f"a rank reads that of {number} others directly"))
+        number = f"{measured.num_readable} of {_counted(num_ranks - 1, 'other')}"
+        lines.append(Line("memory", f"a rank reads that of {number} directly"))
     for name in ("all_gather", "reduce_scatter"):
         one: Collective = getattr(measured, name)
-        how = _HOW[one.how].format(backend=measured.backend)
+        how = _HOW[one.how].format(backend=measured.backend, way=way)
         lines.append(
             Line(
                 name.replace("_", "-"),
@@ -158,6 +161,10 @@ def _lines_of_ranks(num_ranks: int, machine: Machine, measured: Measurement) -> 
             )
         )
     return lines
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _positive(text: str) -> int:

@@ -230,11 +230,10 @@ python          3.11.7 on Linux 6
 devices         the CPU alone; 4 cores, 2 threads
 backends        gloo
 variables       none of those that matter is set
-ranks           2 on cpu over gloo, 1 threads each
-memory          a rank reads that of 1 of 1 others directly
-all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), from rank to rank over gloo
-reduce-scatter  1.05 GB/s to each rank (8 MiB in 8.0 ms), from rank to rank over gloo, summed in
-                rank order
+ranks           2 on cpu over gloo, 1 thread each
+memory          a rank reads that of 1 of 1 other directly
+all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), read from memory
+reduce-scatter  1.05 GB/s to each rank (8 MiB in 8.0 ms), read from memory, summed in rank order
 verdict         nothing is wrong
 """
 
@@ -261,6 +260,17 @@ def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFi
     }
     assert (report["num_ranks"], report["problems"]) == (2, [])
     assert report["warnings"] == [START + "Linux 6 has no process_vm_readv"]
+
+
+def test_the_report_of_ranks_that_send(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["measured"] = replace(MEASURED, num_readable=1, num_threads=2)
+    assert cli.main(["doctor", "--ranks", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "ranks           3 on cpu over gloo, 2 threads each\n" in printed
+    assert "memory          a rank reads that of 1 of 2 others directly\n" in printed
+    assert "(8 MiB in 4.0 ms), sent from rank to rank over gloo\n" in printed
 
 
 def test_nothing_is_started_if_not_asked_for(
