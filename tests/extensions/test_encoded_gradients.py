@@ -440,6 +440,30 @@ def summed(self: Any, received: Any, metadata: Any, out: torch.Tensor) -> None:
     out.copy_(received[0].sum(0))
 
 
+def gathers_on_one(self: Any, mesh: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise ValueError("no")
+    return (self.full,), None
+
+
+def broken_gather() -> None:
+    kind = type("Broken", (Lossless,), {"fsdp_pre_all_gather": gathers_on_one})
+    fully_shard(as_type(nn.Linear(2, 4, bias=False), kind))(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "hook"),
+    [(broken, (fails_on_one,), "fails_on_one"), (broken_gather, (), "gathers_on_one")],
+)
+def test_the_rank_on_which_a_hook_fails_shows_where(
+    fn: Callable[..., None], args: tuple[Any, ...], hook: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, 2, *args)
+    shows = [f", in {hook}" in failure.traceback for failure in caught.value.failures]
+    assert shows == [False, True]
+
+
 def lost_rank() -> None:
     """Let the exchange of formats fail, as it does when a rank dies."""
     layer = as_type(nn.Linear(2, 4, bias=False), Lossless)

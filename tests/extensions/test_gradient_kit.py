@@ -36,6 +36,13 @@ def test_int8_with_error_feedback_passes_on_any_number_of_ranks() -> None:
     assert [finding.check for finding in found][5:8] == CHECKS
 
 
+def test_the_example_passes_the_whole_kit() -> None:
+    found = check_extension(
+        lambda shape: Int8Gradients(torch.randn(shape)), world_sizes=(2, 3), tolerance=0.03
+    )
+    assert len(found.findings) == 16
+
+
 def no_metadata(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
     return grad
 

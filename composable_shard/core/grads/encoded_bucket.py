@@ -106,16 +106,17 @@ class EncodedBucket(GradBucket):
     def _encode_and_agree(
         self, grads: Sequence[torch.Tensor | None]
     ) -> list[list[torch.Tensor] | None]:
-        encoded, failure = [], None
+        encoded, failure, cause = [], None, None
         for index, grad in enumerate(grads):
             try:
                 encoded.append(self._encode(index, grad))
             except Exception as error:  # noqa: BLE001 - any failure of user code is told to all
                 name = self._extensions[index].param.name
                 failure = f"{GRAD_PRE} of {name} failed: {type(error).__name__}: {error}"
+                cause = error
                 break
         said = [None if tensors is None else formats_of(tensors) for tensors in encoded]
-        agree_formats(self._extensions, failure or said, self._mesh)
+        agree_formats(self._extensions, failure or said, self._mesh, cause)
         return encoded
 
     def _places(self) -> tuple[list[list[tuple[int, Format]]], int]:

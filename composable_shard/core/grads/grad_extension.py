@@ -82,7 +82,10 @@ def formats_of(tensors: Sequence[torch.Tensor]) -> Formats:
 
 
 def agree_formats(
-    extensions: Sequence[GradExtension], said: list[Formats | None] | str, mesh: ShardMesh
+    extensions: Sequence[GradExtension],
+    said: list[Formats | None] | str,
+    mesh: ShardMesh,
+    cause: Exception | None = None,
 ) -> None:
     """Exchange what the hooks returned where it is not known yet.
 
@@ -91,6 +94,7 @@ def agree_formats(
         said: What those of this rank returned, ``None`` where it has no gradient; or how one
             failed.
         mesh: The ranks.
+        cause: What one raised on this rank, for the traceback.
 
     Raises:
         ExtensionError: On all ranks, if a hook failed on one, or returned something else than on
@@ -108,7 +112,7 @@ def agree_formats(
             ranks = dist.get_process_group_ranks(group)
             said = _merged(extensions, dict(zip(ranks, heard, strict=True)))
     if isinstance(said, str):
-        raise ExtensionError(said)
+        raise ExtensionError(said) from cause
     for extension, formats in zip(extensions, said, strict=True):
         if formats is not None:  # else no rank has the gradient this time
             extension.formats = formats

@@ -269,17 +269,18 @@ def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
             gather.prepare()
         return
     said: list[tuple[Format, ...]] | str
+    cause = None
     try:
         said = [gather.prepare() for gather in gathers]
     except Exception as error:  # noqa: BLE001 - any failure of user code is told to all ranks
-        said = f"{type(error).__name__}: {error}"
+        said, cause = f"{type(error).__name__}: {error}", error
     mesh = gathers[0].mesh
     heard: list[Any] = [said] * mesh.num_shards
     if mesh.num_shards > 1:
         dist.all_gather_object(heard, said, group=mesh.shard_group)
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(heard) if isinstance(text, str)]
     if failures:
-        raise ExtensionError(f"{PRE} failed on " + "; ".join(failures))
+        raise ExtensionError(f"{PRE} failed on " + "; ".join(failures)) from cause
     for index, gather in enumerate(gathers):
         gather.agree([theirs[index] for theirs in heard])
 
