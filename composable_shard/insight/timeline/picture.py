@@ -90,7 +90,11 @@ def to_svg(traces: Sequence[RankTrace], step: int = -1) -> str:
     card = (
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{top - 1:.0f}" rx="12"/>'
     )
-    title = "<title>Timeline of one training step</title>"
+    title = (
+        "<title>Timeline of one training step</title>\n"
+        "<desc>For each rank what it computes, where it waits, which gathers and reductions are "
+        "under way meanwhile, and how much memory is live.</desc>"
+    )
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img">',
