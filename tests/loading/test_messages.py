@@ -340,6 +340,23 @@ def test_a_model_that_one_rank_has_another_of(whole: Path) -> None:
     )
 
 
+def test_a_rename_that_one_rank_has_another_of(whole: Path) -> None:
+    def rename(name: str) -> str | None:
+        return name if name == "weight" or dist.get_rank() == 0 else None
+
+    start = "Expected the same names after rename on all ranks, got on rank 0:"
+    for sends in (False, True):
+        assert all_say(
+            lambda sends=sends: load_sharded(
+                linear(), whole, rename=rename, broadcast_from_rank0=sends
+            ),
+            kind=RankMismatchError,
+        ) == (f"{start} 'bias' of ['bias']; on rank 1: nothing more")
+    assert all_say(
+        lambda: save_full(linear(), whole.parent / "new", rename=rename), kind=RankMismatchError
+    ) == (f"{start} 'bias' of 'bias'; on rank 1: nothing more")
+
+
 def broken_on(rank: int, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call``, which fails on one rank for tensors named "weight"."""
 

@@ -15,7 +15,7 @@ from composable_shard.train.extras import library
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Contents, contents_of
 from composable_shard.train.weights.files import EXTRA, Stored, list_stored
-from composable_shard.train.weights.matching import Rename, listed, match
+from composable_shard.train.weights.matching import RENAMED, Rename, listed, match
 from composable_shard.train.weights.progress import Progress
 from composable_shard.train.weights.reading import Reading
 
@@ -75,11 +75,12 @@ def load_sharded(
             point into integers), or a parameter is a tensor subclass of several tensors. On all
             ranks, at the end: if a rank failed to read, or tied names differ; the model is then
             partly loaded. In a forward or backward.
-        RankMismatchError: On all ranks, if their models or checkpoints differ.
+        RankMismatchError: On all ranks, if their models or checkpoints differ, or what ``rename``
+            returns.
         CommunicationError: If a rank has ended, or did not read within the time-out.
 
-    Collective: two all-gathers of a small object; with ``broadcast_from_rank0`` a broadcast of each
-        tensor.
+    Collective: two all-gathers of a small object, three with ``rename``; with
+        ``broadcast_from_rank0`` a broadcast of each tensor.
     Memory: no more than one tensor at a time besides the model.
 
     Example:
@@ -102,6 +103,8 @@ def load_sharded(
     shows = progress and ranks.is_first
     stored = _agree_on_stored(ranks, contents, source, sends=broadcast_from_rank0, shows=shows)
     matching = match(contents.entries, stored, rename, source)
+    if rename is not None:
+        ranks.agree(matching.facts(), None, RENAMED)
     if strict:
         matching.check_names()
     matching.check_values()

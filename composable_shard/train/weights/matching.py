@@ -15,6 +15,9 @@ from composable_shard.train.weights.files import Stored
 
 Rename = Callable[[str], str | None]
 
+RENAMED = "names after rename"
+"""What ranks compare, for messages."""
+
 SHOWN = 20
 """How many names a message lists before it only counts them."""
 
@@ -42,6 +45,10 @@ class Matching:
     matches: list[Match]
     missing: list[str]
     unexpected: list[str]
+
+    def facts(self) -> list[str]:
+        """Describe what must be the same on all ranks."""
+        return [f"'{m.entry.names[0]}' of {[one.name for one in m.stored]}" for m in self.matches]
 
     def check_names(self) -> None:
         """Raise ``ShardError`` if a name is on one side only."""

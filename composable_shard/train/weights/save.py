@@ -12,7 +12,7 @@ from torch import nn
 from composable_shard.errors import ShardError
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry, contents_of
-from composable_shard.train.weights.matching import Rename, listed
+from composable_shard.train.weights.matching import RENAMED, Rename, listed
 from composable_shard.train.weights.progress import Progress
 from composable_shard.train.weights.writing import Output, Planned, Writing, plan_files
 
@@ -58,7 +58,7 @@ def save_full(
         ShardError: On all ranks: if there are weights already, if a tensor is on the meta device or
             is a tensor subclass of several tensors, if rename gives two of them one name, if the
             first rank cannot write or lacks a library for it. In a forward or backward.
-        RankMismatchError: On all ranks, if their models differ.
+        RankMismatchError: On all ranks, if their models differ, or what ``rename`` returns.
         CommunicationError: If a rank has ended or does not answer within the time-out.
 
     Collective: an all-gather of each parameter; a small object before, and after each file.
@@ -82,6 +82,8 @@ def save_full(
     shows = progress and ranks.is_first
     _agree_on_entries(ranks, entries, output, shows=shows)
     planned = _planned(entries, rename, dtype, output)
+    if rename is not None:
+        ranks.agree([f"'{one.name}' of '{one.entry.names[0]}'" for one in planned], None, RENAMED)
     files = plan_files(planned, None if output.is_file else limit)
     writing = Writing(output, files, ranks)
     with Progress(f"saving {output.name}", writing.nbytes, shown=shows) as bar:
