@@ -1,4 +1,7 @@
-"""The pages on the command line and on the drop-in: their programs run, their commands exist."""
+"""The commands on the pages on the command line and on the drop-in exist.
+
+Their programs run with those of all pages, in `tests/docs`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from composable_shard.cli import make_parser
-from composable_shard.compat.torch_dropin import uninstall
-from composable_shard.testing import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("command_line.md", "drop_in.md")
@@ -20,20 +21,6 @@ PAGES = ("command_line.md", "drop_in.md")
 def blocks(page: str, language: str) -> list[str]:
     pattern = rf"^```{language}\n(.*?)^```$"
     return re.findall(pattern, (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
-
-
-def run_all(sources: list[str], page: str) -> int:
-    try:
-        for number, source in enumerate(sources):
-            exec(compile(source, f"block {number} of {page}", "exec"), {"__name__": "page"})
-    finally:
-        uninstall()
-    return len(sources)
-
-
-@pytest.mark.parametrize(("page", "number"), list(zip(PAGES, (1, 2), strict=True)))
-def test_programs_run(page: str, number: int) -> None:
-    assert run_ranks(run_all, 2, blocks(page, "python"), page) == [number] * 2
 
 
 def commands(page: str) -> list[list[str]]:
