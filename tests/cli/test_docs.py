@@ -1,4 +1,7 @@
-"""The pages on the command line and on the drop-in: their commands exist."""
+"""The commands on the pages on the command line and on the drop-in exist.
+
+Their programs run with those of all pages, in `tests/docs`.
+"""
 
 from __future__ import annotations
 
