@@ -256,6 +256,20 @@ def test_shard_by_oneself() -> None:
     assert estimate(Stack, 8, batch=BATCH, shard=shard) == told(8)
 
 
+def over_axis(axis: str) -> Callable[[Stack, Any], None]:
+    def shard(model: Stack, mesh: Any) -> None:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh[axis])
+
+    return shard
+
+
+def test_shard_over_one_axis_of_two() -> None:
+    both = told((4, 8), shard=over_axis("shard"))
+    alone = told(8)
+    assert (both.traffic, both.peak) == (alone.traffic, alone.peak)
+
+
 def test_repeated_blocks_are_the_outermost_ones() -> None:
     model = nn.ModuleDict(
         {
@@ -404,17 +418,17 @@ def test_code_that_asks_for_values_is_told_so() -> None:
     ]
 
 
-def test_meshes_of_single_parameters_are_refused() -> None:
-    def shard(model: nn.Module, mesh: Any) -> None:
-        with unset_fake_temporarily():
-            own = init_device_mesh("cpu", (2,), mesh_dim_names=("own",))
-        fully_shard(
-            model, mesh=mesh, shard_placement_fn=lambda param: ShardPlacementResult(mesh=own)
-        )
+def over_own_mesh(model: nn.Module, mesh: Any) -> None:
+    with unset_fake_temporarily():
+        own = init_device_mesh("cpu", (2,), mesh_dim_names=("own",))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: ShardPlacementResult(mesh=own))
 
+
+@pytest.mark.parametrize(("shape", "shard"), [(2, over_own_mesh), ((2, 2), over_axis("replicate"))])
+def test_other_meshes_are_refused(shape: Any, shard: Any) -> None:
     with pytest.raises(ValueError) as caught:
-        told(2, shard=shard)
+        told(shape, shard=shard)
     assert str(caught.value) == (
-        "Expected parameters on the mesh of their group, got 'before.weight' on another; "
-        "estimate knows one axis of shards and one of replicas"
+        "Expected parameters over the shards of the mesh, or over all of it, got "
+        "'before.weight' over others; estimate knows one axis of shards and one of replicas"
     )

@@ -66,11 +66,14 @@ def optimizer_bytes(
 
 
 def shards_of(params: Sequence[ShardedParam], num_shards: int) -> list[nn.Parameter]:
-    """Return the shards of the first of ``num_shards`` ranks, which has the most rows."""
+    """Return the shards of the first of ``num_shards`` ranks, which has the most rows.
+
+    A parameter that is whole on every rank stays so.
+    """
     made = []
     for param in params:
         shape, dim = list(param.form.shape), param.form.dim
-        if dim is not None:
+        if dim is not None and param.mesh.num_shards > 1:
             shape[dim] = -(-shape[dim] // num_shards)
         made.append(nn.Parameter(torch.empty(shape, dtype=param.local.dtype)))
     return made

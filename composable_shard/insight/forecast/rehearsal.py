@@ -114,12 +114,18 @@ def _groups_of(model: nn.Module) -> list[ParamGroup]:
                     "a tensor subclass; estimate the model before its parameters are converted"
                 )
         for param in group.params:
-            if param.mesh != group.mesh or param.placement.model is not None:
+            if not _is_known(param, group):
                 raise ValueError(
-                    f"Expected parameters on the mesh of their group, got '{param.name}' on "
-                    "another; estimate knows one axis of shards and one of replicas"
+                    "Expected parameters over the shards of the mesh, or over all of it, got "
+                    f"'{param.name}' over others; estimate knows one axis of shards and one of "
+                    "replicas"
                 )
     return groups
+
+
+def _is_known(param: ShardedParam, group: ParamGroup) -> bool:
+    axes = param.mesh.mesh.mesh_dim_names
+    return param.mesh == group.mesh and param.placement.model is None and axes != ("replicate",)
 
 
 def _run(

@@ -19,7 +19,8 @@ GIANT_SHARE = 0.5
 """A root group with more than this part of all parameters gathers most of the model at once."""
 
 BUFFERS_SHARE = 0.1
-"""Buffers of more than this part of the shards of a rank are worth a word."""
+BUFFERS_NBYTES = 1 << 20
+"""Buffers of more bytes, and of more than that part of a rank's shards, are worth a word."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,8 @@ def _large_buffers(
 ) -> Iterator[Advice]:
     buffers = dict(model.named_buffers())
     nbytes = sum(buffer.numel() * buffer.itemsize for buffer in buffers.values())
-    if nbytes > BUFFERS_SHARE * sum(plan.sharded_nbytes for _, plan in groups):
+    shards = sum(plan.sharded_nbytes for _, plan in groups)
+    if nbytes > max(BUFFERS_NBYTES, BUFFERS_SHARE * shards):
         yield Advice(
             "unsharded buffers",
             tuple(buffers),

@@ -137,7 +137,7 @@ class Explanation(Report):
             (
                 _title(groups),
                 names_text(groups[0].modules),
-                "; ".join(_placements(groups[0])),
+                names_text(_placements(groups[0]), most=2),
                 str(len(groups[0].parameters)),
                 count_text(groups[0].numel),
                 nbytes_text(groups[0].sharded_nbytes),
@@ -196,9 +196,9 @@ def _title(groups: list[GroupExplanation]) -> str:
     return f"{groups[0].name} to {groups[-1].name} ({len(groups)} alike)"
 
 
-def _placements(group: GroupExplanation) -> list[str]:
+def _placements(group: GroupExplanation) -> tuple[str, ...]:
     kinds = {(" ".join(p.placements), p.num_shards) for p in group.parameters}
-    return [f"{placements} of {count}" for placements, count in sorted(kinds)]
+    return tuple(f"{placements} of {count}" for placements, count in sorted(kinds))
 
 
 def _traffic_text(traffic: Traffic) -> str:

@@ -236,13 +236,14 @@ class MeshPlan:
     is_alone: bool = False
 
     def over(self, num_shards: int, num_replicas: int) -> MeshPlan:
-        """Return the plan for another number of ranks, if all parameters are plain."""
+        """Return the plan for longer axes, if all parameters are plain; one of 1 stays so."""
+        shards = num_shards if self.num_shards > 1 else 1
         return replace(
             self,
-            num_shards=num_shards,
-            num_replicas=num_replicas,
-            gathers=tuple(unit.over(num_shards) for unit in self.buckets),
-            reductions=tuple(one.over(num_shards) for one in self.reductions),
+            num_shards=shards,
+            num_replicas=num_replicas if self.num_replicas > 1 else 1,
+            gathers=tuple(unit.over(shards) for unit in self.buckets),
+            reductions=tuple(one.over(shards) for one in self.reductions),
         )
 
     @property
