@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -464,22 +464,34 @@ def test_the_rank_on_which_a_hook_fails_shows_where(
     assert shows == [False, True]
 
 
-def lost_rank() -> None:
-    """Let the exchange of formats fail, as it does when a rank dies."""
-    layer = as_type(nn.Linear(2, 4, bias=False), Lossless)
+def lost_rank(weight: torch.Tensor, in_forward: bool) -> None:
+    """Let the exchange of what hooks return fail, as it does when a rank dies."""
+    layer = nn.Linear(2, 4, bias=False)
+    layer.weight = nn.Parameter(weight)
     fully_shard(layer)
-    loss = layer(torch.ones(1, 2)).sum()
-    with mock.patch.object(dist, "all_gather_object", side_effect=RuntimeError("closed by peer")):
+    failing = mock.patch.object(dist, "all_gather_object", side_effect=RuntimeError("closed"))
+    with failing if in_forward else nullcontext():
+        loss = layer(torch.ones(1, 2)).sum()
+    with failing:
         loss.backward()
 
 
-def test_a_rank_lost_at_the_first_reduction_is_told_as_such() -> None:
+@pytest.mark.parametrize(
+    ("weight", "in_forward", "act"),
+    [
+        (Lossless(torch.ones(4, 2)), True, "tensor subclasses send"),
+        (Lossless(torch.ones(4, 2)), False, "gradients are on the wire"),
+        (TwoTensor(torch.ones(4, 2), torch.ones(4, 2)), False, "gradients are made of"),
+    ],
+)
+def test_a_rank_lost_when_the_ranks_first_agree_is_told_as_such(
+    weight: torch.Tensor, in_forward: bool, act: str
+) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(lost_rank, 2)
+        run_ranks(lost_rank, 2, weight, in_forward)
     assert {failure.exception_type for failure in caught.value.failures} == {CommunicationError}
     assert [failure.message for failure in caught.value.failures] == [
-        f"Rank {rank} failed while agreeing on what gradients are on the wire: closed by peer"
-        for rank in range(2)
+        f"Rank {rank} failed while agreeing on what {act}: closed" for rank in range(2)
     ]
 
 

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.comms.objects import gather_objects
 from composable_shard.core.params.bucket import Transfer
 from composable_shard.core.params.extension import (
     POST,
@@ -277,7 +277,8 @@ def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
     mesh = gathers[0].mesh
     heard: list[Any] = [said] * mesh.num_shards
     if mesh.num_shards > 1:
-        dist.all_gather_object(heard, said, group=mesh.shard_group)
+        assert mesh.shard_group is not None
+        heard = gather_objects(said, mesh.shard_group, "agreeing on what tensor subclasses send")
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(heard) if isinstance(text, str)]
     if failures:
         raise ExtensionError(f"{PRE} failed on " + "; ".join(failures)) from cause
