@@ -464,6 +464,30 @@ def test_the_rank_on_which_a_hook_fails_shows_where(
     assert shows == [False, True]
 
 
+def gathers_on_last(self: Any, mesh: Any) -> Any:
+    if dist.get_rank() == 3:
+        raise ValueError("no")
+    return (self.full[: 1 + (dist.get_rank() == 1)].t(),), None
+
+
+def broken_replica() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    kind = type("Broken", (Lossless,), {"fsdp_pre_all_gather": gathers_on_last})
+    fully_shard(as_type(nn.Linear(2, 4, bias=False), kind), mesh=mesh)(torch.ones(1, 2))
+
+
+def test_ranks_of_replicas_are_numbered_over_the_whole_job() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(broken_replica, 4)
+    differs = (
+        "Expected fsdp_pre_all_gather of weight to return tensors of the same number, dtypes and "
+        "trailing dims on all ranks, got [torch.float32 [2, 1]] on rank 0 and [torch.float32 "
+        "[2, 2]] on rank 1"
+    )
+    fails = "fsdp_pre_all_gather failed on rank 3: ValueError: no"
+    assert [failure.message for failure in caught.value.failures] == [differs] * 2 + [fails] * 2
+
+
 def lost_rank(weight: torch.Tensor, in_forward: bool) -> None:
     """Let the exchange of what hooks return fail, as it does when a rank dies."""
     layer = nn.Linear(2, 4, bias=False)
