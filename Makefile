@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+DOCS_INSTALLED := $(VENV)/docs-installed
+CLIENTS := $(VENV)/clients
 
 # Succeeds where the interpreter has a torch that can be lent to the environment. One inside a
 # virtual environment cannot: the new environment would be made on the interpreter beneath.
@@ -14,22 +16,29 @@ HAS_TORCH = $(PYTHON) -c 'import sys, torch, torch.distributed as dist; \
 	2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint format install clean
+.PHONY: help demo test test-clients test-long lint format docs install clean
 
 help:
-	@echo "make demo     train a small language model on two ranks"
+	@echo "make demo     train a small language model on two ranks, with a timeline"
 	@echo "make test     run the tests"
+	@echo "make test-clients  run those with transformers, accelerate, lightning and others"
 	@echo "make test-long  run ten times the generated examples, and the long runs"
 	@echo "make lint     check style and types"
 	@echo "make format   bring the code into style"
+	@echo "make docs     build the documentation site into build/site"
 	@echo "make install  make $(VENV) with all that these need"
 	@echo "make clean    remove $(VENV), caches and what the demo wrote"
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/train_lm.py --checkpoint-dir runs/demo --overwrite $(ARGS)
+	$(BIN)/python examples/train_lm.py --checkpoint-dir runs/demo --overwrite \
+		--trace runs/timeline $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The clients lie in a folder of their own, which no other target sees.
+test-clients: $(CLIENTS)/installed
+	PYTHONPATH=$(CLIENTS) $(BIN)/python -m pytest tests/clients $(ARGS)
 
 # New examples in every run, hence the longer time-out: they shrink when they fail.
 test-long: $(INSTALLED)
@@ -43,6 +52,10 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# A warning is an error. NO_MKDOCS_2_WARNING: the pinned version is told that we know of its end.
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 install: $(INSTALLED)
 
@@ -63,6 +76,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet -r $(VENV)/pinned.txt
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet \
 		--no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DOCS_INSTALLED): constraints-docs.txt $(INSTALLED)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet -r constraints-docs.txt
+	@touch $@
+
+$(CLIENTS)/installed: constraints-clients.txt | $(INSTALLED)
+	rm -rf $(CLIENTS)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile \
+		--target $(CLIENTS) -r constraints-clients.txt
 	@touch $@
 
 clean:

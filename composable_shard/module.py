@@ -121,6 +121,7 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         Finishes what :meth:`no_sync`, ``set_requires_gradient_sync(False)``,
         ``set_requires_all_reduce(False)`` and ``set_is_last_backward(False)`` have deferred, in the
         whole tree and whatever is set now. Call it on all ranks, outside of forward and backward.
+        What a backward that failed had under way is dropped.
 
         Raises:
             ShardError: In a forward or backward.
@@ -146,6 +147,8 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
                 f"Expected synchronize_gradients() of {group.label} outside of forward and "
                 "backward, got it within one; call it between iterations"
             )
+        if group.context.backward.was_aborted:
+            group.context.clean_up()
         group.context.backward.synchronize()
 
     # Training -------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class ModuleSettings(HasGroup):
 
         Example:
             >>> model.set_modules_to_forward_prefetch([model[0], model[1]])
-            >>> with trace(model, "all_gather") as events:
+            >>> with record_events(model, "all_gather") as events:
             ...     output = model(x)
             >>> events
             [('all_gather', '0'), ('all_gather', '1')]

@@ -8,8 +8,9 @@ With ``torchrun --max-restarts``, ranks that are started again after one of them
 newest checkpoint by themselves.
 
 What this shows of the library is all in ``build``: ``fully_shard`` on each block, then on the
-root. The rest is a training loop as for one device: AdamW, a schedule, gradient clipping,
-checkpoints by ``torch.distributed.checkpoint``. The model, its text and its ranks are in ``lm/``.
+root. With ``--trace FOLDER`` a few steps are recorded as a timeline. The rest is a training loop as
+for one device: AdamW, a schedule, gradient clipping, checkpoints by
+``torch.distributed.checkpoint``. The model, its text and its ranks are in ``lm/``.
 
 The weights at the start and the batches do not depend on the number of ranks, so neither do the
 losses, but for rounding. On the CPU the same command gives bitwise the same losses again, and so
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +33,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
-from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard import MixedPrecisionPolicy, fully_shard, trace
+from composable_shard.insight.trace import Timeline
 from int8_gradients import send_int8_gradients
 from lm.checkpoint import Progress, RunFolder
 from lm.model import GPT
@@ -39,6 +42,8 @@ from lm.options import Options, read_options
 from lm.ranks import Place, run_on_ranks
 from lm.report import Summary, Ticker, local_nbytes, on_every_rank, peak_memory
 from lm.text import NO_TARGET, Text, held_out_batches, load_text, training_batch
+
+UNTRACED_STEPS, TRACED_STEPS = 10, 3
 
 
 def build(options: Options, place: Place) -> GPT:
@@ -141,6 +146,14 @@ def sum_over_ranks(value: Tensor) -> float:
     return value.item()
 
 
+def recording(model: GPT, options: Options) -> AbstractContextManager[Timeline | None]:
+    """Record a few steps, after some in which everything happens for the first time."""
+    if options.trace is None:
+        return nullcontext()
+    skip = min(UNTRACED_STEPS, options.steps // 2)
+    return trace(model, options.trace, skip=skip, steps=TRACED_STEPS)
+
+
 def train(options: Options, place: Place) -> None:
     """Train on one rank, from the start or from the newest checkpoint, and report."""
     model = build(options, place)
@@ -158,15 +171,18 @@ def train(options: Options, place: Place) -> None:
             folder.begin(options.decisive(text.digest), options.overwrite)
 
     ticker = Ticker(place, options.steps, progress.step, options.batch * options.context)
-    for step in range(progress.step, options.stop_at):
-        loss = training.update(step)
-        ticker.tick(loss)
-        if place.leads:
-            folder.record(step + 1, loss)
-        if ticker.step % options.log_every == 0 or ticker.step == options.stop_at:
-            ticker.write_line(loss, learning_rate(step, options))
-        if ticker.step % options.checkpoint_every == 0 or ticker.step == options.stop_at:
-            folder.save(model, optimizer, Progress(ticker.step, progress.loss_before))
+    with recording(model, options) as timeline:
+        for step in range(progress.step, options.stop_at):
+            loss = training.update(step)
+            if timeline:
+                timeline.step()
+            ticker.tick(loss)
+            if place.leads:
+                folder.record(step + 1, loss)
+            if ticker.step % options.log_every == 0 or ticker.step == options.stop_at:
+                ticker.write_line(loss, learning_rate(step, options))
+            if ticker.step % options.checkpoint_every == 0 or ticker.step == options.stop_at:
+                folder.save(model, optimizer, Progress(ticker.step, progress.loss_before))
     ticker.close()
 
     summary = Summary(
@@ -180,6 +196,8 @@ def train(options: Options, place: Place) -> None:
     )
     if place.leads:
         summary.show()
+        if options.trace and (page := options.trace / "timeline.html").exists():
+            print(f"timeline of {TRACED_STEPS} steps: {page}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,12 +13,17 @@ from torch import nn
 
 import composable_shard
 from composable_shard import FSDPModule, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks
 
 MODULES = [
     "api",
     "core.comms.custom",
+    "insight.estimate",
+    "insight.explain",
+    "insight.groups.blocks",
+    "insight.report.amounts",
+    "insight.report.sections",
     "mesh",
     "policy",
     "testing.extension_kit.kit",
@@ -27,6 +32,8 @@ MODULES = [
     "train.grad_scaler",
     "train.synchronize",
     "train.unsharded",
+    "train.weights.load",
+    "train.weights.save",
     "train.wrap",
 ]
 METHODS = ["module", "module_communication", "module_settings"]
@@ -60,7 +67,7 @@ def test_examples_of_methods(name: str) -> None:
             for layer in model:
                 fully_shard(layer)
             x = torch.ones(2, 4)
-            names = {"model": fully_shard(model), "x": x, "trace": trace}
+            names = {"model": fully_shard(model), "x": x, "record_events": record_events}
             example.globs.update(names)
             run(example)
 

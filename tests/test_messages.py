@@ -32,7 +32,7 @@ from composable_shard import (
 )
 from composable_shard.core.params.layout import ParamLayout
 from composable_shard.errors import TorchStateError
-from composable_shard.insight.trace import EVENTS, trace
+from composable_shard.insight.events import EVENTS, record_events
 from composable_shard.testing import fake_ranks
 
 
@@ -59,7 +59,7 @@ def on_cuda() -> nn.Module:
 
 
 def open_trace(module: nn.Module, *events: str) -> None:
-    with trace(module, *events):
+    with record_events(module, *events):
         raise AssertionError("must not get here")
 
 
@@ -134,7 +134,8 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "Expected the mesh of the DTensor parameter 'weight' and the data-parallel mesh to be "
         "parts of one mesh with named axes, got DeviceMesh((2,), 'cpu', stride=(1,)) and "
-        "DeviceMesh((2,), 'cpu', stride=(1,))",
+        "DeviceMesh((2,), 'cpu', stride=(1,)); pass the axes of that mesh over which data is "
+        "parallel, such as mesh['data']",
     ),
     (
         lambda: fully_shard(on_cuda()),

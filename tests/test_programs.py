@@ -51,22 +51,37 @@ def train(folder: Path, text: Path, *more: str) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The folder of a run from start to end."""
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    train(folder, text, "--trace", str(folder / "timeline"))
+    return folder
+
+
 def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
-    tmp_path: Path, text: Path
+    tmp_path: Path, text: Path, uninterrupted: Path
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(whole, text)
+    parts = tmp_path / "parts"
     train(parts, text, "--stop-at", "5")
     assert len(losses(parts)) == 5
     train(parts, text, "--resume")
-    assert len(losses(whole)) == 8
-    assert losses(parts) == losses(whole)
+    assert len(losses(uninterrupted)) == 8
+    assert losses(parts) == losses(uninterrupted)
 
 
-def test_gradients_as_int8_hardly_change_the_losses(tmp_path: Path, text: Path) -> None:
-    train(tmp_path / "fp32", text)
+def test_the_example_records_a_timeline(uninterrupted: Path) -> None:
+    found = json.loads((uninterrupted / "timeline" / "trace.json").read_text())
+    summary = found["otherData"]["summary"]
+    assert (summary["first_step"], summary["num_steps"]) == (4, 3)
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
+
+
+def test_gradients_as_int8_hardly_change_the_losses(
+    tmp_path: Path, text: Path, uninterrupted: Path
+) -> None:
     train(tmp_path / "int8", text, "--int8-gradients")
-    exact, rounded = losses(tmp_path / "fp32"), losses(tmp_path / "int8")
+    exact, rounded = losses(uninterrupted), losses(tmp_path / "int8")
     assert exact != rounded
     for one, other in zip(exact, rounded, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)

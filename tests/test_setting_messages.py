@@ -110,7 +110,8 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "Expected parameter 'weight' on the mesh that was passed to fully_shard, "
         "DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)), got one on "
-        "DeviceMesh((dp=2, cp=2), 'cpu', stride=(2, 1))",
+        "DeviceMesh((dp=2, cp=2), 'cpu', stride=(2, 1)); for a parameter on some of its axes pass "
+        "the data-parallel ones alone, such as mesh['data'], without dp_mesh_dims",
     ),
     (
         lambda: by_names(square("dp", "tp"), on_mesh(square("dp", "tp"), Shard(0))),

@@ -35,7 +35,9 @@ from composable_shard._torch.dtensors import (
     spec_with_dtype,
     strided_shard,
     waited,
+    with_dim,
 )
+from composable_shard._torch.fully_shard_modules import FULLY_SHARD_MODULES
 from composable_shard._torch.grad_scaler import GradScalerBase
 from composable_shard._torch.modules import (
     COMPOSABLE_STATE,
@@ -45,6 +47,7 @@ from composable_shard._torch.modules import (
     is_executing,
     list_module_state,
     module_call_frame,
+    non_persistent_buffers,
     registered_container,
     state_dict_metadata,
 )
@@ -58,6 +61,16 @@ from composable_shard._torch.process_groups import (
     reduce_scatter_flat,
     symmetric_memory_of_nccl,
     timeout_of,
+)
+from composable_shard._torch.rehearsed import (
+    DispatchMode,
+    ReadsValues,
+    fake_tensors,
+    flops_of,
+    is_on_distributed_tensors,
+    reads_a_value,
+    tensors_of,
+    without_memory,
 )
 from composable_shard._torch.tensors import (
     carried,
@@ -83,8 +96,11 @@ from composable_shard._torch.transforms import (
 
 __all__ = [
     "COMPOSABLE_STATE",
+    "FULLY_SHARD_MODULES",
     "DTensorSpec",
+    "DispatchMode",
     "GradScalerBase",
+    "ReadsValues",
     "TensorMeta",
     "accumulate_node",
     "all_gather_flat",
@@ -104,7 +120,9 @@ __all__ = [
     "cut",
     "device_for",
     "divide_all_",
+    "fake_tensors",
     "flat_axis",
+    "flops_of",
     "fresh_storage_view",
     "from_local",
     "gradient_hooks",
@@ -113,6 +131,7 @@ __all__ = [
     "inner_value",
     "is_batch_norm",
     "is_executing",
+    "is_on_distributed_tensors",
     "is_transformed",
     "is_transforming",
     "is_wrapper_subclass",
@@ -123,12 +142,14 @@ __all__ = [
     "make_spec",
     "module_call_frame",
     "multiply_all_",
+    "non_persistent_buffers",
     "norms_of_all",
     "num_to_run",
     "on_backward_end",
     "optimizers_in_backward",
     "outside_transforms",
     "preserved_versions",
+    "reads_a_value",
     "reduce_scatter_flat",
     "registered_container",
     "set_local_tensor",
@@ -141,10 +162,13 @@ __all__ = [
     "state_dict_metadata",
     "strided_shard",
     "symmetric_memory_of_nccl",
+    "tensors_of",
     "timeout_of",
     "unscale_all_",
     "waited",
     "will_run",
+    "with_dim",
     "with_own_storage",
+    "without_memory",
     "without_overrides",
 ]

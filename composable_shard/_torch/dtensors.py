@@ -47,6 +47,13 @@ def shards_dim(placement: Placement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
+def with_dim(placement: Placement, dim: int) -> Placement:
+    """Return a placement that cuts ``dim`` as the given one cuts its own."""
+    if isinstance(placement, _StridedShard):
+        return strided_shard(dim, int(placement.split_factor))
+    return Shard(dim)
+
+
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Replace the local tensor of a DTensor by one of the same shape."""
     cast(DTensor, tensor)._local_tensor = local

@@ -61,6 +61,11 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that state dicts leave out."""
+    return module._non_persistent_buffers_set
+
+
 def state_dict_metadata(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return what a state dict says about modules, by their names."""
     return getattr(state_dict, "_metadata", {})

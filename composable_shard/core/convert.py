@@ -139,7 +139,8 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
     if owner is not None:
         raise ValueError(
             f"Expected parameter '{name}' to be sharded by one fully_shard call, got the sharded "
-            f"parameter '{owner.name}' of another group; tie parameters before fully_shard"
+            f"parameter '{owner.name}' of another group; shard inner modules before outer ones, "
+            "and tie parameters before either"
         )
     if param.device.type not in ("meta", "cpu", mesh.device.type):
         raise ValueError(

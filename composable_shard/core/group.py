@@ -185,6 +185,7 @@ class ParamGroup:
                         self._follow_requires_grad()
                 return
             self.reshard()
+        self.context.note("begin_all_gather", self)
         self.context.before_gather()
         if self.units.settle(self.label):
             watch_optimizer_steps(self)
@@ -199,6 +200,7 @@ class ParamGroup:
         self._launch(transfers, version)
 
     def _regather(self, state: PartlySharded) -> None:
+        self.context.note("begin_regather", self)
         transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
         self._launch(transfers, state.version, state.num_ranks)
 
@@ -233,7 +235,9 @@ class ParamGroup:
         state = self.state
         if not isinstance(state, Unsharding):
             return
+        self.context.note("begin_wait_for_all_gather", self)
         state.pending.wait()
+        self.context.note("waited_for_all_gather", self)
         if state.is_regather:
             self.units.finish_regather(state.transfers)
         else:

@@ -1,70 +1,203 @@
-"""The events of a sharded module, in the order in which they happen on this rank.
-
-Source of truth for tests of schedules: they compare whole lists of ``(event, name)``.
-"""
+"""``trace``: where the time and the memory of training go, on every rank, as a timeline."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from composable_shard.core.group import ParamGroup
+from composable_shard.insight.timeline import merging
+from composable_shard.insight.timeline.clocks import Clock, clock_of
+from composable_shard.insight.timeline.memory import LiveMemory, live_memory
+from composable_shard.insight.timeline.merging import MergedTrace, merge
+from composable_shard.insight.timeline.rank_trace import Facts, RankTrace, file_of, write
+from composable_shard.insight.timeline.recorder import Recorder
 from composable_shard.module import group_of
 
-Event = tuple[str, str]
+__all__ = ["MergedTrace", "Timeline", "merge", "trace"]
 
-EVENTS = (
-    "pre_forward",
-    "post_forward",
-    "pre_backward",
-    "post_backward",
-    "all_gather",
-    "wait_for_all_gather",
-    "reshard",
-    "accumulate",
-    "reduce_scatter",
-    "wait_for_reduce_scatter",
-    "all_reduce",
-    "wait_for_all_reduce",
-)
-"""All events. The first four are moments of a group, the others what it does at them."""
+MAX_MERGED = 64
+"""Of how many ranks the last one merges all; of more that would stop it for long."""
+
+
+class Timeline:
+    """What :func:`trace` gives: it is told of steps, and holds what this rank recorded.
+
+    Attributes:
+        recorded: What this rank recorded; ``None`` until recording has ended.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        folder: Path | None = None,
+        *,
+        skip: int = 0,
+        steps: int | None = None,
+        clock: Clock | None = None,
+        memory: LiveMemory | None = None,
+    ) -> None:
+        _check(skip, steps)
+        roots = _roots_in(module)
+        device = next(iter(roots.values())).mesh.device
+        memory = memory or live_memory(device)
+        self.recorded: RankTrace | None = None
+        self._folder = folder
+        self._skip = skip
+        self._last = None if steps is None else skip + steps
+        self._num_steps = 0
+        self._facts = Facts.gather(roots, memory.of)
+        self._recorder = Recorder(module, roots, clock or clock_of(device), memory.read)
+        self._is_open = False
+        if folder is not None:
+            merging.clear(folder, self._facts.rank, self._facts.num_ranks)
+        if skip == 0:
+            self._open()
+
+    def step(self) -> None:
+        """Say that a step of training ends here.
+
+        Example:
+            >>> with fake_ranks(2):
+            ...     model = fully_shard(nn.Linear(4, 4))
+            ...     with trace(model, skip=1, steps=2) as timeline:
+            ...         for _ in range(10):
+            ...             timeline.step()
+            >>> timeline.summary()["first_step"], timeline.summary()["num_steps"]
+            (1, 2)
+        """
+        self._num_steps += 1
+        if self._is_open:
+            self._recorder.mark("step")
+        elif self._num_steps == self._skip:
+            self._open()
+        if self._num_steps == self._last:
+            self.stop()
+
+    def stop(self) -> None:
+        """End recording, write this rank's file, and merge all if it is the last; idempotent.
+
+        Collective: none. A rank that does not come here is missing from what is merged.
+
+        Example:
+            >>> with fake_ranks(2), trace(fully_shard(nn.Linear(4, 4))) as timeline:
+            ...     timeline.stop()
+            >>> timeline.recorded.num_ranks
+            2
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        self.recorded = self._facts.trace(self._recorder.close(), self._skip)
+        if self._folder is not None:
+            try:
+                self._write(self._folder, self.recorded)
+            except (OSError, ValueError) as error:  # no reason to end a training
+                warnings.warn(
+                    f"Expected to write a timeline to {self._folder}, got {error!r}; merge what is "
+                    "there by `composable-shard trace`",
+                    stacklevel=2,
+                )
+
+    def _write(self, folder: Path, recorded: RankTrace) -> None:
+        write(file_of(folder, recorded.rank), recorded.to_json())
+        num_ranks = recorded.num_ranks
+        if num_ranks <= MAX_MERGED and merging.is_complete(folder, num_ranks):
+            merge(folder)
+
+    def summary(self) -> dict[str, Any]:
+        """Return where the time of this rank's steps goes; of all ranks: ``merge(folder).summary``.
+
+        Raises:
+            ValueError: If nothing is recorded yet.
+
+        Example:
+            >>> with fake_ranks(2), trace(fully_shard(nn.Linear(4, 4))) as timeline:
+            ...     timeline.step()
+            >>> timeline.summary()["exposed_ms"]
+            0.0
+        """
+        if self.recorded is None:
+            state = "not ended" if self._is_open else "not begun"
+            raise ValueError(f"Expected a recording that has ended, got one that has {state}")
+        return MergedTrace.of([self.recorded]).summary
+
+    def _open(self) -> None:
+        self._is_open = True
+        self._recorder.open()
 
 
 @contextlib.contextmanager
-def trace(module: nn.Module, *events: str) -> Iterator[list[Event]]:
-    """Record what the groups of a sharded module do within the context.
+def trace(
+    module: nn.Module,
+    folder: str | Path | None = None,
+    *,
+    skip: int = 0,
+    steps: int | None = None,
+) -> Iterator[Timeline]:
+    """Record where the time and the memory of training go on this rank.
+
+    Gathers, waits, forward and backward of each group, reductions, optimizer steps, live memory.
+    Each rank writes a file of its own when it leaves the context, by an exception too; the last one
+    of at most 64 merges all files into ``trace.json`` (for https://ui.perfetto.dev),
+    ``timeline.html`` and ``timeline.svg``. No rank waits for another. See ``docs/timeline.md``.
 
     Args:
-        module: A sharded module; the whole tree it belongs to is recorded.
-        events: Which events to record; all of them if none is named.
+        module: A sharded module, or one with sharded modules in it.
+        folder: Where to write, the same for all ranks; nothing is written if absent.
+        skip: Steps to let pass before recording; steps end where ``timeline.step()`` is called.
+        steps: After how many recorded steps recording ends; when the context does, if absent.
 
     Returns:
-        A list that grows while the context is open, of ``(event, group name)``; the group of the
-        root is named ``""``.
+        A :class:`Timeline`.
 
     Raises:
-        ValueError: If the module is not sharded, or an event does not exist.
+        ValueError: If nothing in the module is sharded, or a number is out of range.
 
-    Collective: none.
+    Collective: none. Memory: about 200 bytes for each event, of which a group has some thirty a
+    step.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> with fake_ranks(2):
+        ...     for layer in model:
+        ...         _ = fully_shard(layer)
+        ...     with trace(fully_shard(model)) as timeline:
+        ...         model(torch.ones(2, 4)).sum().backward()
+        ...         timeline.step()
+        >>> [f"{flight.act} {flight.name}" for flight in timeline.recorded.flights]
+        ['gather 0', 'gather 1', 'gather 1', 'gather 0', 'reduce 1', 'reduce 0']
     """
-    group = group_of(module)
-    if group is None:
+    timeline = Timeline(module, None if folder is None else Path(folder), skip=skip, steps=steps)
+    try:
+        yield timeline
+    finally:
+        timeline.stop()
+
+
+def _check(skip: int, steps: int | None) -> None:
+    if skip < 0:
+        raise ValueError(f"Expected to skip at least 0 steps, got {skip}")
+    if steps is not None and steps < 1:
+        raise ValueError(f"Expected to record at least 1 step, got {steps}")
+
+
+def _roots_in(module: nn.Module) -> dict[str, ParamGroup]:
+    """Return the root groups of all sharded trees in a module, by their names in it."""
+    roots: dict[str, ParamGroup] = {}
+    for name, inner in module.named_modules():
+        group = group_of(inner)
+        if group is not None:
+            root = group.context.root
+            if root not in roots.values():
+                roots[name if group is root else ""] = root
+    if not roots:
         raise ValueError(
             f"Expected a sharded module, got {type(module).__name__}; apply fully_shard to it"
         )
-    unknown = set(events) - set(EVENTS)
-    if unknown:
-        raise ValueError(f"Expected events out of {EVENTS}, got {sorted(unknown)}")
-    context = group.context
-    before, recorded = context.listener, list[Event]()
-
-    def listen(event: str, name: str) -> None:
-        if not events or event in events:
-            recorded.append((event, name))
-
-    context.listener = listen
-    try:
-        yield recorded
-    finally:
-        context.listener = before
+    return roots

@@ -95,7 +95,8 @@ def run_ranks(
         fn: a function that the processes can import (module-level, or a partial of one).
         num_ranks: the world size.
         timeout: seconds after which the ranks are killed.
-        args, kwargs: sent to every rank by pickle, tensors by value.
+        args: sent to every rank by pickle, tensors by value.
+        kwargs: the same.
 
     Returns:
         The results in rank order. They travel back by pickle.

@@ -137,12 +137,12 @@ def _publish(part: Path, target: Path) -> None:
         json.dump(sizes, listed, indent=1)
         listed.flush()
         os.fsync(listed.fileno())
-    _sync_folder(part)
+    sync_folder(part)
     part.rename(target)
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Put the names of the files on the disk, as those of new files are not with their content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -144,7 +144,7 @@ class FullParams:
         """
         if tensor is None:
             return None
-        full = _full_copy(tensor)
+        full = full_copy(tensor)
         if self._rank0_only and not _is_first(_mesh_of(param)):
             return None
         return full.cpu() if self._to_cpu else full
@@ -164,7 +164,7 @@ class FullParams:
         if is_subclass is None:
             is_subclass = _torch.is_wrapper_subclass(_torch.local_tensor(param))
         if is_subclass:  # only a gather knows what it is made of
-            full = _full_copy(param).to(dtype)
+            full = full_copy(param).to(dtype)
         else:
             full = torch.empty(param.shape, dtype=dtype, device=mesh.device_type)
         if _is_first(mesh):
@@ -178,7 +178,7 @@ class FullParams:
 # One tensor -----------------------------------------------------------------------------------
 
 
-def _full_copy(tensor: torch.Tensor) -> torch.Tensor:
+def full_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full values of a DTensor in memory of their own, on the device of compute."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
@@ -202,7 +202,7 @@ def _shard_of(like: DTensor, full: torch.Tensor) -> torch.Tensor:
 def _overwrite(target: torch.Tensor, full: torch.Tensor) -> None:
     """Write a DTensor in place, so that its version tells; leave it alone if it is the same."""
     local, shard = _torch.local_tensor(target), _shard_of(cast(DTensor, target), full)
-    if not _same_bits(local, shard.to(local.device)):
+    if not same_bits(local, shard.to(local.device)):
         local.copy_(shard)
 
 
@@ -231,7 +231,7 @@ def _distributed(local: torch.Tensor, like: DTensor, placements: Sequence[Any]) 
     )
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors of one shape and dtype hold the same, also for NaN and -0."""
     pairs = zip(_torch.leaves(one), _torch.leaves(other), strict=True)
     return all(torch.equal(_bits(mine), _bits(theirs)) for mine, theirs in pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.errors import MaterializationError, RankMismatchError, ShardError
+from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.module import FSDPModule
+from composable_shard.train.ranks import Ranks
 
 DEFAULT_BUCKET_NBYTES = 32 * 2**20
 
@@ -71,7 +72,8 @@ def sync_module_states(
     """
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None
-    ranks = _ranks_of(group)
+    members = Ranks(group, f"synchronizing {type(module).__name__}")
+    ranks = members.numbers
     if src_rank not in ranks:
         raise ValueError(f"Expected src_rank to be in the process group, got {src_rank} of {ranks}")
     if bucket_nbytes < 1:
@@ -80,7 +82,7 @@ def sync_module_states(
         if isinstance(inner, FSDPModule):
             inner.reshard()
     plain, sharded = _states(module)
-    _agree(module, [*plain, *sharded], keep_shards, group)
+    _agree(module, [*plain, *sharded], keep_shards, members)
     if len(ranks) > 1:
         tensors = [state.tensor for state in plain]
         _broadcast(tensors, group, ranks.index(src_rank), bucket_nbytes)
@@ -110,15 +112,13 @@ def _sync_replicas(tensor: torch.Tensor, bucket_nbytes: int) -> None:
 # Agreement ------------------------------------------------------------------------------------
 
 
-def _agree(
-    module: nn.Module, states: Sequence[_State], keep_shards: bool, group: dist.ProcessGroup
-) -> None:
+def _agree(module: nn.Module, states: Sequence[_State], keep_shards: bool, members: Ranks) -> None:
     """Raise the same error on all ranks if the states of one cannot be synchronized."""
     facts = [_fact(state) for state in states]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     own = (digest, _first(states, _is_sharded), _first(states, _is_meta))
-    heard = _gather_objects(own, group)
-    for rank, (_, sharded, on_meta) in zip(_ranks_of(group), heard, strict=True):
+    heard = members.gather(own)
+    for rank, (_, sharded, on_meta) in zip(members.numbers, heard, strict=True):
         if sharded is not None and not keep_shards:
             raise ShardError(
                 f"Expected {type(module).__name__} before it is sharded, got '{sharded}' sharded "
@@ -131,38 +131,11 @@ def _agree(
                 f"the meta device on rank {rank}; call module.to_empty(device=...) there first"
             )
     if len({said for said, *_ in heard}) > 1:
-        _raise_first_difference(facts, group)
-
-
-def _raise_first_difference(facts: list[str], group: dist.ProcessGroup) -> None:
-    heard = _gather_objects(facts, group)
-    ranks = _ranks_of(group)
-    first = heard[0]
-    place = next(place for place, theirs in enumerate(heard) if theirs != first)
-    theirs = heard[place]
-    index = next(
-        (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b),
-        min(len(first), len(theirs)),
-    )
-    said = [own[index] if index < len(own) else "nothing more" for own in (first, theirs)]
-    raise RankMismatchError(
-        f"Expected the same parameters and buffers on all ranks, got on rank {ranks[0]}: "
-        f"{said[0]}; on rank {ranks[place]}: {said[1]}"
-    )
+        members.raise_first_difference(facts, "parameters and buffers")
 
 
 def _first(states: Sequence[_State], what: Callable[[torch.Tensor], bool]) -> str | None:
     return next((state.name for state in states if what(state.tensor)), None)
-
-
-def _ranks_of(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)
-
-
-def _gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    heard: list[Any] = [None] * group.size()
-    dist.all_gather_object(heard, own, group=group)
-    return heard
 
 
 def _fact(state: _State) -> str:

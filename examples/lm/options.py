@@ -48,6 +48,7 @@ class Options:
     sample_bytes: int
     prompt: str
     temperature: float
+    trace: Path | None
 
     def decisive(self, digest: str) -> Settings:
         """Return what the losses depend on, with the digest of the text."""
@@ -137,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     output("--sample-bytes", type=int, default=300, help="bytes to write when training has ended")
     output("--prompt", default="The ", help="what these continue")
     output("--temperature", type=float, default=0.7, help="how bold they are")
+    output("--trace", metavar="FOLDER", type=Path, help="record a few steps as a timeline there")
     return parser
 
 

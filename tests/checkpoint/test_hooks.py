@@ -16,7 +16,7 @@ from checkpoint.models import State, assert_equal, same_on_all_ranks
 from checkpoint.optimizers import OPTIMIZERS
 from checkpoint.test_plain import plain_model, sharded_model
 from composable_shard import fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
 all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -47,7 +47,7 @@ def within_compute() -> None:
     # A look takes what it finds: what is gathered, freed and reduced is what it would be without.
     recorded = []
     for one in (quiet, model):
-        with trace(one) as events:
+        with record_events(one) as events:
             for step in range(3):
                 one(same_on_all_ranks(step)).square().sum().backward()
         recorded.append(events)

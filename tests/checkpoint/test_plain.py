@@ -37,7 +37,7 @@ from composable_shard import (
     StaleParameterError,
     fully_shard,
 )
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import RankError, run_ranks
 
 TEXTS = {
@@ -110,7 +110,7 @@ def taken() -> None:
         elif moment == "step":
             for optimizer in (*optimizers, *plain_optimizers):
                 optimizer.step()
-        with counted() as launched, trace(model) as events:
+        with counted() as launched, record_events(model) as events:
             state = model.state_dict()
             kept = model.state_dict(keep_vars=True)
             below = model.outer.state_dict(prefix="outer.")
@@ -169,7 +169,7 @@ def loaded(kind: str, assign: bool, moment: str) -> None:
         train(model, OPTIMIZERS["adam-foreach"](model), 0, 2)
     elif moment == "kept":
         evaluate_and_keep(model)
-    with counted() as launched, trace(model) as events:
+    with counted() as launched, record_events(model) as events:
         result = model.load_state_dict(state, assign=assign)
     assert launched == []
     freed = ["", "outer", "outer.inner"] if moment == "kept" else []
@@ -621,7 +621,7 @@ def of_a_copy() -> None:
     model = sharded_model(0)
     evaluate_and_keep(model)
     copied = copy.deepcopy(model)
-    with trace(model) as events:
+    with record_events(model) as events:
         copied.load_state_dict(plain_model(1).state_dict())
         state = copied.state_dict()
     assert events == []

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from composable_shard import fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
 
@@ -27,7 +27,7 @@ def taken_by_one_rank(reshard: bool) -> list[Any]:
     torch.manual_seed(0)
     model: Any = nn.Linear(4, 4)
     fully_shard(model, reshard_after_forward=reshard)
-    with trace(model, "all_gather") as gathers:
+    with record_events(model, "all_gather") as gathers:
         for _ in range(2):
             with torch.no_grad():
                 model(torch.ones(1, 4))

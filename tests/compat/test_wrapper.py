@@ -38,7 +38,7 @@ from composable_shard.compat.fsdp1 import (
     always_wrap_policy,
 )
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
@@ -145,7 +145,7 @@ def events_of(strategy: ShardingStrategy) -> list[tuple[str, str]]:
     )
     batch = torch.ones(2, 4)
     model(batch).sum().backward()
-    with trace(model.module, "all_gather", "reshard", "reduce_scatter") as events:
+    with record_events(model.module, "all_gather", "reshard", "reduce_scatter") as events:
         model(batch).sum().backward()
     return list(events)
 
@@ -170,7 +170,7 @@ def prefetches(prefetch: Any, forward: bool, limit: bool) -> list[tuple[str, str
     )
     batch = model.module.get_input(CPU)
     model(*batch).sum().backward()
-    with trace(model.module) as events:
+    with record_events(model.module) as events:
         model(*batch).sum().backward()
     return list(events)
 

@@ -20,7 +20,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
 NUM_BLOCKS = 2
@@ -82,7 +82,7 @@ def train(
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
     num_graphs, events = [], []
     for step in range(3):
-        with trace(model, "all_gather", "reduce_scatter") as recorded:
+        with record_events(model, "all_gather", "reduce_scatter") as recorded:
             loss = model(own_input(step)).square().sum()
             loss.backward()
         expected = reference(own_input(step)).square().sum()

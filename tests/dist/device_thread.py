@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable_shard.core.passes import context
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 
 NUM_RANKS, NUM_STEPS = 4, 3
 
@@ -84,7 +84,7 @@ def run(device: str, case: Case) -> dict[str, Any]:
             with (
                 model.no_sync() if step == case.no_sync_in else contextlib.nullcontext(),
                 Transfers() as transfers,
-                trace(model) as events,
+                record_events(model) as events,
             ):
                 inner = model._group().context.listener
                 model._group().context.listener = both(inner, listen)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from dist.models import Net, average_gradients, own_input, shard_net, two_nets
 from dist.test_events import events, on_ranks, recorded_iterations, short
 
@@ -25,7 +25,7 @@ def accumulate_twice() -> list[list[str]]:
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
         loss = model(own_input(step)).sum()
-        with trace(model) as recorded:
+        with record_events(model) as recorded:
             loss.backward()
         parts.append(short(recorded))
         reference(own_input(step)).sum().backward()
@@ -60,10 +60,10 @@ def test_without_sync_gradients_are_accumulated_and_nothing_is_sent() -> None:
 def keep_last_reductions_open() -> list[list[str]]:
     _, model = two_nets(1)
     model.set_is_last_backward(False)
-    with trace(model, "reduce_scatter", "wait_for_reduce_scatter") as first:
+    with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as first:
         model(own_input()).sum().backward()
     model.set_is_last_backward(True)
-    with trace(model, "reduce_scatter", "wait_for_reduce_scatter") as second:
+    with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as second:
         model(own_input()).sum().backward()
     return [short(first), short(second)]
 
@@ -100,10 +100,10 @@ def chunked_head() -> list[list[str]]:
     parts = []
     for step in range(2):
         x = own_input(step, rows=6)
-        with trace(model) as recorded:
+        with record_events(model) as recorded:
             loss = model(x, 3)
         parts.append(short(recorded))
-        with trace(model) as recorded:
+        with record_events(model) as recorded:
             loss.backward()
         parts.append(short(recorded))
         expected = reference(x, 3)
@@ -178,7 +178,7 @@ def list_as_root() -> list[list[str]]:
     fully_shard(modules)
     parts = []
     for _ in range(2):
-        with trace(modules[0]) as recorded:
+        with record_events(modules[0]) as recorded:
             modules[1](modules[0](own_input())).sum().backward()
         parts.append(short(recorded))
     return parts

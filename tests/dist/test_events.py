@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.insight.trace import Event, trace
+from composable_shard.insight.events import Event, record_events
 from composable_shard.testing import run_ranks
 from dist.models import Block, Net, own_input, shard_net
 
@@ -47,10 +47,10 @@ def iterations(count: int, *, num_blocks: int = 2, **kwargs: object) -> list[lis
 def recorded_iterations(model: nn.Module, count: int) -> list[list[str]]:
     parts = []
     for _ in range(count):
-        with trace(model) as recorded:
+        with record_events(model) as recorded:
             loss = forward(model)
         parts.append(short(recorded))
-        with trace(model) as recorded:
+        with record_events(model) as recorded:
             loss.backward()
         parts.append(short(recorded))
     return parts
@@ -248,7 +248,7 @@ def evaluations(context: Callable[[], torch.no_grad]) -> list[list[str]]:
     model = shard_net(Net(2))
     parts = []
     for _ in range(2):
-        with trace(model) as recorded, context():
+        with record_events(model) as recorded, context():
             forward(model)
         parts.append(short(recorded))
     return parts
@@ -273,10 +273,10 @@ def unshard_by_hand() -> list[list[str]]:
         handle.wait()
 
     for step in (block.unshard, block.unshard, block.reshard, block.reshard, handle_twice):
-        with trace(model) as recorded:
+        with record_events(model) as recorded:
             step()
         parts.append(short(recorded))
-    with trace(model) as recorded:
+    with record_events(model) as recorded:
         model.unshard(async_op=True)
         forward(model)
     parts.append(short(recorded))

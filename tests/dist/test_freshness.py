@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import Net, assert_parity, own_input, train_step, two_nets
 
@@ -119,7 +119,7 @@ def gathers_of_unchanged() -> list[str]:
     model.set_reshard_after_forward(False)
     with torch.no_grad():
         model(own_input())
-        with trace(model, "all_gather") as recorded:
+        with record_events(model, "all_gather") as recorded:
             model(own_input(1))
             model(own_input(2))
     return [name for _, name in recorded]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 from dist.models import (
     Net,
@@ -201,10 +201,10 @@ def sync_of_one_block(after_forward: bool, recurse: bool) -> list[list[str]]:
     if after_forward:
         loss = model(own_input()).sum()
     model.set_requires_gradient_sync(False, recurse=recurse)
-    with trace(model, "accumulate", "reduce_scatter") as first:
+    with record_events(model, "accumulate", "reduce_scatter") as first:
         (model(own_input()).sum() if loss is None else loss).backward()
     model.set_requires_gradient_sync(True, recurse=recurse)
-    with trace(model, "accumulate", "reduce_scatter") as second:
+    with record_events(model, "accumulate", "reduce_scatter") as second:
         model(own_input()).sum().backward()
     return [[f"{event} {name}" for event, name in part] for part in (first, second)]
 

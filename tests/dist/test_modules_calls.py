@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import assert_parity, assert_same, average_gradients, full, own_input
 from dist.test_events import events, short
@@ -122,9 +122,9 @@ def run_chunked(shard: Shard, kind: str, reshard: bool | None, sync: bool) -> li
     parts = []
     for step in range(4):
         model.set_requires_gradient_sync(sync or step % 2 == 1)
-        with trace(model) as forward:
+        with record_events(model) as forward:
             loss = model(own_input(step, rows=6))
-        with trace(model) as backward:
+        with record_events(model) as backward:
             loss.backward()
         expected = reference(own_input(step, rows=6))
         expected.backward()
@@ -236,7 +236,7 @@ def train_inside(num_losses: int, reshard: bool | None) -> list[int]:
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, reference)]
     counts = []
     for step in range(3):
-        with trace(model, "reduce_scatter") as recorded:
+        with record_events(model, "reduce_scatter") as recorded:
             losses = model(own_input(step, rows=6))
         assert_same(losses, reference(own_input(step, rows=6)))
         average_gradients(reference.parameters())
@@ -329,7 +329,7 @@ def repeat(num_forwards: int, reshard: bool | None, times: list[int]) -> list[li
     for step, count in enumerate(times):
         losses = []
         for one in (model, reference):
-            with trace(model) as forward:
+            with record_events(model) as forward:
                 losses.append(
                     sum(
                         one(own_input(step + 10 * index), count).square().sum()
@@ -338,7 +338,7 @@ def repeat(num_forwards: int, reshard: bool | None, times: list[int]) -> list[li
                 )
             if one is model:
                 parts.append(short(forward))
-        with trace(model) as backward:
+        with record_events(model) as backward:
             losses[0].backward()
         losses[1].backward()
         parts.append(short(backward))
@@ -399,7 +399,7 @@ def call_parts(by_rank: bool) -> list[tuple[int, int]]:
     for step, which in enumerate(([0], [1, 2], [2, 0, 2], [0, 1, 2], [1], [0, 1, 2, 0, 1])):
         own = which[: 1 + dist.get_rank()] if by_rank else which
         for one in (model, reference):
-            with trace(model, "all_gather", "reduce_scatter") as recorded:
+            with record_events(model, "all_gather", "reduce_scatter") as recorded:
                 one(own_input(step), own).square().sum().backward()
             if one is model:
                 events_of = [event for event, _ in recorded]
@@ -445,7 +445,7 @@ def chunks_in_the_loop(retains: bool) -> list[list[str]]:
     parts = []
     for step in range(3):
         outputs = [one(own_input(step, rows=4)) for one in (model, reference)]
-        with trace(model) as recorded:
+        with record_events(model) as recorded:
             for index in range(4):
                 is_last = index == 3
                 model.set_requires_gradient_sync(is_last)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import Block, Net, assert_same, average_gradients, own_input
 from dist.test_events import events, short
@@ -86,9 +86,9 @@ def recorded(form: str, inside: bool, reshard: bool | None) -> list[list[str]]:
     model = checkpointed(reference, form, inside, reshard_after_forward=reshard)
     parts = []
     for step in range(3):
-        with trace(model) as forward:
+        with record_events(model) as forward:
             loss = model(own_input(step)).square().sum()
-        with trace(model) as backward:
+        with record_events(model) as backward:
             loss.backward()
         expected = reference(own_input(step)).square().sum()
         expected.backward()

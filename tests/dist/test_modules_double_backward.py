@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from composable_shard import ShardError, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import (
     Net,
@@ -70,7 +70,7 @@ def train(
     counts = []
     for step in range(3):
         model.set_requires_gradient_sync(sync or step == 2)
-        with trace(model, "reduce_scatter", "reshard") as recorded:
+        with record_events(model, "reduce_scatter", "reshard") as recorded:
             loss = loss_of(model, own_input(step))
             loss.backward()
         expected = loss_of(reference, own_input(step))
@@ -131,9 +131,9 @@ def train_energy(reshard: bool | None) -> list[tuple[int, int]]:
     fully_shard(model, reshard_after_forward=reshard)
     counts = []
     for step in range(3):
-        with trace(model, "reduce_scatter") as in_forward:
+        with record_events(model, "reduce_scatter") as in_forward:
             energy, forces = model(own_input(step))
-        with trace(model, "reduce_scatter") as in_backward:
+        with record_events(model, "reduce_scatter") as in_backward:
             (energy + forces.square().sum()).backward()
         expected_energy, expected_forces = reference(own_input(step))
         (expected_energy + expected_forces.square().sum()).backward()

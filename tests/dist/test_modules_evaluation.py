@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from composable_shard import fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import (
     Net,
@@ -137,7 +137,7 @@ def evaluate_between(reshard: bool | None) -> list[tuple[str, str]]:
                 losses.append(one(own_input(step + 5)))
         assert_same(losses[0], losses[2].detach())
         assert_same(losses[1], losses[3])
-        with trace(model, "all_gather") as recorded:
+        with record_events(model, "all_gather") as recorded:
             losses[0].backward()
         losses[2].backward()
         average_gradients(reference.parameters())

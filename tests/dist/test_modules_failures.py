@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import Net, assert_parity, own_input, train_step, two_nets
 from faults.test_failed_iterations import (
@@ -82,7 +82,7 @@ def train_with_failing_hook(hang: Callable[[Net], Any], retries: bool) -> None:
             model.zero_grad()
             del loss
             continue
-        with trace(model, "reduce_scatter") as recorded:
+        with record_events(model, "reduce_scatter") as recorded:
             train_step(model, step, None)
         train_step(reference, step, None)
         assert_parity(model, reference)

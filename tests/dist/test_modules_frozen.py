@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import assert_same, average_gradients, own_input
 
@@ -76,7 +76,7 @@ def train(policy: MixedPrecisionPolicy, apart: bool, reshard: bool | None) -> li
                 one.blocks[0].base.requires_grad_(True)
                 one.frozen.weight.requires_grad_(True)
                 one.blocks[1].up.requires_grad_(False)
-        with trace(model, "reduce_scatter") as recorded:
+        with record_events(model, "reduce_scatter") as recorded:
             loss = model(own_input(step)).float().square().sum()
             loss.backward()
         expected = oracle(own_input(step)).float().square().sum()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import (
     Net,
@@ -95,7 +95,7 @@ FULL: list[Callable[[nn.Module, dict[str, torch.Tensor]], Any]] = [
 def call_with_full(index: int, reshard: bool | None, warm: bool) -> int:
     reference, model = pair(reshard, warm)
     params = doubled(reference)
-    with trace(model) as recorded:
+    with record_events(model) as recorded:
         got = FULL[index](model, params)
     for name, wanted in FULL[index](reference, params).items():
         torch.testing.assert_close(got[name], wanted)
@@ -304,7 +304,7 @@ def train_sensitive(nested: bool, reshard: bool | None) -> list[int]:
     fully_shard(model, reshard_after_forward=reshard)
     counts = []
     for step in range(3):
-        with trace(model, "reduce_scatter") as recorded:
+        with record_events(model, "reduce_scatter") as recorded:
             model(own_input(step)).square().sum().backward()
         reference(own_input(step)).square().sum().backward()
         average_gradients(reference.parameters())

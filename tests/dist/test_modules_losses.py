@@ -13,7 +13,7 @@ from torch import nn
 
 from composable_shard import fully_shard
 from composable_shard.core.params.freed import VERSION_OF_FREED
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import assert_parity, assert_same, average_gradients, own_input, train_step
 
@@ -109,7 +109,7 @@ def train(place: str, with_output: bool, reshard: bool | None) -> list[int]:
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, reference)]
     counts = []
     for step in range(3):
-        with trace(model, "reduce_scatter") as recorded:
+        with record_events(model, "reduce_scatter") as recorded:
             loss = loss_of(model, step, with_output)
             loss.backward()
         expected = loss_of(reference, step, with_output)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import register_pytree_node
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import assert_parity, assert_same, average_gradients, own_input
 
@@ -218,7 +218,7 @@ def train_chain(container: str, which: tuple[int, ...]) -> list[int]:
     fully_shard(model)
     counts = []
     for step in range(2):
-        with trace(model, "all_gather", "reduce_scatter") as recorded:
+        with record_events(model, "all_gather", "reduce_scatter") as recorded:
             loss = loss_of(model(own_input(step)), container, which)
             loss.backward()
         expected = loss_of(reference(own_input(step)), container, which)
@@ -386,7 +386,7 @@ def train_generated(reshard: bool | None) -> list[int]:
     counts = []
     for _ in range(2):
         rows = 2 + dist.get_rank()
-        with trace(model, "reduce_scatter") as recorded:
+        with record_events(model, "reduce_scatter") as recorded:
             model(rows).square().sum().backward()
         reference(rows).square().sum().backward()
         average_gradients(reference.parameters())

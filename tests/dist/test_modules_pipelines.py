@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import Block, full
 
@@ -136,7 +136,7 @@ def drive(schedule: str, options: dict[str, Any]) -> list[tuple[int, int, int]]:
         expected = expect(reference, step, dp.size())
         x, target = batch(step, dp.get_local_rank())
         losses: list[torch.Tensor] = []
-        with trace(parts[0]) as recorded:
+        with record_events(parts[0]) as recorded:
             runner.step(
                 *([x] if 0 in own else []),
                 target=target if num_stages - 1 in own else None,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import (
     Net,
@@ -128,7 +128,7 @@ def state_dict_without_communication() -> None:
             loss = model(own_input()).sum()
             if before == "backward":
                 loss.backward()
-        with counted() as launched, trace(model) as recorded:
+        with counted() as launched, record_events(model) as recorded:
             state = model.state_dict()
         assert launched == []
         # After a forward the root is unsharded: it is freed, not gathered.
@@ -138,7 +138,7 @@ def state_dict_without_communication() -> None:
         for name, tensor in state.items():
             assert_sharded(name, tensor, expected[name])
         assert len(model.blocks[1].state_dict()) == 6
-    with counted() as launched, trace(model) as recorded:
+    with counted() as launched, record_events(model) as recorded:
         model(own_input())
         state["out.weight"].full_tensor()
     assert len(launched) > 0 and len(recorded) > 0  # the counts count

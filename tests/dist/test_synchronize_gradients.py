@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import FSDPModule, ShardError
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 from dist.models import Net, shard_net
 from meshes.compare import Oracle, gradient_differences, value_differences
@@ -84,7 +84,7 @@ def test_events() -> None:
         model = shard_net(Net(1))
         with model.no_sync():  # type: ignore[operator]
             model(torch.ones(2, 4)).sum().backward()
-        with trace(model) as events:
+        with record_events(model) as events:
             model.synchronize_gradients()  # type: ignore[operator]
         assert events == [
             ("reduce_scatter", ""),

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import fully_shard
+from composable_shard.core.comms import offers
 from composable_shard.core.comms.channel import Channel
 from composable_shard.testing import RankError, RankTimeout, run_ranks
 
@@ -48,6 +49,14 @@ def step(model: nn.Module, x: torch.Tensor = X) -> None:
 
 def kill_this_rank() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_this_rank_once_read() -> None:
+    """Wait until the others have what this rank has offered them before."""
+    for offer in list(offers._offers):
+        if offer.is_finished:
+            offer.wait_until_read()
+    kill_this_rank()
 
 
 def stop_this_rank() -> None:

@@ -15,7 +15,7 @@ from dist.models import Net, assert_parity, own_input, train_step, two_nets
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
 
@@ -139,10 +139,10 @@ def events_after_failure(break_at: Break, error: type[BaseException]) -> None:
     _, model = two_nets(2)
     for step in range(2):
         train_step(model, step, None)
-    with trace(model) as before:
+    with record_events(model) as before:
         train_step(model, 2, None)
     failing_step(model, 3, break_at, error)
-    with trace(model) as after:
+    with record_events(model) as after:
         train_step(model, 4, None)
     # What the failed iteration left unsharded may be freed first, or, the root, be used again.
     start = after.index(("pre_forward", ""))

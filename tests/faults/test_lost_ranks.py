@@ -24,6 +24,7 @@ from faults.breaking import (
     at_launch,
     failures,
     kill_this_rank,
+    kill_this_rank_once_read,
     layers,
     sleep_too_long,
     step,
@@ -50,7 +51,8 @@ def blames(rank: int, act: str, got: str) -> str:
 
 def killed_before(act: str, count: int) -> None:
     model, end = layers(count), End()
-    with at_launch(act, before=kill_this_rank if dist.get_rank() == BAD else end.wait):
+    end_or_wait = kill_this_rank_once_read if dist.get_rank() == BAD else end.wait
+    with at_launch(act, before=end_or_wait):
         step(model)
 
 

@@ -9,14 +9,14 @@ import torch
 from dist.models import Net, assert_parity, own_input, shard_net, train_step, two_nets
 from torch.distributed.tensor import DTensor
 
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
 
 def reset_before_first_forward(of_block: bool) -> None:
     reference, model = two_nets(2)
     target = model.blocks[1] if of_block else model
-    with trace(model) as recorded:
+    with record_events(model) as recorded:
         target.reset_iter_state()
         target.reset_iter_state()
     assert recorded == []
@@ -143,7 +143,7 @@ def reset_while_unsharding() -> None:
     train_step(model, 5, None)
     model.set_is_last_backward(True)
     model.blocks[0].unshard(async_op=True)
-    with trace(model) as recorded:
+    with record_events(model) as recorded:
         model.reset_iter_state()
     assert recorded == [("reshard", "blocks.0")]
     model.zero_grad()
@@ -159,7 +159,7 @@ def test_reset_waits_for_what_is_under_way() -> None:
 def reset_of_unsharded_root() -> list[str]:
     model = shard_net(Net(1))
     model(own_input())
-    with trace(model) as recorded:
+    with record_events(model) as recorded:
         model.reset_iter_state()
     assert all(isinstance(param, DTensor) for param in model.parameters())
     return [f"{event} {name}" for event, name in recorded]

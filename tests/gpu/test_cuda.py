@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks
 
 pytestmark = [
@@ -93,7 +93,7 @@ def test_gathers_and_reductions_are_launched_ahead_on_the_device() -> None:
         model = shard(stack(depth=2))
         batch = torch.randn(8, 256, device="cuda")
         model(batch).sum().backward()
-        with trace(model, "all_gather", "wait_for_all_gather", "reduce_scatter") as events:
+        with record_events(model, "all_gather", "wait_for_all_gather", "reduce_scatter") as events:
             model(batch).sum().backward()
     assert events == [
         ("all_gather", "0"),

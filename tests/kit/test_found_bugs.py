@@ -29,6 +29,12 @@ def test_a_group_may_give_back_parameters_to_two_outer_groups_one_after_the_othe
     assert_trains_like_unsharded(tree, ["backward", "step", "backward"], world_size=3)
 
 
+def test_a_reduction_under_way_when_backward_failed_is_not_delivered_by_a_sync() -> None:
+    """`synchronize_gradients` waited for it, after gradients had been cleared."""
+    tree = TreeSpec((), (TreeSpec((ParamSpec((1,)),)), TreeSpec((ParamSpec((1,)),))))
+    assert_trains_like_unsharded(tree, ["backward", "backward", "fail_backward", "sync"])
+
+
 def models_alive() -> int:
     alive = []
     for _ in range(3):

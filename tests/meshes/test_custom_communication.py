@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllG
 from composable_shard import AllGather, FSDPModule, ReduceScatter, fully_shard
 from composable_shard.core.comms.custom import Memory
 from composable_shard.core.group import group_of
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences
 
@@ -253,7 +253,7 @@ def reductions_in_flight(max_input_buffers: int) -> list[str]:
         fully_shard(layer)
     fully_shard(model)
     model.set_reduce_scatter_max_input_buffers(max_input_buffers)  # type: ignore[operator]
-    with trace(model, "reduce_scatter", "wait_for_reduce_scatter") as events:
+    with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as events:
         model(torch.ones(2, 4)).sum().backward()
     return [("launch " if event == "reduce_scatter" else "wait ") + name for event, name in events]
 
@@ -278,7 +278,7 @@ def without_unsharding_in_backward() -> list[object]:
     found: list[object] = []
     for step in range(2):
         tokens = torch.tensor([1, 2, dist.get_rank() + step])
-        with trace(model, "all_gather") as events:
+        with record_events(model, "all_gather") as events:
             for either in (model, oracle.model):
                 either(tokens).square().sum().backward()
         oracle.take()

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences, whole
 
@@ -202,7 +202,7 @@ def events(all_reduces: bool) -> list[tuple[str, str]]:
     fully_shard(model, mesh=mesh)
     model.set_requires_all_reduce(all_reduces)
     model(torch.ones(2, 4)).sum().backward()
-    with trace(
+    with record_events(
         model, "reduce_scatter", "wait_for_reduce_scatter", "all_reduce", "wait_for_all_reduce"
     ) as recorded:
         model(torch.ones(2, 4)).sum().backward()

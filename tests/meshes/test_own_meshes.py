@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable_shard import ShardPlacementResult, fully_shard
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from meshes.compare import mean_over_ranks, whole
 
@@ -116,7 +116,7 @@ def what_is_where() -> list[object]:
         mesh=init_device_mesh("cpu", (4,)),
         shard_placement_fn=lambda p: mesh["dp"] if p.shape[0] == 5 else None,
     )
-    with trace(layer, "all_gather", "reduce_scatter") as events:
+    with record_events(layer, "all_gather", "reduce_scatter") as events:
         layer(torch.ones(2, WIDTH)).sum().backward()
     up, gate = layer.experts.up, layer.gate.weight
     return [tuple(up.to_local().shape), tuple(gate.to_local().shape), up.device_mesh.size(), events]

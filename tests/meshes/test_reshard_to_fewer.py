@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.comms import direct
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences
 
@@ -112,7 +112,7 @@ def test_backward_gathers_from_the_neighbours_only() -> None:
 
 def states_between_forward_and_backward() -> list[object]:
     model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=2)
-    with trace(model) as events:
+    with record_events(model) as events:
         loss = model(torch.ones(2, 4)).sum()
         shape = tuple(model.weight.to_local().shape)
         loss.backward()

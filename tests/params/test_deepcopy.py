@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.group import group_of
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 from params.test_ties import Outer
 
@@ -156,7 +156,7 @@ def test_settings_hooks_and_attributes_are_copied() -> None:
         assert group.settings.forward_prefetch == [group_of(copied.first), group_of(copied.last)]
         assert group_of(copied.norm) is group_of(copied.last)
         assert copied.first.weight.tag == "mine"
-        with trace(copied, "pre_forward") as events, trace(model) as others:
+        with record_events(copied, "pre_forward") as events, record_events(model) as others:
             copied(torch.ones(2, WIDTH))
         assert events == [
             ("pre_forward", name) for name in ("", "first", "norm, last", "norm, last")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import ShardError, fully_shard
 from composable_shard.core.group import group_of
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 
 VOCABULARY = 11
@@ -126,7 +126,7 @@ def test_from_the_meta_device() -> None:
 def test_a_group_that_gave_everything_back_gathers_nothing() -> None:
     with fake_ranks(2):
         model, _ = sharded(("inner.embedding", "inner.head", ""))
-        with trace(model, "all_gather", "reduce_scatter") as events:
+        with record_events(model, "all_gather", "reduce_scatter") as events:
             model(torch.tensor([1, 2])).sum().backward()
         assert events == [("all_gather", ""), ("reduce_scatter", "")]
 
@@ -180,7 +180,20 @@ def test_tying_a_sharded_parameter_is_refused() -> None:
             fully_shard(model)
         assert str(caught.value) == (
             "Expected parameter '1.weight' to be sharded by one fully_shard call, got the sharded "
-            "parameter 'weight' of another group; tie parameters before fully_shard"
+            "parameter 'weight' of another group; shard inner modules before outer ones, and tie "
+            "parameters before either"
+        )
+
+
+def test_an_outer_module_before_an_inner_one_is_refused() -> None:
+    with fake_ranks(2):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        with pytest.raises(ValueError) as caught:
+            fully_shard(model[0])
+        assert str(caught.value) == (
+            "Expected parameter 'weight' to be sharded by one fully_shard call, got the sharded "
+            "parameter '0.weight' of another group; shard inner modules before outer ones, and tie "
+            "parameters before either"
         )
 
 

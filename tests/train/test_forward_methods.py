@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from composable_shard.insight.trace import Event, trace
+from composable_shard.insight.events import Event, record_events
 from composable_shard.testing import fake_ranks, run_ranks
 
 
@@ -211,9 +211,9 @@ def events_of(use: Use) -> list[list[Event]]:
     """Return the events of forward and backward of the second iteration."""
     _, model = pair(reshard_after_forward=True)
     step(model, use, 0)
-    with trace(model) as forward:
+    with record_events(model) as forward:
         loss = use(model, own_input(1)).sum()
-    with trace(model) as backward:
+    with record_events(model) as backward:
         loss.backward()
     return [forward, backward]
 
@@ -225,9 +225,9 @@ def calls_of(use: Use) -> list[list[Event]]:
     type(model).forward, forward = Encoder.encode, type(model).forward
     try:
         step(model, use, 0)
-        with trace(model) as events:
+        with record_events(model) as events:
             loss = use(model, own_input(1)).sum()
-        with trace(model) as backward:
+        with record_events(model) as backward:
             loss.backward()
         return [events, backward]
     finally:
@@ -286,7 +286,7 @@ def fails(error: BaseException, grad: bool) -> None:
         if isinstance(error, Exception):
             assert all(isinstance(param, DTensor) for param in model.parameters())
         model.fail = None
-        with trace(model, "all_gather") as gathered:
+        with record_events(model, "all_gather") as gathered:
             for one in (reference, model):
                 step(one, use, 1)
         assert ("all_gather", "") in gathered
@@ -309,7 +309,7 @@ def returns_nothing() -> None:
         raise ValueError
     except ValueError:
         assert model.nothing() is None
-    with trace(model, "pre_backward") as recorded:
+    with record_events(model, "pre_backward") as recorded:
         loss.backward()
     assert recorded == [("pre_backward", ""), ("pre_backward", "block")]
     step(reference, lambda one, x: one.encode(x), 0)
@@ -367,7 +367,7 @@ def all_kinds() -> None:
         for name in ("name", "doubled", "own", "loose", "extra_repr_of_inner"):
             register_fsdp_forward_method(model, name)
         x = own_input()
-        with trace(model, "pre_forward") as recorded:
+        with record_events(model, "pre_forward") as recorded:
             assert model.name() == "FSDPEncoder"
             assert torch.equal(model.doubled(x), 2 * x)
             expected = full(model.inp.weight.detach()), full(model.inp.bias.detach())
@@ -398,7 +398,7 @@ def of_a_copy() -> None:
     other = shard_encoder(Encoder())
     copied = copy.deepcopy(model.encode, {id(model): other})
     assert copied.__self__ is other
-    with trace(model) as silent, trace(other, "pre_forward") as recorded:
+    with record_events(model) as silent, record_events(other, "pre_forward") as recorded:
         got = copied(own_input(), scale=2.0)
     assert silent == []
     assert recorded == [("pre_forward", ""), ("pre_forward", "block")]

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard, unsharded
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.testing import RankError, fake_ranks, run_ranks
 
 
@@ -449,7 +449,7 @@ def events_of_an_iteration() -> list[list[tuple[str, str]]]:
         train_step(model, step, None)
     parts = []
     for edits in (False, True):
-        with trace(model) as recorded:
+        with record_events(model) as recorded:
             with unsharded(model), torch.no_grad():
                 if edits:
                     model.inp.weight.add_(1)
@@ -482,7 +482,7 @@ def test_a_look_between_forward_and_backward() -> None:
 
 def forward_within(recurse: bool) -> list[tuple[str, str]]:
     reference, model = two_nets(1)
-    with unsharded(model, recurse=recurse), torch.no_grad(), trace(model) as recorded:
+    with unsharded(model, recurse=recurse), torch.no_grad(), record_events(model) as recorded:
         model.inp.weight.mul_(2)
         reference.inp.weight.mul_(2)
         assert torch.equal(model(own_input()), reference(own_input()))

@@ -15,7 +15,7 @@ from torch import nn
 
 from composable_shard import FSDPModule, apply_fully_shard, fully_shard
 from composable_shard.core.group import ParamGroup
-from composable_shard.insight.trace import trace
+from composable_shard.insight.events import record_events
 from composable_shard.module import group_of
 from composable_shard.testing import fake_ranks, run_ranks
 
@@ -121,7 +121,7 @@ def overridden() -> list[tuple[str, str]]:
         return is_block(module)
 
     apply_fully_shard(model, policy, reshard_after_forward=True)
-    with trace(model, "reshard") as recorded:
+    with record_events(model, "reshard") as recorded:
         model(own_input())
     return recorded
 

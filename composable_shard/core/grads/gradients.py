@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.grads.mesh_gradients import MeshGradients
+from composable_shard.core.grads.route import Route
 from composable_shard.core.grads.sharded_grad import is_partial
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
@@ -36,6 +37,10 @@ class GroupGradients:
         """Whether a reduction was launched and is not finished."""
         return any(one.pending is not None for one in self._meshes)
 
+    def next_routes(self) -> list[list[Route]]:
+        """Return for each channel the ways of the next reduction. Collective: none."""
+        return [one.next_routes() for one in self._meshes]
+
     def accumulate(self) -> None:
         """Add the unsharded gradients to what is not yet reduced. Collective: none."""
         self.finish()
@@ -47,6 +52,12 @@ class GroupGradients:
         self.finish()
         for one in self._meshes:
             one.reduce()
+
+    def wait(self) -> None:
+        """Wait for what was launched last; what comes of it is left to the methods below."""
+        for one in self._meshes:
+            if one.pending is not None:
+                one.pending.wait()
 
     def start_all_reduce(self) -> bool:
         """Go on to the reduction over the replicas; return whether there is one."""

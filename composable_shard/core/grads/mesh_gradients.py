@@ -16,10 +16,11 @@ from composable_shard import _torch
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.failures import own_failure
 from composable_shard.core.comms.streams import Pending, on_stream
-from composable_shard.core.grads.encoded_bucket import EncodedBucket, Extensions
-from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
+from composable_shard.core.grads.encoded_bucket import EncodedBucket
+from composable_shard.core.grads.grad_bucket import GradTransfer
 from composable_shard.core.grads.grad_recipes import GradRecipes
 from composable_shard.core.grads.route import Route
+from composable_shard.core.grads.route_plan import RoutePlan
 from composable_shard.core.grads.scale import ReductionScale, plan_scale
 from composable_shard.core.grads.sharded_grad import (
     deliver,
@@ -31,10 +32,8 @@ from composable_shard.core.grads.sharded_grad import (
     unreplicated,
 )
 from composable_shard.core.grads.unreduced import UnreducedGradients, take_unsharded
-from composable_shard.core.params.extension import GRAD_PRE, POST
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
-from composable_shard.errors import ExtensionError
 from composable_shard.policy import MixedPrecisionPolicy
 
 
@@ -72,14 +71,9 @@ class MeshGradients:
         self._reductions: list[_Reduction] = []
         self._holds = False  # the running reduction leaves gradients to be averaged over replicas
         self._all_reduces = False  # the running reduction has a second stage to come
-        self._buckets: dict[Any, GradBucket] = {}
-        self._extensions: Extensions = {}
-        self._routes: list[Route] = []
-        self._routes_are_for: tuple[Any, ...] | None = None
-        self._stored: list[torch.dtype] = []
-        self._own: list[torch.dtype] = []  # the dtypes in which gradients of those are reduced
         self._scales: dict[Any, ReductionScale] = {}
         self._recipes = GradRecipes(channel.mesh)
+        self._plan = RoutePlan(channel.mesh, policy, self._recipes)
 
     def accumulate(self) -> None:
         """Add the unsharded gradients to what is not yet reduced; alone, they are the sum.
@@ -118,7 +112,7 @@ class MeshGradients:
             self._deliver_alone(trainable, grads)
             return
         self._recipes.agree(trainable, grads)
-        widens, routes = self._channel.reduce_scatter.widens, self._routes_of(trainable, held)
+        widens, routes = self._channel.reduce_scatter.widens, self._plan.routes_of(trainable, held)
         try:  # before any launch, so that where all ranks fail alike nothing is under way
             transfers = [r.bucket.start_reduce(r.enter(grads), widens=widens) for r in routes]
         except Exception as error:
@@ -181,62 +175,12 @@ class MeshGradients:
 
     # What goes in ---------------------------------------------------------------------------
 
-    def _routes_of(
-        self, params: Sequence[ShardedParam], held: Sequence[torch.dtype | None]
-    ) -> list[Route]:
-        """Sort plain gradients, and the inner tensors of others, by the dtype of reduction.
-
-        Those that their tensor types encode go by themselves.
-
-        Args:
-            params: The parameters.
-            held: Dtypes of the gradients that wait for this reduction, which are not narrowed.
-        """
-        stored = [param.local.dtype for param in params]
-        if stored != self._stored:
-            self._stored, self._own = stored, list(map(self._policy.reduction_dtype, stored))
-        dtypes = [
-            own if waiting is None else torch.promote_types(own, waiting)
-            for own, waiting in zip(self._own, held, strict=True)
-        ]
-        encodes = [self._encodes(param) for param in params]
-        key = (params, dtypes, self._recipes.num_agreed, encodes)
-        if key == self._routes_are_for:
-            return self._routes
-        members: dict[tuple[torch.dtype, bool], list[tuple[int, ShardedParam, str | None]]] = {}
-        for index, param in enumerate(params):
-            recipe = self._recipes.of(param)
-            if recipe is not None and encodes[index]:
-                raise ExtensionError(
-                    f"Expected a plain gradient of {param.name} to pass to {GRAD_PRE}, got "
-                    f"{recipe.kind.__name__}; let {POST} return a plain tensor"
-                )
-            for name in recipe.names if recipe else (None,):
-                key_of_bucket = dtypes[index], encodes[index]
-                members.setdefault(key_of_bucket, []).append((index, param, name))
-        rank = self._mesh.shard_rank
-        self._routes = [Route(self._bucket(*k, some), some, rank) for k, some in members.items()]
-        self._routes_are_for = key
-        return self._routes
-
-    def _encodes(self, param: ShardedParam) -> bool:
-        return param.encodes_grad and self._mesh.num_shards > 1 and param.layout.numel > 0
-
-    def _bucket(
-        self,
-        dtype: torch.dtype,
-        encodes: bool,
-        members: Sequence[tuple[int, ShardedParam, str | None]],
-    ) -> GradBucket:
-        params = tuple(param for _, param, _ in members)
-        layouts = tuple(param.layout for param in params)
-        key = params if encodes else layouts, dtype
-        bucket = self._buckets.get(key)
-        if bucket is None and encodes:
-            bucket = EncodedBucket(params, self._mesh, dtype, self._extensions)
-        elif bucket is None:
-            bucket = GradBucket(layouts, self._mesh.num_shards, dtype, self._mesh.device)
-        return self._buckets.setdefault(key, bucket)
+    def next_routes(self) -> list[Route]:
+        """Return the ways that gradients go in the next reduction. Collective: none."""
+        with _torch.without_overrides():
+            trainable = [param for param in self._params if param.sharded.requires_grad]
+            held = [_held_dtype(param) for param in trainable]
+        return self._plan.routes_of(trainable, held)
 
     def _scale(self, dtype: torch.dtype) -> ReductionScale:
         divisor, sums_only = self._settings.divisor, self._settings.sums_only

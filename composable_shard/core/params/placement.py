@@ -95,7 +95,8 @@ def plan_placement(
     except Exception as error:
         raise ValueError(
             f"Expected the mesh of the DTensor parameter '{name}' and the data-parallel mesh to "
-            f"be parts of one mesh with named axes, got {tensor_parallel} and {mesh.mesh}"
+            f"be parts of one mesh with named axes, got {tensor_parallel} and {mesh.mesh}; pass "
+            "the axes of that mesh over which data is parallel, such as mesh['data']"
         ) from error
     axes = _axes(mesh, dim, _num_parts(spec.placements, tensor_parallel, dim))
     return _spread(both, [*axes, *((p, None) for p in spec.placements)], spec, spec.placements)
@@ -158,7 +159,8 @@ def _on_full_mesh(
     if full != mesh.full_mesh:
         raise ValueError(
             f"Expected parameter '{name}' on the mesh that was passed to fully_shard, "
-            f"{mesh.full_mesh}, got one on {full}"
+            f"{mesh.full_mesh}, got one on {full}; for a parameter on some of its axes pass the "
+            "data-parallel ones alone, such as mesh['data'], without dp_mesh_dims"
         )
     roles = dict.fromkeys(dims.shard_names, "shard") | dict.fromkeys(
         dims.replicate_names, "replicate"

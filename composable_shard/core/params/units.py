@@ -62,6 +62,11 @@ class GroupUnits:
             isinstance(unit, ParamBucket) and unit.shares_storage for unit in units
         )
 
+    @property
+    def members(self) -> Sequence[GatherUnit]:
+        """The units, in the order in which they are sent."""
+        return self._units
+
     def start_gather(self) -> Transfers:
         """Allocate the unsharded storage and name what is sent and received.
 

@@ -221,6 +221,7 @@ class BackwardPass:
             self._unreplicated.pop(group, None)
         elif any(mesh.num_replicas > 1 for mesh in group.channels):
             self._unreplicated[group] = None
+        self._context.note("begin_reduce_scatter", group)
         group.gradients.reduce()
         self.in_flight.add(group)
 

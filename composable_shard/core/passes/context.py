@@ -28,7 +28,7 @@ class Context:
         root: The group of the outermost sharded module.
         forward: The running forward pass.
         backward: The running backward pass.
-        listener: Called with ``(event, group name)``, if set.
+        listener: Called with ``(event, group name)`` and ``(moment, group name)``, if set.
         post_optim_event: What the next gather waits for besides the compute stream.
         opened: Groups whose modules hold full parameters, inside of ``unsharded()``.
     """
@@ -58,6 +58,11 @@ class Context:
             self._freed.unmark(group)
         if self.listener is not None:
             self.listener(event, group.name)
+
+    def note(self, moment: str, group: ParamGroup) -> None:
+        """Tell the listener where a part of an event begins or ends; see ``insight.events``."""
+        if self.listener is not None:
+            self.listener(moment, group.name)
 
     def check_order(self, act: str, group: ParamGroup) -> None:
         """Compare with the other ranks what comes next, if that is asked for."""
@@ -91,7 +96,9 @@ class Context:
 
     def wait_until_read(self) -> None:
         """Wait until the other ranks have read what they read out of this one's memory."""
+        self.note("begin_wait_for_readers", self.root)
         offers.settle(self._acts)
+        self.note("wait_for_readers", self.root)
 
     def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
         """Tell whether the modules of ``inner`` lie within those of ``outer``."""

@@ -43,6 +43,11 @@ class ForwardPass:
         """Whether a forward is under way: not closed, and not ended by an interrupt."""
         return self._frame is not None and _torch.is_executing(self._frame)
 
+    def recorded(self, outermost: ParamGroup) -> tuple[ParamGroup, ...]:
+        """Return the order in which the last pass that ``outermost`` opened gathered groups."""
+        order = self._orders.get(outermost)
+        return () if order is None else order.recorded
+
     def enter(self, group: ParamGroup) -> bool:
         """Gather ``group`` for a forward; return whether that opens the pass."""
         context = self._context

@@ -52,6 +52,7 @@ class InFlight:
     def _wait_for_oldest(self) -> None:
         """Wait for a reduction over the shards; let that over the replicas overlap what follows."""
         group = self.groups.popleft()
+        self._wait(group, "reduce_scatter")
         if group.gradients.start_all_reduce():
             group.context.emit("wait_for_reduce_scatter", group)
             group.context.emit("all_reduce", group)
@@ -64,5 +65,11 @@ class InFlight:
     def _wait_for_replicas(self) -> None:
         group, self._all_reducing = self._all_reducing, None
         if group is not None:
+            self._wait(group, "all_reduce")
             group.gradients.finish()
             group.context.emit("wait_for_all_reduce", group)
+
+    def _wait(self, group: ParamGroup, stage: str) -> None:
+        group.context.note(f"begin_wait_for_{stage}", group)
+        group.gradients.wait()
+        group.context.note(f"waited_for_{stage}", group)

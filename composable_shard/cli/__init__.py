@@ -1,0 +1,72 @@
+"""The command line: ``composable-shard COMMAND``, or ``python -m composable_shard COMMAND``.
+
+Each command is a module with ``add_parser(subparsers)`` and ``run(arguments)``, which returns the
+exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from composable_shard.cli import doctor, estimate, run, trace
+
+__all__ = ["main"]
+
+COMMANDS = (doctor, estimate, run, trace)
+
+_EXAMPLES = """examples:
+  composable-shard doctor                    what this machine will use, and how fast it is
+  composable-shard estimate config.json      what a model takes on ranks that need not be there
+  composable-shard run train.py --steps 10   train.py with our fully_shard in the place of torch's
+  composable-shard trace runs/trace          the timelines of all ranks, as one page
+
+exit codes: 0 all is well, 1 something is wrong, 2 wrong arguments; `run` exits as the script does
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: The words after ``composable-shard``; those of this process if absent.
+
+    Returns:
+        The exit code: 0 if all is well, 1 if something is wrong.
+
+    Raises:
+        SystemExit: With code 2 for wrong arguments, with 0 after ``--help`` and ``--version``, and
+            as the script says in ``run``.
+
+    Example:
+        >>> main(["--version"])
+        Traceback (most recent call last):
+        SystemExit: 0
+    """
+    chosen = make_parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    code: int = chosen.run(chosen)
+    return code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="composable-shard",
+        description="Fully sharded data parallelism for PyTorch: see it, plan it, drop it in.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return f"composable-shard {version('composable_shard')}"
+    except PackageNotFoundError:  # a checkout on the path
+        return "composable-shard, not installed"

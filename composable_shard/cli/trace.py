@@ -1,0 +1,113 @@
+"""``composable-shard trace``: merge what ranks recorded, and say where the time goes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from composable_shard.insight.timeline.merging import CHROME, MERGED, PAGE, MergedTrace, read
+
+_EXAMPLES = f"""examples:
+  composable-shard trace runs/trace                      merge all ranks, print where the time goes
+  composable-shard trace runs/trace --open               and look at the timeline
+  composable-shard trace runs/trace --json               the same as JSON, for a script
+  composable-shard trace node0 node1 --output merged     ranks with disks of their own
+
+Writes {", ".join(MERGED)} into the (first) folder, or into --output. {CHROME} is for
+https://ui.perfetto.dev or chrome://tracing, {PAGE} for a browser.
+exit codes: 0 merged, 1 no trace to merge, 2 wrong arguments
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``trace`` to the commands."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="merge the timelines of ranks, and say where the time goes",
+        description="Merge what composable_shard.trace() recorded on each rank.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folders", metavar="FOLDER", nargs="+", type=Path, help="that was given to trace()"
+    )
+    parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write")
+    parser.add_argument("--step", metavar="N", type=int, help="show this step in the picture")
+    parser.add_argument("--open", action="store_true", help="open the timeline in a browser")
+    parser.add_argument("--json", action="store_true", help="print the sums as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Merge, write and print; return 0, or 1 if there is nothing to merge."""
+    output = arguments.output or arguments.folders[0]
+    try:
+        merged = read(*arguments.folders)
+        output.mkdir(parents=True, exist_ok=True)
+        merged.save(output)
+        if arguments.step is not None:
+            first = merged.summary["first_step"]
+            merged.save_svg(output / MERGED[-1], arguments.step - first)
+    except (OSError, ValueError) as error:
+        print(f"composable-shard trace: {error}", file=sys.stderr)
+        return 1
+    files = [str(output / name) for name in MERGED]
+    if arguments.json:
+        print(json.dumps({**merged.summary, "files": files}, indent=2))
+    else:
+        _print(merged, files)
+    if arguments.open:
+        webbrowser.open((output / PAGE).resolve().as_uri())
+    return 0
+
+
+COLUMNS = ("rank", "step", "compute", "launch", "copy", "exposed", "", "late", "other", "MiB")
+
+
+def rows_of(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the cells of the table: milliseconds of a mean step, and the peak of memory."""
+    return [
+        (
+            str(rank["rank"]),
+            *(f"{rank[f'{name}_ms']:.1f}" for name in COLUMNS[1:6]),
+            f"{rank['exposed_share']:.0%}",
+            *(f"{rank[f'{name}_ms']:.1f}" for name in COLUMNS[7:9]),
+            f"{rank['peak_nbytes'] / 2**20:,.0f}" if rank["peak_nbytes"] else "",
+        )
+        for rank in summary["ranks"]
+    ]
+
+
+def _print(merged: MergedTrace, files: Sequence[str]) -> None:
+    summary = merged.summary
+    num_steps = summary["num_steps"]
+    title = f"{len(merged.ranks)} ranks, " + (
+        f"milliseconds of a step, mean of {num_steps}" if num_steps else "milliseconds"
+    )
+    try:
+        table = importlib.import_module("rich.table").Table(*COLUMNS, title=title)
+        console = importlib.import_module("rich.console").Console()
+    except ImportError:  # it makes the table nicer and nothing else
+        print(title)
+        for row in (COLUMNS, *rows_of(summary)):
+            print("".join(f"{cell:>9}" for cell in row))
+    else:
+        for column in table.columns:
+            column.justify = "right"
+            column.no_wrap = True
+        for row in rows_of(summary):
+            table.add_row(*row)
+        console.print(table)
+    if summary["missing_ranks"]:
+        print(f"missing: rank {', '.join(map(str, summary['missing_ranks']))} wrote no trace")
+    if summary["num_clocks"] > 1:
+        error = summary["clock_error_ms"]
+        how = "by their wall clocks" if error is None else f"to within {error:.3f} ms"
+        print(f"the clocks of {summary['num_clocks']} hosts are aligned {how}")
+    print("\n".join(files))

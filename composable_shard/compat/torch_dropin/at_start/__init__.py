@@ -1,0 +1,1 @@
+"""A folder for ``PYTHONPATH``: a Python that starts with it there has the drop-in."""

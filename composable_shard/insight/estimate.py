@@ -1,0 +1,170 @@
+"""What a model will need on a number of devices, told without any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_shard.insight.forecast.clock import time_of
+from composable_shard.insight.forecast.memory import MemoryCurve, MemorySplit, sizes_of
+from composable_shard.insight.forecast.optimizer import OptimizerFactory
+from composable_shard.insight.forecast.question import (
+    Loss,
+    Question,
+    Ranks,
+    Shard,
+    check_no_process_group,
+    checked_ranks,
+    checked_speeds,
+    default_loss,
+    rehearsing_arguments,
+)
+from composable_shard.insight.forecast.rehearsal import Rehearsal, rehearse
+from composable_shard.insight.forecast.result import Estimate
+from composable_shard.insight.groups.blocks import is_repeated_block
+from composable_shard.insight.groups.traffic import StepTraffic, step_traffic, total
+from composable_shard.train.wrap import Policy, apply_fully_shard
+
+
+def estimate(
+    build_model: Callable[[], nn.Module],
+    mesh_shape: int | tuple[int, ...],
+    policy: Policy | None = None,
+    batch: Any = None,
+    *,
+    shard: Shard | None = None,
+    loss: Loss = default_loss,
+    optimizer: OptimizerFactory | None = torch.optim.AdamW,
+    device: str = "cuda",
+    flops: float | None = None,
+    bandwidth: float | None = None,
+    replica_bandwidth: float | None = None,
+    latency: float = 0.0,
+    **kwargs: Any,
+) -> Estimate:
+    """Tell what a training step will need on each of 1 to 100,000 ranks, without any of them.
+
+    The model is built, sharded and run with tensors that have no memory, on the smallest mesh on
+    which a step takes the same course. What lives and what is computed there is watched. What is
+    gathered, reduced and sent depends on the number of ranks, and is laid out for it by the
+    arithmetic that the real step uses; so the time this takes does not grow with the ranks.
+
+    Args:
+        build_model: Makes the model, of which nothing is allocated.
+        mesh_shape: The number of ranks, or ``(replicas, shards)``.
+        policy: Which modules have a group of their own, as for :func:`apply_fully_shard`; those
+            that are repeated in lists, if absent.
+        batch: What one rank's forward takes: a tensor, a tuple of arguments, a dict of keyword
+            arguments, or a function that makes one. Only shapes and dtypes count, so tensors on the
+            meta device will do.
+        shard: Applies ``fully_shard`` to the model by itself instead, on the mesh that it is given,
+            of 1 or 2 ranks on each axis.
+        loss: Makes a scalar of output and batch; if absent, the ``loss`` of the output if it has
+            one, else the sum of its elements.
+        optimizer: Makes the optimizer of some parameters; ``None`` leaves it out.
+        device: ``"cpu"``, or that of an accelerator.
+        flops: Floating-point operations that a device does in a second. With ``bandwidth``, the
+            time of a step is estimated.
+        bandwidth: Bytes that a rank sends in a second.
+        replica_bandwidth: The same between replicas; ``bandwidth`` if absent.
+        latency: Seconds that each launch of a collective takes besides.
+        kwargs: Arguments of ``fully_shard``, such as ``mp_policy`` and ``reshard_after_forward``.
+
+    Returns:
+        An :class:`Estimate`: ``print`` it, ask it for ``to_dict()``, or let rich or a notebook
+        show it.
+
+    Raises:
+        TypeError: If ``build_model`` returns no module, or ``loss`` is missing.
+        ValueError: If an argument is out of range, or the model is sharded in ways that cannot be
+            laid out for other ranks: meshes of single parameters, tensor parallelism, subclasses.
+        ShardError: If this process has a process group.
+
+    Collective: none.
+    Memory: that of Python objects alone.
+
+    Example:
+        >>> def build():
+        ...     return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+        >>> batch = torch.empty(16, 1024, device="meta")
+        >>> estimate(build, 8, batch=batch).peak.shards == 8 * 1024 * 1024 * 4 // 8
+        True
+        >>> estimate(build, (1000, 100), batch=batch).num_ranks
+        100000
+    """
+    ranks = checked_ranks(mesh_shape, kwargs.get("reshard_after_forward"))
+    speeds = checked_speeds(flops, bandwidth, replica_bandwidth, latency)
+    check_no_process_group()
+    if batch is None:
+        raise TypeError("Expected batch to be what one rank's forward takes, got None")
+    if shard is not None and (policy is not None or kwargs):
+        given = ["policy"] * (policy is not None) + list(kwargs)
+        raise ValueError(
+            f"Expected either shard or policy and arguments of fully_shard, got shard and {given}"
+        )
+    question = Question(
+        build_model,
+        shard or _by_policy(policy, rehearsing_arguments(ranks, kwargs)),
+        batch,
+        loss,
+        optimizer,
+        torch.device(device).type != "cpu",
+    )
+    rehearsal = rehearse(question, ranks)
+    result = _weigh(rehearsal, ranks)
+    if speeds is None:
+        return result
+    return replace(result, time=time_of(rehearsal.moments, rehearsal.groups, speeds))
+
+
+def _by_policy(policy: Policy | None, kwargs: dict[str, Any]) -> Shard:
+    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+        chosen = is_repeated_block(model) if policy is None else policy
+        apply_fully_shard(model, chosen, mesh=mesh, **kwargs)
+
+    return shard
+
+
+def _weigh(rehearsal: Rehearsal, ranks: Ranks) -> Estimate:
+    buckets = [b for group in rehearsal.groups for mesh in group.meshes for b in mesh.buckets]
+    shards = sum(bucket.sharded_nbytes for bucket in buckets if not bucket.offloads)
+    between = MemorySplit(
+        shards=shards, optimizer=rehearsal.optimizer.state, unsharded=rehearsal.unsharded
+    )
+    curve = MemoryCurve([sizes_of(group) for group in rehearsal.groups], between)
+    curve.follow(rehearsal.moments)
+    peak, event, place = curve.peak, *curve.peak_at
+    name = rehearsal.groups[place].name or "the root" if place >= 0 else ""
+    peak_at = f"{event} of {name}" if name else "end of backward"
+    stepping = curve.stepping(rehearsal.optimizer.besides)
+    if stepping.total > peak.total:
+        peak, peak_at = stepping, "optimizer step"
+    offloaded = sum(bucket.sharded_nbytes for bucket in buckets if bucket.offloads)
+    away = rehearsal.offloaded_optimizer
+    return Estimate(
+        mesh_shape=(ranks.num_replicas, ranks.num_shards),
+        num_parameters=rehearsal.num_parameters,
+        num_groups=sum(bool(mesh.gathers) for g in rehearsal.groups for mesh in g.meshes),
+        peak=peak,
+        peak_at=peak_at,
+        between_steps=between,
+        on_cpu=offloaded + away.state + away.besides + curve.elsewhere,
+        traffic=_traffic(rehearsal),
+        flops=sum(moment.flops for moment in rehearsal.moments),
+        time=None,
+    )
+
+
+def _traffic(rehearsal: Rehearsal) -> StepTraffic:
+    each = [step_traffic(group) for group in rehearsal.groups]
+    return StepTraffic(
+        total(one.forward_gathers for one in each),
+        total(one.backward_gathers for one in each),
+        total(one.reductions for one in each),
+        total(one.all_reduces for one in each),
+    )

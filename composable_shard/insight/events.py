@@ -1,0 +1,91 @@
+"""The events of a sharded module, in the order in which they happen on this rank.
+
+Source of truth for tests of schedules: they compare whole lists of ``(event, name)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from composable_shard.module import group_of
+
+Event = tuple[str, str]
+
+EVENTS = (
+    "pre_forward",
+    "post_forward",
+    "pre_backward",
+    "post_backward",
+    "all_gather",
+    "wait_for_all_gather",
+    "reshard",
+    "accumulate",
+    "reduce_scatter",
+    "wait_for_reduce_scatter",
+    "all_reduce",
+    "wait_for_all_reduce",
+)
+"""All events. The first four are moments of a group, the others what it does at them."""
+
+MOMENTS = (
+    "begin_all_gather",
+    "begin_regather",
+    "begin_wait_for_all_gather",
+    "waited_for_all_gather",
+    "begin_reduce_scatter",
+    "begin_wait_for_reduce_scatter",
+    "waited_for_reduce_scatter",
+    "begin_wait_for_all_reduce",
+    "waited_for_all_reduce",
+    "begin_wait_for_readers",
+    "wait_for_readers",
+)
+"""Where parts of the events begin and end, for those who take times. Between ``begin_x`` and ``x``
+it is launched (``begin_regather``: from parts that neighbours kept); between ``begin_wait_for_x``
+and ``waited_for_x`` nothing else happens; between that and ``wait_for_x`` what came is copied to
+its place."""
+
+
+@contextlib.contextmanager
+def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
+    """Record what the groups of a sharded module do within the context.
+
+    Args:
+        module: A sharded module; the whole tree it belongs to is recorded.
+        events: Which events to record; all of them if none is named.
+
+    Returns:
+        A list that grows while the context is open, of ``(event, group name)``; the group of the
+        root is named ``""``.
+
+    Raises:
+        ValueError: If the module is not sharded, or an event does not exist.
+
+    Collective: none.
+    """
+    group = group_of(module)
+    if group is None:
+        raise ValueError(
+            f"Expected a sharded module, got {type(module).__name__}; apply fully_shard to it"
+        )
+    unknown = set(events) - set(EVENTS)
+    if unknown:
+        raise ValueError(f"Expected events out of {EVENTS}, got {sorted(unknown)}")
+    context = group.context
+    before, recorded = context.listener, list[Event]()
+    wanted = events or EVENTS
+
+    def listen(event: str, name: str) -> None:
+        if event in wanted:
+            recorded.append((event, name))
+        if before is not None:
+            before(event, name)
+
+    context.listener = listen
+    try:
+        yield recorded
+    finally:
+        context.listener = before

@@ -1,0 +1,1 @@
+"""What is known of the groups of a sharded model before they run."""

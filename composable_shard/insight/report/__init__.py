@@ -1,0 +1,1 @@
+"""How results are shown: as text, by rich, in a notebook, as a dict."""

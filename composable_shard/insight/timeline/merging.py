@@ -1,0 +1,139 @@
+"""A folder of traces: what each rank wrote there, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from composable_shard.insight.timeline.alignment import Shift, shifts
+from composable_shard.insight.timeline.chrome import to_chrome
+from composable_shard.insight.timeline.lateness import with_lateness
+from composable_shard.insight.timeline.page import to_html
+from composable_shard.insight.timeline.picture import to_svg
+from composable_shard.insight.timeline.rank_trace import RankTrace, file_of, write
+from composable_shard.insight.timeline.summary import summarize
+
+CHROME, PAGE, PICTURE = "trace.json", "timeline.html", "timeline.svg"
+MERGED = (CHROME, PAGE, PICTURE)
+
+
+@dataclass(frozen=True)
+class MergedTrace:
+    """The traces of some ranks on one scale of time, which begins with the first of them.
+
+    Attributes:
+        ranks: What each of them recorded, by rank.
+        shifts: What was added to the times of each clock, but the begin of the scale.
+    """
+
+    ranks: list[RankTrace]
+    shifts: dict[str, Shift]
+
+    @classmethod
+    def of(cls, traces: Sequence[RankTrace]) -> MergedTrace:
+        """Put traces on one scale; see ``alignment``."""
+        traces = sorted(traces, key=lambda trace: trace.rank)
+        found = shifts(traces)
+        begin = min(trace.begin + found[trace.clock].by for trace in traces)
+        ranks = [trace.shifted(found[trace.clock].by - begin) for trace in traces]
+        return cls(with_lateness(ranks), found)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Where the time of a step goes, in milliseconds; see ``summary.summarize``."""
+        errors = [shift.error for shift in self.shifts.values()]
+        exact = [error for error in errors if error is not None]
+        clocks = {
+            "num_clocks": len(errors),
+            "clock_error_ms": max(exact) / 1e6 if len(exact) == len(errors) else None,
+        }
+        return summarize(self.ranks) | clocks
+
+    def save(self, folder: str | Path) -> None:
+        """Write all that there is to look at."""
+        self.save_chrome(Path(folder) / CHROME)
+        self.save_html(Path(folder) / PAGE)
+        self.save_svg(Path(folder) / PICTURE)
+
+    def save_chrome(self, path: str | Path) -> None:
+        """Write a trace for https://ui.perfetto.dev or ``chrome://tracing``."""
+        write(Path(path), json.dumps(to_chrome(self.ranks), separators=(",", ":")))
+
+    def save_html(self, path: str | Path) -> None:
+        """Write a page that needs nothing but a browser."""
+        write(Path(path), to_html(self.ranks, self.summary))
+
+    def save_svg(self, path: str | Path, step: int = -1) -> None:
+        """Write a picture of one step.
+
+        Args:
+            path: The file.
+            step: Which of the recorded steps; the last one by default.
+        """
+        write(Path(path), to_svg(self.ranks, step))
+
+
+def merge(folder: str | Path, *others: str | Path) -> MergedTrace:
+    """Merge what the ranks wrote into ``trace.json``, ``timeline.html`` and ``timeline.svg`` there.
+
+    Ranks that wrote nothing, because they died or have a disk of their own, are left out and named
+    in ``summary["missing_ranks"]``.
+
+    Args:
+        folder: The folder that was given to ``trace``.
+        others: More such folders, where ranks have disks of their own.
+
+    Returns:
+        The ranks on one scale of time.
+
+    Raises:
+        ValueError: If no rank wrote there, or a file is not what a rank writes.
+
+    Collective: none.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder, fake_ranks(2):
+        ...     with trace(fully_shard(nn.Linear(4, 4)), folder):
+        ...         pass
+        ...     merge(folder).summary["missing_ranks"]
+        [1]
+    """
+    merged = read(folder, *others)
+    merged.save(folder)
+    return merged
+
+
+def read(*folders: str | Path) -> MergedTrace:
+    """Return what :func:`merge` does, and write nothing."""
+    paths = sorted(path for folder in folders for path in Path(folder).glob("rank-*.json"))
+    if not paths:
+        where = ", ".join(map(str, folders))
+        raise ValueError(f"Expected files of ranks (rank-00000.json) in {where}, got none")
+    traces = [RankTrace.from_json(path.read_text(), str(path)) for path in paths]
+    num_ranks = max(traces, key=lambda trace: trace.wall).num_ranks
+    return MergedTrace.of([trace for trace in traces if trace.num_ranks == num_ranks])
+
+
+def is_complete(folder: Path, num_ranks: int) -> bool:
+    """Tell whether all ranks have written."""
+    return all(file_of(folder, rank).exists() for rank in range(num_ranks))
+
+
+def clear(folder: Path, rank: int, num_ranks: int) -> None:
+    """Remove what an earlier run left: each rank its own, the first one what is nobody's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file_of(folder, rank).unlink(missing_ok=True)
+    if rank == 0:
+        left = [path for path in folder.glob("rank-*.json") if _rank_of(path) >= num_ranks]
+        for path in [*left, *(folder / name for name in MERGED)]:
+            path.unlink(missing_ok=True)
+
+
+def _rank_of(path: Path) -> int:
+    digits = path.stem.removeprefix("rank-")
+    return int(digits) if digits.isdigit() else 0

@@ -1,0 +1,111 @@
+"""What ranks tell each other in small objects, so that all of them go on or none."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from composable_shard.errors import CommunicationError, RankMismatchError
+
+
+class Ranks:
+    """The ranks of a process group, or this process alone if there is no process group.
+
+    Attributes:
+        group: The process group; ``None`` alone.
+        is_first: Whether this is the first of them.
+        doing: What they do, for messages.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, doing: str) -> None:
+        self.doing = doing
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.group = process_group or dist.group.WORLD
+        self.is_first = self.group is None or dist.get_rank(self.group) == 0
+
+    @property
+    def numbers(self) -> list[int]:
+        """The global ranks."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def gather(self, own: Any) -> list[Any]:
+        """Return what each rank says. Collective: an all-gather of an object."""
+        if self.group is None:
+            return [own]
+        heard: list[Any] = [None] * self.group.size()
+        with self.naming_failures():
+            dist.all_gather_object(heard, own, group=self.group)
+        return heard
+
+    def from_first(self, own: Any) -> Any:
+        """Return what the first rank says. Collective: a broadcast of an object."""
+        if self.group is None:
+            return own
+        box = [own]
+        with self.naming_failures():
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+    def agree(self, facts: Sequence[str], error: str | None, what: str) -> str | None:
+        """Compare facts over the ranks, unless one of them failed to state them.
+
+        Returns:
+            What went wrong, with the first rank that it went wrong on; on all ranks alike.
+
+        Raises:
+            RankMismatchError: On all ranks, with the first difference to the first rank.
+
+        Collective: an all-gather of a small object; a second one before it raises.
+        """
+        digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+        heard = self.gather((digest, error))
+        for rank, (_, failure) in zip(self.numbers, heard, strict=True):
+            if failure is not None:
+                return f"on rank {rank}: {failure}"
+        if len({theirs for theirs, _ in heard}) > 1:
+            self.raise_first_difference(facts, what)
+        return None
+
+    def raise_first_difference(self, facts: Sequence[str], what: str) -> NoReturn:
+        """Tell where a rank first says something else than the first rank.
+
+        Raises:
+            RankMismatchError: On all ranks.
+
+        Collective: an all-gather of an object.
+        """
+        heard = self.gather(list(facts))
+        first = heard[0]
+        place = next(place for place, theirs in enumerate(heard) if theirs != first)
+        theirs = heard[place]
+        index = next(
+            (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b),
+            min(len(first), len(theirs)),
+        )
+        said = [own[index] if index < len(own) else "nothing more" for own in (first, theirs)]
+        raise RankMismatchError(
+            f"Expected the same {what} on all ranks, got on rank {self.numbers[0]}: "
+            f"{said[0]}; on rank {self.numbers[place]}: {said[1]}"
+        )
+
+    @contextlib.contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """Tell what the ranks were doing if a collective within fails.
+
+        Raises:
+            CommunicationError: If it does.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"Rank {dist.get_rank()} failed while {self.doing}: {error}"
+            ) from error

@@ -1,0 +1,151 @@
+"""Reading safetensors files: which tensors there are, and ranges of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from composable_shard.train.extras import library
+from composable_shard.train.weights.parts import Box
+
+EXTRA = "weights"
+"""The extra that installs what this needs."""
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""Files that are nothing without an index."""
+
+MAPPED_NBYTES = 8 * 2**20
+"""Bytes that are read of a file before it is mapped anew; until then they count as memory."""
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def fact(self) -> str:
+        """Describe it, without its place on this machine."""
+        return f"'{self.name}' in {self.file.name} of shape {list(self.shape)}, {self.dtype}"
+
+
+def list_stored(source: str | os.PathLike[str]) -> list[Stored]:
+    """List the tensors of a checkpoint.
+
+    Args:
+        source: A file, a folder with one file or with an index of several, or such an index.
+
+    Raises:
+        FileNotFoundError: If there is no such thing.
+        ValueError: If files and index do not fit together, or a folder does not tell which it is.
+    """
+    place = Path(source)
+    if place.is_dir():
+        place = _in_folder(place)
+    if place.suffix == ".json":
+        return _by_index(place)
+    with _opened(place) as file:
+        return [_stored(file, name, place) for name in file.keys()]  # noqa: SIM118 (no mapping)
+
+
+def _in_folder(folder: Path) -> Path:
+    for name in (SINGLE, INDEX):
+        if (folder / name).exists():
+            return folder / name
+    for pattern in ("*.safetensors.index.json", "*.safetensors"):
+        found = sorted(p for p in folder.glob(pattern) if not SHARD.fullmatch(p.name))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ValueError(
+                f"Expected one checkpoint in '{folder}', got {', '.join(p.name for p in found)}; "
+                "pass the path of one of them"
+            )
+    raise FileNotFoundError(f"Expected {SINGLE} or {INDEX} in '{folder}', got neither")
+
+
+def _by_index(index: Path) -> list[Stored]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = list(dict.fromkeys(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"Expected an index with a weight_map in '{index}', got {type(error).__name__}: {error}"
+        ) from error
+    found: list[Stored] = []
+    for file_name in files:
+        with _opened(index.parent / file_name) as file:
+            there = set(file.keys())
+            for name in [name for name, home in weight_map.items() if home == file_name]:
+                if name not in there:
+                    raise ValueError(f"Expected '{name}' in {file_name} as {index.name} says")
+                found.append(_stored(file, name, index.parent / file_name))
+    return found
+
+
+def _stored(file: Any, name: str, place: Path) -> Stored:
+    view = file.get_tensor(name)  # of the mapped file: nothing is read
+    return Stored(name, place, tuple(view.shape), view.dtype)
+
+
+@contextlib.contextmanager
+def _opened(place: Path) -> Iterator[Any]:
+    if not place.exists():
+        raise FileNotFoundError(f"Expected a file at '{place}', got none")
+    safetensors = library("safetensors", EXTRA)
+    try:
+        handle = safetensors.safe_open(place, framework="pt")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"Expected a whole safetensors file at '{place}', got: {error}") from error
+    with handle as file:
+        yield file
+
+
+class Reader:
+    """Reads ranges of tensors; keeps the last file mapped, as the next range may be in it.
+
+    What was read of a mapped file stays in memory until it is let go, so that happens often.
+    """
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._place: Path | None = None
+        self._file: Any = None
+        self._nbytes = 0
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(self, stored: Stored, box: Box) -> torch.Tensor:
+        """Return a range of a tensor: a view of the file, to be copied at once."""
+        rows = box[0].stop - box[0].start if box else 1
+        nbytes = rows * prod(stored.shape[1:]) * stored.dtype.itemsize  # pages that are touched
+        is_full = self._nbytes > 0 and self._nbytes + nbytes > MAPPED_NBYTES
+        if self._place != stored.file or is_full:
+            self._open.close()
+            self._file = self._open.enter_context(_opened(stored.file))
+            self._place, self._nbytes = stored.file, 0
+        self._nbytes += nbytes
+        if not box:
+            return self._file.get_tensor(stored.name)
+        return self._file.get_slice(stored.name)[box]

@@ -1,0 +1,385 @@
+"""`composable-shard doctor`: what it finds, measures, advises, prints and exits with."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composable_shard import cli
+from composable_shard.cli import bandwidth, doctor, machine, printing
+from composable_shard.cli.bandwidth import Collective, Measurement, Request, measure
+from composable_shard.cli.machine import Machine, judge, look
+
+GATHER = Collective("DirectAllGather", seconds=0.004, nbytes_received=8 << 20, is_right=True)
+REDUCE = Collective("DirectReduceScatter", seconds=0.008, nbytes_received=8 << 20, is_right=True)
+MEASURED = Measurement("gloo", 1, 1, GATHER, REDUCE)
+
+HERE = Machine(
+    versions={"torch": "2.13.0", "python": "3.11.7", "composable_shard": "0.1.0", "einops": "0.8"},
+    build="cpu",
+    system="Linux 6",
+    backends={"gloo": True, "nccl": False},
+    devices=[],
+    device_type="cpu",
+    num_cores=4,
+    num_threads=2,
+    has_memory_calls=True,
+    variables=dict.fromkeys(machine.VARIABLES),
+)
+GPUS = replace(
+    HERE,
+    backends={"gloo": True, "nccl": True},
+    devices=["GPU"] * 2,
+    device_type="cuda",
+    build="cuda 13.0",
+)
+
+
+def with_variable(name: str, value: str) -> Machine:
+    return replace(HERE, variables={**HERE.variables, name: value})
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let the doctor find this machine and this measurement."""
+    found: dict[str, Any] = {"machine": HERE, "measured": MEASURED, "requests": []}
+
+    def measure_given(request: Request) -> Measurement:
+        found["requests"].append(request)
+        if isinstance(found["measured"], Exception):
+            raise found["measured"]
+        return found["measured"]
+
+    monkeypatch.setattr(doctor, "look", lambda: found["machine"])
+    monkeypatch.setattr(doctor, "measure", measure_given)
+    return found
+
+
+# Measuring ---------------------------------------------------------------------------------------
+
+
+def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("RANK", "5")  # of a launcher around this process
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    measured = measure(Request(2, "cpu", nbytes=1 << 16, repeats=2, timeout=250.0))
+    assert measured.backend == "gloo"
+    assert measured.num_readable in (0, 1)
+    for one, name in (
+        (measured.all_gather, "DirectAllGather"),
+        (measured.reduce_scatter, "DirectReduceScatter"),
+    ):
+        assert (one.how, one.nbytes_received, one.is_right) == (name, 1 << 15, True)
+        assert one.bytes_per_second == one.nbytes_received / one.seconds > 0
+
+
+def sleep_long(rank: int, *arguments: object) -> None:
+    import time
+
+    time.sleep(600)
+
+
+def test_ranks_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "_be_rank", sleep_long)
+    with pytest.raises(TimeoutError) as caught:
+        measure(Request(2, "cpu", nbytes=8, repeats=1, timeout=0.2))
+    assert str(caught.value) == "Expected 2 ranks to measure within 0.2 s, got no end"
+
+
+def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
+    def rank(seconds: float, is_right: bool, num_readable: int) -> dict[str, Any]:
+        one = {"how": "X", "seconds": seconds, "nbytes_received": 8, "is_right": is_right}
+        return {
+            "backend": "gloo",
+            "num_threads": 1,
+            "num_readable": num_readable,
+            "all_gather": one,
+            "reduce_scatter": {**one, "is_right": True},
+        }
+
+    merged = bandwidth._slowest([rank(1.0, False, 1), rank(2.0, True, 0)])
+    assert merged == Measurement(
+        "gloo", 1, 0, Collective("X", 2.0, 8, False), Collective("X", 2.0, 8, True)
+    )
+
+
+# Judging -----------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_seen_as_it_is() -> None:
+    seen = look()
+    assert seen.versions["torch"] == torch.__version__
+    assert seen.backends["gloo"] is torch.distributed.is_gloo_available()
+    assert seen.num_threads == torch.get_num_threads()
+    assert seen.variables.keys() == HERE.variables.keys()
+    assert len(seen.devices) == torch.accelerator.device_count()
+
+
+@pytest.mark.parametrize(
+    ("of", "num_ranks", "problems"),
+    [
+        (HERE, 2, []),
+        (GPUS, 2, []),
+        (
+            replace(HERE, versions={**HERE.versions, "torch": "2.9.1+cpu"}),
+            2,
+            ["torch 2.9.1+cpu is older than 2.11: install a later one"],
+        ),
+        (
+            replace(HERE, backends={"gloo": False}),
+            2,
+            ["torch has no backend for collectives: install a build with gloo"],
+        ),
+        (
+            replace(GPUS, backends={"gloo": True, "nccl": False}),
+            2,
+            ["there are GPUs, but torch has no nccl: install a CUDA build"],
+        ),
+        (
+            GPUS,
+            4,
+            ["4 ranks need as many devices, there are 2: pass --ranks or --device cpu"],
+        ),
+    ],
+)
+def test_problems(of: Machine, num_ranks: int, problems: list[str]) -> None:
+    assert judge(of, num_ranks).problems == problems
+
+
+@pytest.mark.parametrize(
+    ("of", "warnings"),
+    [
+        (HERE, []),
+        (
+            replace(HERE, num_threads=4),
+            [
+                "2 ranks with 4 threads each share 4 cores: set OMP_NUM_THREADS=2, or start fewer "
+                "ranks"
+            ],
+        ),
+        (
+            with_variable("COMPOSABLE_SHARD_CHECK", "1"),
+            [
+                "COMPOSABLE_SHARD_CHECK=1 compares ranks before every collective, which costs "
+                "time: unset it once training is debugged"
+            ],
+        ),
+        (
+            with_variable("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
+            ["TORCH_DISTRIBUTED_DEBUG=DETAIL makes every collective slower: unset it"],
+        ),
+        (
+            with_variable("NCCL_P2P_DISABLE", "1"),
+            ["NCCL_P2P_DISABLE=1 keeps GPUs from copying to each other: unset it"],
+        ),
+    ],
+)
+def test_warnings(of: Machine, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # no driver of a GPU
+    assert judge(of, 2).warnings == warnings
+
+
+def test_a_driver_without_a_gpu_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    assert judge(HERE, 2).warnings == ["there is a GPU driver, but torch (cpu) sees no GPU"]
+
+
+START = "ranks send through sockets what they could read from each other's memory: "
+
+
+@pytest.mark.parametrize(
+    ("of", "scope", "reason"),
+    [
+        (
+            with_variable("COMPOSABLE_SHARD_READ_NEAR_MEMORY", "0"),
+            None,
+            "COMPOSABLE_SHARD_READ_NEAR_MEMORY=0 forbids it; unset it",
+        ),
+        (replace(HERE, has_memory_calls=False), None, "Linux 6 has no process_vm_readv"),
+        (HERE, "1\n", "Yama forbids it ({path} is 1); 0 there, or CAP_SYS_PTRACE, allows it"),
+        (
+            HERE,
+            "0\n",
+            "the system forbids it; in a container allow process_vm_readv (CAP_SYS_PTRACE) and let "
+            "all ranks run in one process namespace",
+        ),
+    ],
+)
+def test_advice_on_memory(
+    of: Machine, scope: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ptrace_scope"
+    if scope is not None:
+        path.write_text(scope)
+    monkeypatch.setattr(machine, "_PTRACE_SCOPE", path)
+    assert machine.advice_on_near_memory(of) == START + reason.format(path=path)
+
+
+# Printing and exit codes -------------------------------------------------------------------------
+
+REPORT = """\
+torch           2.13.0, built for cpu
+python          3.11.7 on Linux 6
+devices         the CPU alone; 4 cores, 2 threads
+backends        gloo
+variables       none of those that matter is set
+ranks           2 on cpu over gloo, 1 thread each
+memory          a rank reads that of 1 of 1 other directly
+all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), read from memory
+reduce-scatter  1.05 GB/s to each rank (8 MiB in 8.0 ms), read from memory, summed in rank order
+verdict         nothing is wrong
+"""
+
+
+def test_the_report(given: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--mib", "16", "--repeats", "3"]) == 0
+    assert capsys.readouterr().out == REPORT
+    assert given["requests"] == [Request(2, "cpu", 16 << 20, 3, 120)]
+
+
+def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    given["measured"] = replace(MEASURED, num_readable=0)
+    given["machine"] = replace(HERE, has_memory_calls=False)
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_well"] is True
+    assert report["machine"]["versions"] == HERE.versions
+    assert report["measured"]["all_gather"] == {
+        "how": "DirectAllGather",
+        "seconds": 0.004,
+        "nbytes_received": 8 << 20,
+        "is_right": True,
+        "bytes_per_second": (8 << 20) / 0.004,
+    }
+    assert (report["num_ranks"], report["problems"]) == (2, [])
+    assert report["warnings"] == [START + "Linux 6 has no process_vm_readv"]
+
+
+def test_the_report_of_ranks_that_send(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["measured"] = replace(MEASURED, num_readable=1, num_threads=2)
+    assert cli.main(["doctor", "--ranks", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "ranks           3 on cpu over gloo, 2 threads each\n" in printed
+    assert "memory          a rank reads that of 1 of 2 others directly\n" in printed
+    assert "(8 MiB in 4.0 ms), sent from rank to rank over gloo\n" in printed
+
+
+def test_nothing_is_started_if_not_asked_for(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--no-measure", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"] is None
+    assert given["requests"] == []
+
+
+def test_gpus_are_measured_unless_the_cpu_is_asked_for(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["machine"] = GPUS
+    coalesced = replace(GATHER, how="CoalescedAllGather")
+    given["measured"] = replace(MEASURED, backend="nccl", all_gather=coalesced, num_readable=0)
+    assert cli.main(["doctor"]) == 0
+    assert "one coalesced launch of nccl for a group" in capsys.readouterr().out
+    assert cli.main(["doctor", "--device", "cpu", "--ranks", "3"]) == 0
+    asked = [(request.num_ranks, request.device_type) for request in given["requests"]]
+    assert asked == [(2, "cuda"), (3, "cpu")]
+
+
+def test_one_gpu_is_well_and_has_nothing_to_measure(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["machine"] = replace(GPUS, devices=["GPU"])
+    assert cli.main(["doctor"]) == 0
+    assert given["requests"] == []
+    assert "ranks      1 on cuda, which communicates with nobody\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("measured", "problem"),
+    [
+        (
+            replace(MEASURED, all_gather=replace(GATHER, is_right=False)),
+            "all_gather gave wrong values: the backend or the machine is broken",
+        ),
+        (
+            RuntimeError("traceback\n  of a rank\nRuntimeError: no route\n"),
+            "2 ranks could not measure: RuntimeError: no route; if they do not reach each other, "
+            "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network interface, lo for one "
+            "machine",
+        ),
+    ],
+    ids=["wrong", "failed"],
+)
+def test_what_is_wrong_exits_with_1(
+    given: dict[str, Any],
+    measured: Any,
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given["measured"] = measured
+    assert cli.main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["is_well"], report["problems"]) == (False, [problem])
+    assert cli.main(["doctor"]) == 1
+    assert "nothing is wrong" not in capsys.readouterr().out
+
+
+def test_no_ranks_are_started_on_a_machine_with_problems(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["machine"] = replace(HERE, backends={"gloo": False})
+    assert cli.main(["doctor"]) == 1
+    assert given["requests"] == []
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "problem    torch has no backend for collectives: install a build with gloo"
+    )
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--mib", "--repeats", "--timeout"])
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
+def test_numbers_are_positive(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctor", option, value])
+    assert caught.value.code == 2
+    text = f"Expected a positive number, got '{value}'"
+    assert capsys.readouterr().err.endswith(f"error: argument {option}: {text}\n")
+
+
+LINES = [printing.Line("topic", "text"), printing.Line("warning", "[red]not markup", "yellow")]
+
+
+def test_a_terminal_gets_a_table_in_colours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich", reason="rich is an extra")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    printing.print_lines(LINES)
+    printed = capsys.readouterr().out
+    assert "\x1b[1;33mwarning" in printed and "[red]not markup" in printed
+
+
+def test_without_rich_a_terminal_gets_plain_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_as_before = builtins.__import__
+
+    def no_rich(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.startswith("rich"):
+            raise ImportError(name)
+        return import_as_before(name, *arguments, **options)
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(builtins, "__import__", no_rich)
+    printing.print_lines(LINES)
+    assert capsys.readouterr().out == "topic    text\nwarning  [red]not markup\n"

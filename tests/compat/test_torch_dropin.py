@@ -1,0 +1,437 @@
+"""Torch's `fully_shard` replaced by ours: what is reached, what is understood, what is put back."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import importlib
+import importlib.util
+import inspect
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as taken_before
+from torch.distributed.tensor import Shard
+
+import composable_shard
+from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall
+from composable_shard.module import group_of
+from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing.rank_process import LOOPBACK
+
+NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+MODULES = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed.fsdp._fully_shard",
+)
+ROOT = Path(composable_shard.__file__).parents[1]
+of_torch = {name: getattr(fsdp, name) for name in NAMES}
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_before() -> Iterator[None]:
+    yield
+    assert {name: getattr(fsdp, name) for name in NAMES} == of_torch
+    assert taken_before is of_torch["fully_shard"]
+
+
+# Where it is replaced ----------------------------------------------------------------------------
+
+
+def test_every_module_of_torch_has_ours_and_then_its_own_again() -> None:
+    found = {
+        (path, name): getattr(importlib.import_module(path), name)
+        for path in MODULES
+        for name in NAMES
+        if hasattr(importlib.import_module(path), name)
+    }
+    assert len(found) == 10
+    with install():
+        for path, name in found:
+            assert getattr(importlib.import_module(path), name) is functions.OURS[name]
+    for (path, name), value in found.items():
+        assert getattr(importlib.import_module(path), name) is value
+
+
+def test_references_in_loaded_modules_are_replaced() -> None:
+    client = types.ModuleType("client_with_references")
+    client.shard = fsdp.fully_shard  # type: ignore[attr-defined]
+    client.kept = {"in a dict": fsdp.fully_shard}  # type: ignore[attr-defined]
+    sys.modules[client.__name__] = client
+    try:
+        with install() as installation:
+            assert client.shard is functions.fully_shard  # type: ignore[attr-defined]
+            assert taken_before is functions.fully_shard
+            assert client.kept["in a dict"] is of_torch["fully_shard"]  # type: ignore[attr-defined]
+            assert "client_with_references.shard" in installation.replaced
+            assert f"{__name__}.taken_before" in installation.replaced
+        assert client.shard is of_torch["fully_shard"]  # type: ignore[attr-defined]
+    finally:
+        del sys.modules[client.__name__]
+
+
+def test_lazy_members_of_modules_are_not_loaded() -> None:
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was loaded")
+
+    sys.modules["lazy_client"] = Lazy("lazy_client")
+    try:
+        with install():
+            pass
+    finally:
+        del sys.modules["lazy_client"]
+
+
+def test_only_the_outermost_installation_uninstalls() -> None:
+    with install():
+        with install() as inner:
+            assert inner.replaced == []
+        assert is_installed()
+        install()
+        assert is_installed()
+    assert not is_installed()
+    uninstall()
+    assert not is_installed()
+
+
+def test_a_reference_taken_from_elsewhere_is_reached_by_installing_again() -> None:
+    client = types.ModuleType("late_client")
+    with install():
+        client.shard = of_torch["fully_shard"]  # type: ignore[attr-defined]
+        sys.modules[client.__name__] = client
+        try:
+            assert install().replaced == ["late_client.shard"]
+        finally:
+            del sys.modules[client.__name__]
+
+
+def test_ours_is_called_as_torchs_is() -> None:
+    assert inspect.signature(functions.fully_shard) == inspect.signature(of_torch["fully_shard"])
+    for name in NAMES:
+        assert functions.OURS[name].__name__ == name
+        assert pickle.loads(pickle.dumps(functions.OURS[name])) is functions.OURS[name]
+
+
+# What is understood ------------------------------------------------------------------------------
+
+
+def test_classes_stay_those_of_torch() -> None:
+    names = ("FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy")
+    before = [getattr(fsdp, name) for name in names]
+    with install():
+        assert [getattr(fsdp, name) for name in names] == before
+
+
+def test_policies_of_torch_mean_what_they_meant() -> None:
+    with fake_ranks(2), install():
+        model = fsdp.fully_shard(
+            nn.Linear(4, 4),
+            mp_policy=fsdp.MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, torch.float16, False
+            ),
+            offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False),
+        )
+        group = group_of(model)
+    assert group is not None
+    assert group.policy == composable_shard.MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, torch.float16, False
+    )
+    assert all(param.offload == composable_shard.CPUOffloadPolicy(False) for param in group.params)
+
+
+def test_policies_of_ours_may_be_given_too() -> None:
+    policy = composable_shard.MixedPrecisionPolicy(torch.bfloat16, grad_dtype=torch.float32)
+    with fake_ranks(2), install():
+        group = group_of(fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy))
+    assert group is not None and group.policy == policy
+
+
+def test_an_error_of_ours_is_raised_with_its_text() -> None:
+    with fake_ranks(2), install(), pytest.raises(TypeError) as caught:
+        fsdp.fully_shard(nn.Linear(4, 4), mp_policy="bf16")
+    assert str(caught.value) == (
+        "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got builtins.str"
+    )
+
+
+def test_a_placement_may_be_the_result_of_torch() -> None:
+    common = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
+    with fake_ranks(4), install():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        of_expert = common.FSDPMeshInfo(mesh["ep"], shard_mesh_dim=0)
+
+        def place(param: nn.Parameter) -> Any:
+            if param.ndim == 2:
+                return common.ShardPlacementResult(placement=Shard(1), mesh_info=of_expert)
+            return None
+
+        model = fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh["dp"], shard_placement_fn=place)
+        assert model.weight.placements == (Shard(1),)
+        assert model.weight.device_mesh == mesh["ep"]
+        assert model.bias.placements == (Shard(0),)
+        assert model.bias.device_mesh == mesh["dp"]
+
+
+def test_axes_may_be_named_by_the_class_of_torch() -> None:
+    with fake_ranks(4), install():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        dims = fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
+        model = fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh, dp_mesh_dims=dims)
+        assert model.weight.to_local().shape == (4, 8)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    encode = forward
+
+
+def test_modules_that_torch_has_sharded_stay_with_torch() -> None:
+    with fake_ranks(2):
+        theirs = [of_torch["fully_shard"](Encoder()) for _ in range(2)]
+        with install():
+            assert all(isinstance(module, fsdp.FSDPModule) for module in theirs)
+            fsdp.register_fsdp_forward_method(theirs[0], "encode")
+            assert theirs[0].encode(torch.ones(1, 4)).shape == (1, 4)  # gathered by torch
+            fsdp.share_comm_ctx(theirs)
+            ours = fsdp.fully_shard(Encoder())
+            fsdp.register_fsdp_forward_method(ours, "encode")
+            assert ours.encode(torch.ones(1, 4)).shape == (1, 4)
+            fsdp.share_comm_ctx([ours, fsdp.fully_shard(Encoder())])
+    assert isinstance(ours, composable_shard.FSDPModule)
+    assert not isinstance(theirs[0], composable_shard.FSDPModule)
+
+
+def test_the_state_that_pipeline_schedules_ask_for_is_ours() -> None:
+    with fake_ranks(2), install():
+        model = fsdp.fully_shard(nn.Linear(4, 4))
+        state = fsdp.fully_shard.state(model)
+    assert type(state).__module__ == "composable_shard.core.passes.torch_state"
+
+
+# Numbers -----------------------------------------------------------------------------------------
+
+
+def trained(installs: bool) -> tuple[str, list[float]]:
+    def train() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        shard = functools.partial(fsdp.fully_shard, mp_policy=policy)
+        for layer in (model[0], model[2]):
+            shard(layer)
+        shard(model)
+        owners.append(type(model).__mro__[1].__module__)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            loss = model(torch.randn(5, 6, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    owners: list[str] = []
+    if not installs:
+        return "torch", train()
+    with install():
+        losses = train()
+    return owners[0], losses
+
+
+def test_losses_are_those_of_torch_bit_by_bit() -> None:
+    ours, theirs = run_ranks(trained, 2, True), run_ranks(trained, 2, False)
+    assert [owner for owner, _ in ours] == ["composable_shard.module"] * 2
+    assert [losses for _, losses in ours] == [losses for _, losses in theirs]
+
+
+# Scripts -----------------------------------------------------------------------------------------
+
+SCRIPT = """
+import multiprocessing, pickle, sys
+from torch.distributed.fsdp import fully_shard
+
+class Local:
+    pass
+
+def tell(who):
+    print(who, __name__, fully_shard.__module__.partition(".")[0], flush=True)
+
+if __name__ == "__main__":
+    tell("script")
+    print(sys.argv[1:], sys.path[0] == sys.argv[0].rpartition("/")[0])
+    print(type(pickle.loads(pickle.dumps(Local()))) is Local, flush=True)
+    child = multiprocessing.get_context("spawn").Process(target=tell, args=("spawned",))
+    child.start()
+    child.join()
+    sys.exit(3)
+"""
+
+
+def run_python(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Run another Python in `folder`; return its exit code, output and errors."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PATH": "",
+            "GLOO_SOCKET_IFNAME": LOOPBACK.get(sys.platform, ""),
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_and_what_it_spawns_get_ours_without_knowing(tmp_path: Path) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    script = str(folder / "script.py")
+    code, output, errors = run_python(tmp_path, "-m", "composable_shard.run", script, "a", "--b")
+    assert output.splitlines() == [
+        "script __main__ composable_shard",
+        "['a', '--b'] True",
+        "True",
+        "spawned __mp_main__ composable_shard",
+    ], errors
+    assert code == 3
+
+
+RANK_SCRIPT = """
+import sys
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+model = fully_shard(nn.Linear(4, 4))
+sys.stdout.write(f"{dist.get_rank()} {type(model).__mro__[1].__module__} {sys.argv[1:]}\\n")
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_runs_it_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RANK_SCRIPT)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    code, output, errors = run_python(
+        tmp_path, *launcher, "-m", "composable_shard.run", "script.py", "--steps", "3"
+    )
+    assert code == 0, errors
+    assert sorted(output.splitlines()) == [
+        f"{rank} composable_shard.module ['--steps', '3']" for rank in range(2)
+    ]
+
+
+def test_a_module_runs_as_after_python_m(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from composable_shard.run import main
+
+    (tmp_path / "some_program.py").write_text(
+        "import sys\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "print(__name__, __spec__.name, sys.argv, sys.path[0])\n"
+        "print(fully_shard.__module__.partition('.')[0])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    main(["-m", "some_program", "--steps", "3"])
+    file = tmp_path / "some_program.py"
+    assert capsys.readouterr().out.splitlines() == [
+        f"__main__ some_program ['{file}', '--steps', '3'] {tmp_path}",
+        "composable_shard",
+    ]
+    assert not is_installed()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--help"], 0, ""),
+        ([], 2, "Expected a script or a module, got []"),
+        (["-x"], 2, "Expected a script or a module, got ['-x']"),
+        (["gone.py"], 2, "Expected a script, got 'gone.py', which is not there"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from composable_shard.run import USAGE, main
+
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == code
+    printed = capsys.readouterr()
+    assert printed.out == (f"{USAGE}\n" if code == 0 else "")
+    assert printed.err == (f"{USAGE}\n{text}\n" if code else "")
+
+
+def test_the_sitecustomize_that_is_hidden_runs_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the hidden one')\n")
+    at_start = ROOT / "composable_shard" / "compat" / "torch_dropin" / "at_start"
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; print('torch' in sys.modules)"],
+        env={"PYTHONPATH": f"{at_start}:{tmp_path}", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["the hidden one", "False"]
+
+
+@pytest.mark.parametrize(
+    "name", ["compat.torch_dropin.installation", "compat.torch_dropin.scripts", "run"]
+)
+def test_examples_run(name: str) -> None:
+    module = importlib.import_module(f"composable_shard.{name}")
+    results = doctest.testmod(module, optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    assert results.attempted > 0 and results.failed == 0
+
+
+def public_functions() -> Iterator[Callable[..., Any]]:
+    yield from (install, uninstall, is_installed)
+
+
+def test_every_public_function_has_an_example() -> None:
+    assert all(">>>" in (function.__doc__ or "") for function in public_functions())
+
+
+def test_a_torch_without_some_of_the_names_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older ones have no `share_comm_ctx` and no `DataParallelMeshDims`; private modules move."""
+    monkeypatch.delattr(fsdp, "share_comm_ctx")
+    monkeypatch.delattr(fsdp, "DataParallelMeshDims")
+    monkeypatch.setitem(sys.modules, "torch.distributed._composable.fsdp.fully_shard", None)
+    spec = importlib.util.spec_from_file_location("functions_on_old_torch", functions.__file__)
+    assert spec is not None and spec.loader is not None
+    on_old = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(on_old)
+    assert sorted(on_old.OF_TORCH) == ["fully_shard", "register_fsdp_forward_method"]
+    with fake_ranks(2), install() as installation:
+        assert "torch.distributed.fsdp.fully_shard" in installation.replaced
+        model = fsdp.fully_shard(nn.Linear(4, 4), mp_policy=fsdp.MixedPrecisionPolicy())
+    assert isinstance(model, composable_shard.FSDPModule)

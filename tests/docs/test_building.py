@@ -1,0 +1,52 @@
+"""What building the site needs is named, pinned and there; it is built by ``make docs`` alone."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from docs.pages import DOCS, ROOT
+
+
+def pinned(path: str) -> dict[str, str]:
+    lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / path).read_text(), re.MULTILINE)
+    return {name.lower().replace("_", "-"): version for name, version in lines}
+
+
+def test_the_extra_is_pinned_and_no_version_contradicts_another() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = [re.split(r"[\[<>=]", wish)[0] for wish in project["optional-dependencies"]["docs"]]
+    assert extra == ["mkdocs", "mkdocs-material", "mkdocstrings"]
+    assert set(extra) <= pinned("constraints-docs.txt").keys()
+    others = pinned("constraints.txt")
+    for name, version in pinned("constraints-docs.txt").items():
+        assert others.get(name, version) == version
+
+
+def test_tests_and_lint_do_not_need_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (dev,) = project["optional-dependencies"]["dev"]
+    assert "docs" not in re.split(r"[\[\],]", dev)
+    assert "docs" not in (ROOT / ".ci" / "run").read_text()
+
+
+def test_warnings_are_errors() -> None:
+    (command,) = re.findall(r"^docs:.*\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert "mkdocs build --strict" in command
+    config = (ROOT / "mkdocs.yml").read_text()
+    checks = re.search(r"^validation:\n((?: .*\n)+)", config, re.MULTILINE)
+    assert checks is not None
+    choices = re.findall(r"^    \w+: (\w+)$", checks[1], re.MULTILINE)
+    assert choices == ["warn"] * 7
+
+
+def test_files_that_the_configuration_names_are_there() -> None:
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert re.findall(r"- (docs/\S+\.py)$", config, re.MULTILINE) == ["docs/_site/docstrings.py"]
+    assert (DOCS / "_site" / "docstrings.py").exists()
+
+
+def test_the_site_fetches_nothing_from_elsewhere() -> None:
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in config
+    assert "://" not in config

@@ -1,0 +1,93 @@
+"""Every page is in the navigation, and every link, anchor and picture is there."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+
+from docs.pages import DOCS, ROOT, Page, all_pages, resolve, site_pages
+
+PAGES = list(all_pages())
+PICTURES = sorted((DOCS / "pictures").glob("*.svg"))
+
+
+def navigation() -> list[str]:
+    """The pages that mkdocs.yml names, in order."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    nav = re.search(r"^nav:\n((?:[ #].*\n|\n)+)", text, re.MULTILINE)
+    assert nav is not None
+    return re.findall(r"^ *- [^#\n]*?:? ?(\S+\.md)$", nav[1], re.MULTILINE)
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a heading, as mkdocs makes it, and GitHub for what is plain."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)  # a link is its text
+    text = re.sub(r"[`*]", "", text).strip().lower()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text))
+
+
+def anchors(page: Page) -> set[str]:
+    return {slug(heading) for heading in page.headings} | set(page.objects)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    assert sorted(navigation()) == [str(page.path.relative_to(DOCS)) for page in site_pages()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_point_to_what_is_there(page: Page) -> None:
+    for link in page.links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.path.parent / path).resolve() if path else page.path
+        assert target.exists(), f"{page}: {link}"
+        if page.path.is_relative_to(DOCS):
+            assert target.is_relative_to(DOCS), f"{page}: {link} is not on the site"
+        if anchor:
+            assert target.suffix == ".md", f"{page}: {link}"
+            owner, _, member = anchor.rpartition(".")  # of a method its class is shown
+            is_member = owner in Page(target).objects and hasattr(resolve(owner), member)
+            assert is_member or anchor in anchors(Page(target)), f"{page}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_headings_of_a_page_differ(page: Page) -> None:
+    names = [slug(heading) for heading in page.headings]
+    assert len(set(names)) == len(names)
+    assert page.text.startswith("# ") and page.prose.count("\n# ") == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_lists_and_tables_stand_apart(page: Page) -> None:
+    """Without an empty line before it, the site shows a list or a table as text."""
+    lines = page.prose.splitlines()
+    for before, line in pairwise(lines):
+        for start in ("- ", "1. ", "|"):
+            if line.startswith(start) and before.strip():
+                assert before.startswith((start, "  ")), f"{page}: {line}"
+
+
+def test_there_are_pictures_and_each_is_shown() -> None:
+    shown = {
+        (page.path.parent / link).resolve()
+        for page in PAGES
+        for link in page.links
+        if link.endswith(".svg")
+    }
+    assert PICTURES
+    assert set(PICTURES) <= shown
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
+def test_a_picture_says_what_it_shows_and_is_readable_in_the_dark(picture: object) -> None:
+    text = picture.read_text()  # type: ignore[attr-defined]
+    root = ET.fromstring(text)
+    named = {child.tag.split("}")[-1]: (child.text or "") for child in root}
+    assert root.get("role") == "img" and root.get("viewBox")
+    assert named["title"].strip() and named["desc"].strip()
+    assert "prefers-color-scheme: dark" in named["style"]
+    assert not re.search(r"https?://(?!www\.w3\.org)", text)

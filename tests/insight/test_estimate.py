@@ -1,0 +1,420 @@
+"""What estimate tells is what explain tells of a model on that many ranks, and can be added up."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_shard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardError,
+    ShardPlacementResult,
+    apply_fully_shard,
+    estimate,
+    explain,
+    fully_shard,
+)
+from composable_shard.insight.estimate import _by_policy
+from composable_shard.insight.forecast.clock import StepTime
+from composable_shard.insight.forecast.question import (
+    Question,
+    checked_ranks,
+    default_loss,
+    rehearsing_arguments,
+)
+from composable_shard.insight.forecast.rehearsal import rehearse
+from composable_shard.insight.forecast.result import Estimate
+from composable_shard.insight.groups.blocks import is_repeated_block, repeated_blocks
+from composable_shard.insight.groups.traffic import total
+from composable_shard.testing import fake_ranks
+from tests.dist.two_tensors import two_tensor_mlp
+from tests.insight.models import BF16, Stack
+
+BATCH = torch.empty(2, 256, device="meta")
+
+
+def told(mesh_shape: int | tuple[int, int], **kwargs: Any) -> Estimate:
+    return estimate(Stack, mesh_shape, batch=BATCH, **kwargs)
+
+
+def explained(mesh_shape: int | tuple[int, int], **kwargs: Any) -> dict[str, Any]:
+    """Return what explain adds up to on as many fake ranks."""
+    shape = (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape
+    num_ranks = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+    with fake_ranks(num_ranks):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        with torch.device("meta"):
+            model = Stack()
+        apply_fully_shard(model, is_repeated_block(model), mesh=mesh, **kwargs)
+        explanation = explain(model)
+    parts = ("forward_gathers", "backward_gathers", "reductions", "all_reduces")
+    sums = {part: total(getattr(g.traffic, part) for g in explanation.groups) for part in parts}
+    return {"shards": sum(group.sharded_nbytes for group in explanation.groups), **sums}
+
+
+CASES: dict[str, tuple[int | tuple[int, int], dict[str, Any]]] = {
+    "one": (1, {}),
+    "two": (2, {}),
+    "seven": (7, {}),
+    "many": (1000, {}),
+    "bf16": (16, {"mp_policy": BF16}),
+    "kept": (16, {"reshard_after_forward": False}),
+    "regathered": (16, {"reshard_after_forward": 8}),
+    "regathered from all": (16, {"reshard_after_forward": 16}),
+    "replicas": ((3, 4), {}),
+    "only replicas": ((4, 1), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_those_that_explain_tells_on_as_many_ranks(case: str) -> None:
+    shape, kwargs = CASES[case]
+    result = told(shape, **kwargs)
+    expected = explained(shape, **kwargs)
+    assert result.peak.shards == result.between_steps.shards == expected.pop("shards")
+    assert {part: getattr(result.traffic, part) for part in expected} == expected
+
+
+def test_the_same_step_is_recorded_for_any_number_of_ranks() -> None:
+    recorded = []
+    for num_ranks in (2, 100_000):
+        ranks = checked_ranks(num_ranks, None)
+        assert ranks.rehearsing == (1, 2)
+        question = Question(
+            Stack, _by_policy(None, {}), BATCH, default_loss, torch.optim.SGD, False
+        )
+        rehearsal = rehearse(question, ranks)
+        recorded.append(rehearsal.moments)
+    assert recorded[0] == recorded[1]
+    assert checked_ranks(100_000, 10_000).rehearsing == (1, 4)
+    assert checked_ranks((1000, 100), None).rehearsing == (2, 2)
+
+
+def test_arguments_of_many_ranks_are_turned_into_those_of_few() -> None:
+    meant = [
+        (16, 8, 2),
+        (16, 16, True),
+        (16, 1, False),
+        (16, True, True),
+        (16, None, None),
+        (1, 1, False),
+    ]
+    for num_ranks, reshard, expected in meant:
+        kwargs = {"reshard_after_forward": reshard}
+        found = rehearsing_arguments(checked_ranks(num_ranks, reshard), kwargs)
+        assert [num_ranks, reshard, found] == [
+            num_ranks,
+            reshard,
+            {"reshard_after_forward": expected},
+        ]
+
+
+# Sums that can be done by hand -------------------------------------------------------------------
+
+WIDTH, ROWS = 1024, 16
+
+
+def one_layer() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def test_one_layer_by_hand() -> None:
+    x = torch.empty(ROWS, WIDTH, device="meta")
+    result = estimate(one_layer, 4, batch=x, device="cpu", flops=1e9, bandwidth=1e9, latency=1e-3)
+    whole = WIDTH * WIDTH * 4
+    flag = 4  # bytes
+    assert result.num_parameters == WIDTH * WIDTH
+    assert result.between_steps.shards == whole // 4
+    assert result.between_steps.optimizer == 2 * whole // 4 + 4
+    assert result.between_steps.unsharded == ROWS * WIDTH * 4
+    assert result.flops == 2 * 2 * ROWS * WIDTH * WIDTH  # the input needs no gradient
+    gathered = 3 * whole // 4
+    reduced = 3 * (whole // 4 + flag)
+    assert result.traffic.forward_gathers.nbytes == gathered
+    assert result.traffic.backward_gathers.nbytes == 0
+    assert result.traffic.reductions.nbytes == reduced
+    compute = result.flops / 1e9
+    communication = (gathered + reduced) / 1e9 + 2e-3
+    assert result.time is not None
+    assert result.time.compute == pytest.approx(compute)
+    assert result.time.communication == pytest.approx(communication)
+    assert result.time.exposed == pytest.approx(communication)  # there is nothing beside it
+    assert result.time.step == pytest.approx(compute + communication)
+    assert result.peak.gathered == whole
+    assert result.peak.gradients in (whole, whole + 4 * flag + whole // 4 + flag)
+
+
+def test_communication_hides_behind_compute() -> None:
+    slow = told(8, flops=1e6, bandwidth=1e12)
+    assert slow.time is not None
+    assert slow.time.exposed < 0.01 * slow.time.step
+    parts = told(8, flops=1e12, bandwidth=1e3).time
+    assert isinstance(parts, StepTime)
+    assert parts.exposed > 0.99 * parts.step
+    assert told(8).time is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_that_is_sent_takes_its_time(case: str) -> None:
+    shape, kwargs = CASES[case]
+    result = told(shape, flops=1e12, bandwidth=1e6, latency=0.5, **kwargs)
+    sent = result.traffic.total
+    assert result.time is not None and sent.nbytes is not None
+    assert result.time.communication == pytest.approx(sent.nbytes / 1e6 + 0.5 * sent.launches)
+
+
+def test_replicas_have_a_bandwidth_of_their_own() -> None:
+    alike = told((2, 4), flops=1e12, bandwidth=1e6)
+    slower = told((2, 4), flops=1e12, bandwidth=1e6, replica_bandwidth=1e5)
+    assert alike.time is not None and slower.time is not None
+    all_reduced = alike.traffic.all_reduces.nbytes
+    assert all_reduced is not None
+    more = slower.time.communication - alike.time.communication
+    assert more == pytest.approx(all_reduced / 1e5 - all_reduced / 1e6)
+
+
+def test_optimizers() -> None:
+    adamw = told(2, device="cpu").between_steps
+    momentum = told(2, device="cpu", optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    plain = told(2, device="cpu", optimizer=partial(torch.optim.SGD, lr=0.1))
+    assert plain.between_steps.optimizer == 0 == told(2, optimizer=None).between_steps.optimizer
+    assert momentum.between_steps.optimizer * 2 == adamw.optimizer - 4 * 11
+    many = partial(Stack, layers=12)
+    at_once = estimate(many, 2, batch=BATCH)
+    assert at_once.peak_at == "optimizer step"
+    one_by_one = estimate(many, 2, batch=BATCH, device="cpu")
+    assert at_once.peak.optimizer > 1.4 * one_by_one.between_steps.optimizer
+
+
+def test_offloaded_shards_are_on_the_cpu() -> None:
+    away = told(2, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    here = told(2)
+    assert here.on_cpu == 0
+    assert away.between_steps.shards == away.between_steps.optimizer == 0
+    least = here.between_steps.shards + here.between_steps.optimizer
+    assert away.on_cpu >= least + here.between_steps.shards
+    assert told(2, offload_policy=CPUOffloadPolicy(pin_memory=False), device="cpu").on_cpu == 0
+
+
+def test_activation_checkpoints_need_less_memory_and_more_compute() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return self.after(x)
+
+    batch = torch.empty(4096, 256, device="meta")
+    plain = estimate(partial(Stack, layers=8), 2, batch=batch)
+    again = estimate(partial(Checkpointed, layers=8), 2, batch=batch)
+    assert again.peak.activations < 0.6 * plain.peak.activations
+    # Recomputation ends where the last product would begin.
+    assert again.flops == plain.flops + 8 * 2 * 4096 * 256 * 384
+
+
+# What is asked -----------------------------------------------------------------------------------
+
+
+def test_forms_of_a_batch() -> None:
+    by_tensor = told(2)
+    for batch in ((BATCH,), {"x": BATCH}, lambda: torch.zeros(2, 256), torch.ones(2, 256)):
+        assert estimate(Stack, 2, batch=batch) == by_tensor
+
+
+def test_a_model_on_the_meta_device() -> None:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model = Stack()
+            model.register_buffer("table", torch.zeros(8))
+            model.layers[1].up.weight = model.layers[0].up.weight
+        return model
+
+    tied = estimate(build, 2, batch=BATCH)
+    assert tied.num_parameters == told(2).num_parameters - 256 * 384
+    assert tied.between_steps.unsharded == told(2).between_steps.unsharded + 8 * 4
+
+
+def test_shard_by_oneself() -> None:
+    def shard(model: Stack, mesh: Any) -> None:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    assert estimate(Stack, 8, batch=BATCH, shard=shard) == told(8)
+
+
+def test_repeated_blocks_are_the_outermost_ones() -> None:
+    model = nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in "ab"),
+            "heads": nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.ReLU()]),
+        }
+    )
+    assert repeated_blocks(model) == set(model["blocks"])
+
+
+def test_losses() -> None:
+    class Output:
+        loss = torch.ones(())
+
+    assert default_loss(Output(), None) is Output.loss
+    assert default_loss({"loss": Output.loss}, None) is Output.loss
+    assert default_loss(torch.ones(3), None) == 3
+
+
+def test_the_four_forms() -> None:
+    result = told(8, flops=1e12, bandwidth=1e9)
+    text = str(result)
+    assert text.splitlines()[0] == "462 k parameters in 3 groups over 8 shards"
+    assert f"at the peak ({result.peak_at})" in text
+    plain = json.loads(json.dumps(result.to_dict()))
+    assert plain["peak"]["shards"] == result.peak.shards
+    assert plain["mesh_shape"] == [1, 8]
+    assert result._repr_html_().count("<table>") == 3
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(result)
+    assert "462 k parameters in 3 groups over 8 shards" in console.export_text()
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+def test_a_process_group_of_the_caller_is_left_alone() -> None:
+    with fake_ranks(3):
+        with pytest.raises(ShardError) as caught:
+            told(2)
+        assert dist.get_world_size() == 3
+    assert str(caught.value) == (
+        "Expected estimate in a process without a process group, got one of backend 'fake'; "
+        "call it before init_process_group, or in a process of its own"
+    )
+    told(2)
+    assert not dist.is_initialized()
+
+
+class Listing(Stack):
+    def forward(self, x: Tensor) -> Any:
+        return [super().forward(x)]
+
+
+class Asking(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * y.sum().item()
+
+
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (
+        lambda: told((2, 2, 2)),  # type: ignore[arg-type]
+        ValueError,
+        "Expected mesh_shape to be a number of ranks or (replicas, shards), got (2, 2, 2)",
+    ),
+    (
+        lambda: told(0),
+        ValueError,
+        "Expected mesh_shape to be a number of ranks or (replicas, shards), got 0",
+    ),
+    (
+        lambda: told(8, reshard_after_forward=3),
+        ValueError,
+        "Expected reshard_after_forward to divide the number of shards, got 3 for 8 shards",
+    ),
+    (
+        lambda: told(8, flops=1e12),
+        ValueError,
+        "Expected both flops and bandwidth, or neither, got flops=1000000000000.0 and "
+        "bandwidth=None",
+    ),
+    (
+        lambda: told(8, flops=1.0, bandwidth=0.0),
+        ValueError,
+        "Expected positive speeds and a latency of at least 0, got flops=1.0, bandwidth=0.0, "
+        "replica_bandwidth=0.0, latency=0.0",
+    ),
+    (
+        lambda: estimate(Stack, 2),
+        TypeError,
+        "Expected batch to be what one rank's forward takes, got None",
+    ),
+    (
+        lambda: told(2, shard=lambda model, mesh: None, mp_policy=MixedPrecisionPolicy()),
+        ValueError,
+        "Expected either shard or policy and arguments of fully_shard, got shard and ['mp_policy']",
+    ),
+    (
+        lambda: estimate(lambda: None, 2, batch=BATCH),  # type: ignore[arg-type, return-value]
+        TypeError,
+        "Expected build_model to return an nn.Module, got NoneType",
+    ),
+    (
+        lambda: told(2, shard=lambda model, mesh: None),
+        ValueError,
+        "Expected shard to apply fully_shard to Stack, got no sharded module",
+    ),
+    (
+        lambda: estimate(Listing, 2, batch=BATCH),
+        TypeError,
+        "Expected forward to return a tensor, or an output with a loss, got list; pass loss=, "
+        "a function of the output and the batch",
+    ),
+    (
+        lambda: told(2, optimizer=torch.optim.Adafactor),
+        ValueError,
+        "Expected an optimizer whose step reads no values, got Adafactor; pass another one with "
+        "as much state, or optimizer=None to leave it out",
+    ),
+    (
+        lambda: estimate(two_tensor_mlp, 2, batch=torch.empty(2, 8)),
+        ValueError,
+        "Expected plain parameters, which can be laid out for any number of ranks, got a tensor "
+        "subclass; estimate the model before its parameters are converted",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED, ids=[c[2][9:50] for c in REFUSED])
+def test_message(call: Callable[[], object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == text
+    assert not dist.is_initialized()
+
+
+def test_code_that_asks_for_values_is_told_so() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        estimate(Asking, 2, batch=BATCH)
+    assert caught.value.__notes__ == [
+        "estimate runs the model on tensors without values, and something in it, or in the loss, "
+        "asks one for its value"
+    ]
+
+
+def test_meshes_of_single_parameters_are_refused() -> None:
+    def shard(model: nn.Module, mesh: Any) -> None:
+        with unset_fake_temporarily():
+            own = init_device_mesh("cpu", (2,), mesh_dim_names=("own",))
+        fully_shard(
+            model, mesh=mesh, shard_placement_fn=lambda param: ShardPlacementResult(mesh=own)
+        )
+
+    with pytest.raises(ValueError) as caught:
+        told(2, shard=shard)
+    assert str(caught.value) == (
+        "Expected parameters on the mesh of their group, got 'before.weight' on another; "
+        "estimate knows one axis of shards and one of replicas"
+    )

@@ -1,0 +1,260 @@
+"""What explain says in words: why, what is worth a look, and in which forms."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from composable_shard import MixedPrecisionPolicy, explain, fully_shard
+from composable_shard.insight.events import record_events
+from composable_shard.testing import fake_ranks
+from tests.insight.models import BF16, Stack, shard
+
+TEXT = """\
+Groups: bytes of one of each, on this rank
+  group                           modules  placements     parameters  elements  sharded  gathered
+  (root)                          Stack    Shard(0) of 2           3    67.6 k  132 KiB   264 KiB
+  layers.0 to layers.1 (2 alike)  Layer    Shard(0) of 2           4     197 k  385 KiB   385 KiB
+
+One step: launches x messages in each, bytes that this rank sends and copies
+  group                           forward gathers  backward gathers      reductions  all-reduces      sent    copied
+  (root)                           1 x 2, 132 KiB                 -  1 x 2, 132 KiB            -   264 KiB  16.1 KiB
+  layers.0 to layers.1 (2 alike)   1 x 3, 193 KiB    1 x 3, 193 KiB  1 x 3, 385 KiB            -   771 KiB  1.13 MiB
+  all of them                                                                                     1.76 MiB  2.28 MiB
+
+(root)
+  - it is the root, whose parameters backward needs first, so they are kept
+  - packed (after.weight, after.bias), 8.03 KiB: too small to be worth a message of their own: they share one and are copied out of it
+  - packed (after.weight, after.bias), 8.05 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether anybody has it
+
+layers.0 to layers.1 (2 alike)
+  - the parameters are freed after forward and gathered again for backward
+  - cast (up.weight, up.bias, down.weight and 1 more), 193 KiB 2 times a step: shards stored as float32 are cast to bfloat16 in one kernel before each gather, so that fewer bytes travel
+  - packed (up.bias, down.bias), 1.25 KiB 2 times a step: too small to be worth a message of their own: they share one and are copied out of it
+  - cast (up.weight, down.weight), 768 KiB: gradients are cast to float32, in which they are summed
+  - packed (up.bias, down.bias), 2.53 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether anybody has it"""  # noqa: E501
+
+
+def model_of_text() -> nn.Module:
+    model = Stack()
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=BF16)
+    return fully_shard(model)
+
+
+def test_the_text() -> None:
+    with fake_ranks(2):
+        assert str(explain(model_of_text())) == TEXT
+
+
+def test_the_other_forms() -> None:
+    from rich.console import Console
+
+    with fake_ranks(2):
+        explanation = explain(model_of_text())
+    plain = json.loads(json.dumps(explanation.to_dict()))
+    assert [group["name"] for group in plain["groups"]] == ["(root)", "layers.0", "layers.1"]
+    assert plain["groups"][1]["parameters"][0] == {
+        "name": "layers.0.up.weight",
+        "shape": [384, 256],
+        "dtype": "float32",
+        "placements": ["Shard(0)"],
+        "num_shards": 2,
+        "num_replicas": 1,
+        "is_trained": True,
+        "sharded_nbytes": 192 * 256 * 4,
+        "gathered_nbytes": 384 * 256 * 2,
+        "travels": "in place",
+    }
+    assert plain["groups"][1]["traffic"]["forward_gathers"] == {
+        "launches": 1,
+        "messages": 3,
+        "nbytes": (384 * 256 * 2 + 384 + 256) * 2 // 2,
+    }
+    html = explanation._repr_html_()
+    assert html.count("<table>") == 2
+    assert '<td style="text-align:left">layers.0 to layers.1 (2 alike)</td>' in html
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(explanation)
+    assert "layers.0 to layers.1 (2 alike)" in console.export_text()
+
+
+def test_text_and_notebook_do_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    with fake_ranks(2):
+        explanation = explain(model_of_text())
+    assert str(explanation) == TEXT
+    assert explanation._repr_html_().startswith("<p><b>Groups")
+
+
+def test_nothing_is_gathered_or_changed() -> None:
+    with fake_ranks(4):
+        model = shard(Stack())
+        before = {name: (id(param), param._version) for name, param in model.named_parameters()}
+        with record_events(model) as events:
+            assert explain(model) == explain(model)
+        assert events == []
+        assert {n: (id(p), p._version) for n, p in model.named_parameters()} == before
+
+
+def test_a_model_with_several_roots() -> None:
+    with fake_ranks(2):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        for layer in model:
+            fully_shard(layer)
+        names = [group.name for group in explain(model).groups]
+    assert names == ["0", "1"]
+
+
+def test_what_is_not_sharded_is_refused() -> None:
+    with pytest.raises(ValueError) as caught:
+        explain(nn.Linear(2, 2))
+    assert str(caught.value) == (
+        "Expected sharded modules in Linear, got none; apply fully_shard to it"
+    )
+
+
+def reasons(model: Any, group: int = 1) -> tuple[str, ...]:
+    return explain(model).groups[group].reasons
+
+
+def test_reasons() -> None:
+    with fake_ranks(4):
+        assert reasons(shard(Stack(), reshard_after_forward=False)) == (
+            "reshard_after_forward=False keeps the parameters until backward",
+        )
+        assert reasons(shard(Stack(), reshard_after_forward=2)) == (
+            "after forward each of 2 neighbours keeps a part of all parameters, from which "
+            "backward gathers them again",
+        )
+        model = shard(Stack())
+        model.set_requires_gradient_sync(False)
+        assert reasons(model)[1:] == (
+            "gradient sync is off: gradients stay unsharded on this rank until it is on",
+        )
+        assert explain(model).groups[1].traffic.reductions.launches == 0
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        assert reasons(model, 0) == ("it has no parameters of its own, so it sends nothing",)
+        assert reasons(model, 2) == (
+            "it ends forward and opens backward, so from the second step on it is kept between",
+        )
+    with fake_ranks(1):
+        assert reasons(shard(Stack()))[1:] == (
+            "one rank holds each parameter whole, so nothing is gathered",
+        )
+
+
+# Advice ------------------------------------------------------------------------------------------
+
+
+def advice(model: nn.Module) -> dict[str, tuple[tuple[str, ...], str, str]]:
+    return {one.kind: (one.about, one.problem, one.remedy) for one in explain(model).advice}
+
+
+def test_a_model_without_flaws() -> None:
+    with fake_ranks(2):
+        assert explain(shard(Stack())).advice == ()
+
+
+def test_one_giant_root() -> None:
+    with fake_ranks(2):
+        assert advice(fully_shard(Stack(layers=6)))["giant root"] == (
+            ("(root)",),
+            "the root group gathers 4.77 MiB at once, 100% of the parameters, and nothing overlaps "
+            "with that",
+            "apply fully_shard to each Layer (6 of them) before the root, or "
+            "apply_fully_shard(model, Layer)",
+        )
+
+
+def test_a_group_too_small_for_a_message() -> None:
+    with fake_ranks(2):
+        model = Stack()
+        model.small = nn.Linear(16, 16)
+        fully_shard(model.small)
+        assert advice(shard(model))["small group"] == (
+            ("small",),
+            "1 group of at most 1.06 KiB each: a gather of so few bytes is all latency",
+            "shard the module around instead, or several in one list: fully_shard([a, b])",
+        )
+
+
+def test_rows_that_do_not_divide() -> None:
+    with fake_ranks(2):
+        model = fully_shard(nn.Linear(512, 257, bias=False))
+        assert advice(model)["uneven rows"] == (
+            ("weight",),
+            "257 rows over 2 ranks are padded by 2 KiB, and the whole gradient is copied to pad it",
+            "make it 258 rows, or shard another dim by shard_placement_fn",
+        )
+
+
+def test_ranks_without_rows() -> None:
+    with fake_ranks(8):
+        model = fully_shard(nn.Linear(64, 4))
+        assert advice(model)["empty ranks"] == (
+            ("weight", "bias"),
+            "2 parameters of (root) with as few as 4 rows for 8 ranks: some ranks hold none, and "
+            "gathering pads by 1.02 KiB",
+            "shard a longer dim of weight by shard_placement_fn",
+        )
+        model = fully_shard(nn.Linear(64, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        assert advice(model)["empty ranks"][0] == ("bias",)
+        assert advice(model)["empty ranks"][2] == (
+            "nothing, if they are small: they share one message"
+        )
+
+
+def test_sums_in_low_precision() -> None:
+    with fake_ranks(8):
+        model = fully_shard(Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        assert advice(model)["narrow sums"] == (
+            ("(root)",),
+            "gradients of 8 ranks are summed in bfloat16, rounded as they go",
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions",
+        )
+
+
+def test_what_is_whole_on_every_rank() -> None:
+    with fake_ranks(2):
+        model = Stack()
+        model.register_buffer("table", torch.zeros(1000, 1000))
+        left = {model.before.weight, model.after.bias}
+        model.after.bias.requires_grad_(False)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model, ignored_params=left)
+        found = [
+            (one.about, one.problem, one.remedy)
+            for one in explain(model).advice
+            if one.kind.startswith("unsharded")
+        ]
+    assert found == [
+        (
+            ("before.weight",),
+            "1 parameter of 256 KiB whole on every rank, whose gradients no rank hears from the "
+            "others",
+            "apply fully_shard to a module around them, or reduce their gradients yourself",
+        ),
+        (
+            ("after.bias",),
+            "1 parameter of 32 B whole on every rank",
+            "apply fully_shard to a module around them",
+        ),
+        (
+            ("table",),
+            "1 buffer of 3.81 MiB whole on every rank",
+            "compute them when they are needed, share one among modules, or narrow their dtype",
+        ),
+    ]

@@ -1,0 +1,116 @@
+"""What explain says of a step is what a step does: launches, messages, bytes sent and copied.
+
+Ranks are kept from reading each other's memory, so that every message is one that is seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from composable_shard import explain
+from composable_shard.insight.groups.explanation import Explanation
+from composable_shard.testing import run_ranks
+from tests.dist.two_tensors import two_tensor_hooks
+from tests.insight import models
+from tests.insight.counting import Sent, count_step
+from tests.near import Apart
+
+
+def told(explanation: Explanation, num_shards: int, num_replicas: int = 1) -> Sent:
+    """Return what explain says, in the numbers that are counted."""
+    launches = messages = nbytes = all_reduced = 0
+    for group in explanation.groups:
+        traffic = group.traffic
+        launches += traffic.total.launches
+        for part in (traffic.forward_gathers, traffic.backward_gathers, traffic.reductions):
+            assert part.nbytes is not None
+            messages += part.messages * (num_shards - 1)
+            nbytes += part.nbytes
+        assert traffic.all_reduces.nbytes is not None
+        all_reduced += traffic.all_reduces.nbytes * num_replicas
+    copied = sum(copy.nbytes * copy.times for g in explanation.groups for copy in g.copies)
+    payload = all_reduced // max(1, 2 * (num_replicas - 1))  # a ring sends it almost twice
+    return Sent(launches, messages, nbytes, payload, copied)
+
+
+def count(case: str) -> tuple[Sent, Explanation, Explanation]:
+    model = models.CASES[case]()
+    before = explain(model)
+    sent = count_step(model)
+    return sent, before, explain(model)
+
+
+@pytest.mark.parametrize("case", models.CASES)
+def test_a_step_of_two_ranks(case: str) -> None:
+    for sent, before, after in run_ranks(Apart(count), 2, case):
+        assert sent == told(before, 2)
+        assert after == before
+
+
+def count_mixed_dtypes() -> tuple[Sent, Sent]:
+    """Count a model whose own casts are subtracted."""
+    own = count_step(models.mixed_dtypes()).copied
+    model = models.shard(models.mixed_dtypes())
+    sent = count_step(model)
+    return replace(sent, copied=sent.copied - own), told(explain(model), 2)
+
+
+def test_dtypes_that_differ_within_a_group() -> None:
+    for sent, said in run_ranks(Apart(count_mixed_dtypes), 2):
+        assert sent == said
+
+
+def count_four(num_replicas: int) -> tuple[Sent, Sent]:
+    model = models.hybrid(num_replicas)
+    before = explain(model)
+    return count_step(model), told(before, 4 // num_replicas, num_replicas)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_replicas(num_replicas: int) -> None:
+    for sent, said in run_ranks(Apart(count_four), 4, num_replicas):
+        assert sent == said
+        assert sent.all_reduced > 0
+
+
+def count_fewer() -> tuple[Sent, Explanation]:
+    model = models.shard(models.Stack(), reshard_after_forward=2)
+    before = explain(model)
+    return count_step(model), before
+
+
+def test_fewer_ranks_to_gather_from() -> None:
+    for sent, before in run_ranks(Apart(count_fewer), 4):
+        said = told(before, 4)
+        # One message goes to the one neighbour that keeps the other half, instead of to three.
+        regathers = sum(group.traffic.backward_gathers.messages for group in before.groups)
+        assert regathers == 3
+        assert sent == replace(said, messages=said.messages - 2 * regathers)
+
+
+def count_subclasses(has_hooks: bool) -> tuple[Sent, Explanation, Explanation]:
+    if has_hooks:
+        with two_tensor_hooks():
+            return count_subclasses_as_they_are()
+    return count_subclasses_as_they_are()
+
+
+def count_subclasses_as_they_are() -> tuple[Sent, Explanation, Explanation]:
+    model = models.subclasses()
+    before = explain(model)
+    sent = count_step(model)
+    return sent, before, explain(model)
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_tensor_subclasses(has_hooks: bool) -> None:
+    for sent, before, after in run_ranks(Apart(count_subclasses), 2, has_hooks):
+        said = told(after, 2)
+        assert sent == replace(said, copied=sent.copied)
+        gathers = before.groups[1].traffic.forward_gathers
+        assert gathers.launches == 1
+        assert gathers.nbytes == (
+            None if has_hooks else after.groups[1].traffic.forward_gathers.nbytes
+        )

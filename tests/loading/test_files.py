@@ -1,0 +1,192 @@
+"""The files and folders that weights are in: what they are called, and when they are there."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from composable_shard import ShardError, fully_shard, load_sharded, save_full
+from composable_shard.testing import run_threads
+from composable_shard.train.weights import writing
+from composable_shard.train.weights.save import num_bytes
+
+INDEX = "model.safetensors.index.json"
+
+
+def layers(value: float, num_layers: int = 3) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(num_layers)))
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+    return model
+
+
+def values_at(place: Path, num_layers: int = 3) -> set[float]:
+    """Return the values that a model has when it has read a checkpoint."""
+    model = layers(0, num_layers)
+    load_sharded(model, place)
+    return {value for param in model.parameters() for value in param.flatten().tolist()}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+SHARDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+
+
+def test_a_folder_of_several_files_has_the_index_of_hugging_face(tmp_path: Path) -> None:
+    save_full(layers(1), tmp_path, max_shard_size=100)  # each weight has 64 bytes
+    assert names_in(tmp_path) == [*SHARDS, INDEX]
+    assert json.loads((tmp_path / INDEX).read_text()) == {
+        "metadata": {"total_size": 192},
+        "weight_map": {f"{n}.weight": file for n, file in enumerate(SHARDS)},
+    }
+    for file in SHARDS:
+        with safe_open(tmp_path / file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    for place in (tmp_path, tmp_path / INDEX):
+        assert values_at(place) == {1.0}
+
+
+def test_as_much_as_fits_goes_into_a_file(tmp_path: Path) -> None:
+    save_full(layers(1), tmp_path, max_shard_size="128B".replace("B", "KB"))
+    assert names_in(tmp_path) == ["model.safetensors"]
+    save_full(layers(1, 5), tmp_path / "two", max_shard_size=128)
+    heads = [sorted(load_file(path)) for path in sorted((tmp_path / "two").glob("*.safetensors"))]
+    assert heads == [["0.weight", "1.weight"], ["2.weight", "3.weight"], ["4.weight"]]
+    save_full(layers(1), tmp_path / "each", max_shard_size=1)
+    assert names_in(tmp_path / "each") == [*SHARDS, INDEX]
+
+
+def test_sizes() -> None:
+    assert [num_bytes(size) for size in ("1KB", "1.5MiB", "2 GB", "1TiB", 12)] == [
+        1000,
+        1572864,
+        2 * 10**9,
+        2**40,
+        12,
+    ]
+
+
+def test_the_one_file_of_a_folder_and_other_names(tmp_path: Path) -> None:
+    save_file(layers(2).state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
+    assert values_at(tmp_path) == {2.0}
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": {f"{n}.weight": "a.safetensors" for n in range(3)}})
+    )
+    save_file(layers(3).state_dict(), tmp_path / "a.safetensors")
+    assert values_at(tmp_path) == {3.0}
+    save_file(layers(4).state_dict(), tmp_path / "model.safetensors")
+    assert values_at(tmp_path) == {4.0}
+
+
+@pytest.mark.parametrize("new", [100, 1000])
+@pytest.mark.parametrize("old", [60, 100, 1000])
+def test_what_is_replaced_leaves_nothing_behind(tmp_path: Path, old: int, new: int) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_full(layers(1, 4 if old == 60 else 3), tmp_path, max_shard_size=old)
+    save_full(layers(2), tmp_path, max_shard_size=new, overwrite=True)
+    weights = [*SHARDS, INDEX] if new == 100 else ["model.safetensors"]
+    assert names_in(tmp_path) == sorted(["config.json", *weights])
+    assert values_at(tmp_path) == {2.0}
+
+
+@pytest.mark.parametrize("new", [100, 1000])
+@pytest.mark.parametrize("old", [60, 100, 1000])
+def test_whatever_dies_there_is_the_old_or_the_new_or_none(
+    tmp_path: Path, old: int, new: int
+) -> None:
+    """Stop after each step of giving files their names, and read what is there."""
+    outcomes = []
+    for last in range(20):
+        folder = tmp_path / str(last)
+        save_full(layers(1), folder, max_shard_size=old)
+        with stopped_after(last) as num_left:
+            try:
+                save_full(layers(2), folder, max_shard_size=new, overwrite=True)
+            except ShardError as error:
+                assert "power is off" in str(error)
+        try:
+            outcomes.append(values_at(folder))
+        except ShardError as error:
+            assert "FileNotFoundError: Expected model.safetensors or" in str(error)
+            outcomes.append(set())
+        if num_left:
+            break
+    assert outcomes[0] == {1.0} and outcomes[-1] == {2.0}
+    assert all(outcome in ({1.0}, {2.0}, set()) for outcome in outcomes), outcomes
+    if new == 1000 or old == 1000:  # a single file is found first
+        assert set() not in outcomes
+
+
+class stopped_after:
+    """Let some files be renamed or removed, and no more; tell how many could have been."""
+
+    def __init__(self, number: int) -> None:
+        self._left = [None] * number
+        self._patches = [
+            mock.patch.object(writing.os, "replace", self._counted(writing.os.replace)),
+            mock.patch.object(Path, "unlink", self._counted(Path.unlink)),
+        ]
+
+    def _counted(self, call):
+        def act(*args, **kwargs):
+            if str(args[0]).endswith(".part") and call.__name__ == "unlink":
+                return call(*args, **kwargs)
+            if not self._left:
+                raise OSError("power is off")
+            self._left.pop()
+            return call(*args, **kwargs)
+
+        return act
+
+    def __enter__(self) -> list[None]:
+        for patch in self._patches:
+            patch.start()
+        return self._left
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+def test_nobody_sees_a_file_before_it_is_complete(tmp_path: Path) -> None:
+    seen = []
+
+    def look(*args: object, **kwargs: object) -> None:
+        seen.append(names_in(tmp_path))
+        return save(*args, **kwargs)
+
+    save = save_file
+    with mock.patch("safetensors.torch.save_file", look):
+        run_threads(lambda: save_full(fully_shard(layers(1)), tmp_path, max_shard_size=100), 2)
+    parts = [f".{name}.part" for name in SHARDS]
+    assert seen == [[], parts[:1], parts[:2]]
+    assert names_in(tmp_path) == [*SHARDS, INDEX]
+
+
+def test_the_bar_counts_bytes_on_the_first_rank_alone(tmp_path: Path) -> None:
+    def go() -> None:
+        model = fully_shard(layers(1))
+        save_full(model, tmp_path / "x.safetensors", progress=True)
+        load_sharded(model, tmp_path / "x.safetensors", progress=True)
+        assert dist.get_world_size() == 2
+
+    told = io.StringIO()
+    with redirect_stderr(told):
+        run_threads(go, 2)
+    last = [line.strip() for line in told.getvalue().replace("\r", "\n").splitlines() if line]
+    for title in ("saving", "loading"):
+        lines = [line for line in last if line.startswith(f"{title} x.safetensors: ")]
+        assert lines[-1].startswith(f"{title} x.safetensors: 100%") and "192/192 [" in lines[-1]
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["0.weight"], torch.ones(4, 4))

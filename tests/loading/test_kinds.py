@@ -1,0 +1,379 @@
+"""Parameters and buffers of every kind, on the meta device and not, under one name or several."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from composable_shard import CPUOffloadPolicy, fully_shard, load_sharded, save_full
+from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+from composable_shard.testing import run_threads
+from loading.test_meshes import differences, locals_of
+
+NUM_RANKS = 3
+
+
+class Kinds(nn.Module):
+    """Parameters of many shapes, dtypes and strides, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tensor in self.tensors():
+            self.register_parameter(
+                name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+            )
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("mask", torch.rand(4) > 0.5)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        self.absent = nn.Linear(2, 2, bias=False)
+        self.absent.register_parameter("weight", None)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "even", torch.randn(6, 2)
+        yield "uneven", torch.randn(7, 3)
+        yield "one_row", torch.randn(1, 4)
+        yield "no_rows", torch.randn(0, 4)
+        yield "scalar", torch.randn(())
+        yield "inner", torch.randn(2, 7)
+        yield "transposed", torch.randn(5, 4).t()
+        yield "image", torch.randn(3, 2, 2, 2).to(memory_format=torch.channels_last)
+        yield "low", torch.randn(4, 2).bfloat16()
+        yield "fp16", torch.randn(4).half()
+        yield "fp64", torch.randn(4).double()
+        yield "small", torch.randn(6, 2).to(torch.float8_e4m3fn)
+        yield "integer", torch.randint(99, (5,))
+        yield "byte", torch.randint(99, (5,), dtype=torch.uint8)
+        yield "complex", torch.randn(5, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+def shard(model: nn.Module, **kwargs: object) -> nn.Module:
+    inner = model.inner
+    return fully_shard(
+        model, shard_placement_fn=lambda param: Shard(1) if param is inner else None, **kwargs
+    )
+
+
+def kinds(seed: int) -> Kinds:
+    torch.manual_seed(seed)
+    return Kinds()
+
+
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize(("is_meta", "offloads"), [(False, False), (True, False), (True, True)])
+def test_parameters_of_every_kind(
+    tmp_path: Path, is_meta: bool, offloads: bool, sends: bool
+) -> None:
+    whole, others = kinds(1), [kinds(2) for _ in range(NUM_RANKS)]
+    state = {name: tensor.contiguous() for name, tensor in whole.state_dict().items()}
+    save_file(state, tmp_path / "x.safetensors")
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloads else {}
+
+    def check() -> list[str]:
+        wanted = shard(copy.deepcopy(whole), **options)
+        model = others[dist.get_rank()]
+        model = shard(model.to("meta") if is_meta else model, **options)
+        if is_meta:
+            model.register_buffer("table", torch.arange(3.0), persistent=False)
+        params = list(model.parameters())
+        told = load_sharded(model, tmp_path / "x.safetensors", broadcast_from_rank0=sends)
+        assert told == ([], [], [])
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        found = differences(locals_of(model), locals_of(wanted))
+        strides = [p.stride() for p in model.parameters()]
+        assert strides == [p.stride() for p in wanted.parameters()]
+        save_full(model, tmp_path / "y.safetensors")
+        return found
+
+    assert run_threads(check, NUM_RANKS) == [[]] * NUM_RANKS
+    assert differences(load_file(tmp_path / "y.safetensors"), state) == []
+
+
+def test_hooks_and_attributes_of_parameters_on_meta_are_kept(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    save_full(layer, tmp_path / "x.safetensors")
+
+    def check() -> None:
+        called = []
+        with torch.device("meta"):
+            model = fully_shard(nn.Linear(2, 2, bias=False))
+        model.weight.register_post_accumulate_grad_hook(lambda param: called.append(param.mark))
+        model.weight.mark = "ours"
+        model.weight.requires_grad_(True)
+        load_sharded(model, tmp_path / "x.safetensors")
+        model(torch.ones(1, 2)).sum().backward()
+        assert called == ["ours"]
+
+    run_threads(check, 2)
+
+
+def test_what_is_unsharded_is_gathered_anew(tmp_path: Path) -> None:
+    """Also where the group belongs to a module around the one that is loaded."""
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save_full(whole[0], tmp_path / "0.safetensors")
+    x = torch.ones(1, 2)
+
+    def check() -> None:
+        model = fully_shard(copy.deepcopy(whole), reshard_after_forward=False)
+        with torch.no_grad():
+            model[0].weight.zero_()
+            model(x)  # leaves the parameters gathered
+        load_sharded(model[0], tmp_path / "0.safetensors")
+        assert torch.equal(model(x), whole(x))
+
+    run_threads(check, 2)
+
+
+def test_dtypes_of_the_model_and_of_the_file(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 4)
+    save_file(layer.state_dict(), tmp_path / "x.safetensors")
+
+    def check() -> None:
+        model = fully_shard(nn.Linear(3, 4, dtype=torch.bfloat16))
+        load_sharded(model, tmp_path / "x.safetensors")
+        assert model.weight.dtype is torch.bfloat16
+        assert torch.equal(model.weight.full_tensor(), layer.weight.bfloat16())
+        save_full(model, tmp_path / "y.safetensors", dtype=torch.float64)
+
+    run_threads(check, 2)
+    saved = load_file(tmp_path / "y.safetensors")
+    assert torch.equal(saved["weight"], layer.weight.detach().bfloat16().double())
+
+
+# Tied -------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Weights of two groups that are one, and a module that is registered twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.block = nn.Linear(4, 4)
+        self.again = self.block
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(2))
+        self.register_buffer("alias", self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.again(self.block(self.embed(x))))
+
+
+ONCE = ["block.bias", "block.weight", "embed.weight", "scale"]
+
+
+@pytest.mark.parametrize("under", ["first", "last", "all"])
+@pytest.mark.parametrize("is_meta", [False, True])
+def test_tied_weights_under_one_name_or_all(tmp_path: Path, is_meta: bool, under: str) -> None:
+    torch.manual_seed(1)
+    whole = Tied()
+    state = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    tied = ["embed.weight", "block.weight", "block.bias", "scale"]
+    ties = ["head.weight", "again.weight", "again.bias", "alias"]
+    for name in {"first": ties, "last": tied, "all": []}[under]:
+        del state[name]
+    save_file(state, tmp_path / "x.safetensors")
+    x = torch.tensor([0, 3, 4])
+
+    def check() -> torch.Tensor:
+        with torch.device("meta" if is_meta else "cpu"):
+            model = Tied()
+        for layer in (model.embed, model.block, model.head):
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert load_sharded(model, tmp_path / "x.safetensors") == ([], [], [])
+        assert model.head.weight is model.embed.weight
+        got = model(x)
+        got.sum().backward()
+        optimizer.step()
+        assert model.alias is model.scale
+        save_full(model, tmp_path / "y.safetensors")
+        return got
+
+    wanted = whole(x)
+    wanted.sum().backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    for got in run_threads(check, 1):
+        assert torch.equal(got, wanted)
+    saved = load_file(tmp_path / "y.safetensors")
+    assert sorted(saved) == ONCE
+    for name in ONCE:
+        assert torch.equal(saved[name], whole.state_dict()[name])
+
+
+def test_tensors_that_share_memory(tmp_path: Path) -> None:
+    """What is the same memory is tied; what overlaps is not, and is written in full."""
+
+    def build() -> nn.Module:
+        model, values = nn.Module(), torch.rand(6)
+        model.register_buffer("first", values[:4])
+        model.register_buffer("same", values[:4])
+        model.register_buffer("overlaps", values[2:])
+        return model
+
+    whole, model = build(), build()
+    save_full(whole, tmp_path / "x.safetensors")
+    assert sorted(load_file(tmp_path / "x.safetensors")) == ["first", "overlaps"]
+    assert load_sharded(model, tmp_path / "x.safetensors") == ([], [], [])
+    assert differences(model.state_dict(), whole.state_dict()) == []
+
+
+def test_without_strict_the_last_of_tied_names_counts(tmp_path: Path) -> None:
+    state = {"0.weight": torch.zeros(2, 2), "1.weight": torch.ones(2, 2), "more": torch.ones(1)}
+    save_file(state, tmp_path / "x.safetensors")
+
+    def check() -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        nn.init.constant_(model[2].weight, 7)
+        fully_shard(model)
+        told = load_sharded(model, tmp_path / "x.safetensors", strict=False)
+        assert told.missing_keys == ["1.bias", "2.weight", "2.bias"]
+        assert told.unexpected_keys == ["more"]
+        assert torch.equal(model[2].weight.full_tensor(), torch.full((2, 2), 7.0))
+        return model[0].weight.full_tensor()
+
+    for got in run_threads(check, 2):
+        assert torch.equal(got, torch.ones(2, 2))
+
+
+# What is not sharded by us ----------------------------------------------------------------------
+
+
+def test_a_model_without_ranks_and_without_shards(tmp_path: Path) -> None:
+    whole, model = kinds(1), kinds(2)
+    save_full(whole, tmp_path / "x.safetensors")
+    assert load_sharded(model, tmp_path / "x.safetensors") == ([], [], [])
+    assert differences(model.state_dict(), whole.state_dict()) == []
+    with torch.device("meta"):
+        model = Kinds()
+    with pytest.warns(UserWarning, match="the non-persistent buffers table, which are still"):
+        assert load_sharded(model, tmp_path / "x.safetensors").left_on_meta == ["table"]
+    assert differences(model.state_dict(), whole.state_dict()) == []
+
+
+def test_parameters_that_are_ignored_are_read_whole(tmp_path: Path) -> None:
+    whole = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    save_full(whole, tmp_path / "x.safetensors")
+
+    def check() -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        fully_shard(model, ignored_params=set(model[1].parameters()))
+        load_sharded(model, tmp_path / "x.safetensors")
+        assert not isinstance(model[1].weight, DTensor)
+        assert torch.equal(model[1].weight, whole[1].weight)
+        assert torch.equal(model(torch.ones(1, 2)), whole(torch.ones(1, 2)))
+        save_full(model, tmp_path / "y.safetensors")
+
+    run_threads(check, 2)
+    assert differences(load_file(tmp_path / "y.safetensors"), whole.state_dict()) == []
+
+
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_that_are_not_neighbours(tmp_path: Path, dim: int, sends: bool) -> None:
+    """A DTensor of which each of two ranks has every other pair of rows; nothing else shards it."""
+    whole = nn.Linear(8, 8, bias=False)
+    save_full(whole, tmp_path / "x.safetensors")
+
+    def check() -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(8, 8, bias=False, device="meta")
+        zeros = distribute_tensor(model.weight, mesh, [_StridedShard(dim, split_factor=2)])
+        model.weight = nn.Parameter(zeros)
+        load_sharded(model, tmp_path / "x.safetensors", broadcast_from_rank0=sends)
+        return model.weight.to_local()
+
+    for rank, local in enumerate(run_threads(check, 2)):
+        own = [2 * rank, 2 * rank + 1, 2 * rank + 4, 2 * rank + 5]
+        assert torch.equal(local, whole.weight.index_select(dim, torch.tensor(own)))
+
+
+def test_a_subclass_around_one_tensor(tmp_path: Path) -> None:
+    """A weight that is gathered as float8 holds nothing but itself, and is read like others."""
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    weight = torch.randn(32, 16)
+    save_file({"0.weight": weight}, tmp_path / "x.safetensors")
+
+    def check() -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(16, 32, bias=False))
+        fully_shard(convert_to_float8_training(model, config=config))
+        assert type(model[0].weight.to_local()).__name__ == "WeightWithDynamicFloat8CastTensor"
+        load_sharded(model, tmp_path / "x.safetensors")
+        save_full(model, tmp_path / "y.safetensors")
+        return model[0].weight.to_local()._tensor
+
+    assert torch.equal(torch.cat(run_threads(check, 2)), weight)
+    assert torch.equal(load_file(tmp_path / "y.safetensors")["0.weight"], weight)
+
+
+def test_wrappers_do_not_appear_in_names(tmp_path: Path) -> None:
+    whole = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    save_full(whole, tmp_path / "x.safetensors")
+
+    def check() -> None:
+        model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 3)), nn.Linear(3, 2))
+        model[1] = FullyShardedDataParallel(model[1], device_id="cpu")
+        model = torch.compile(FullyShardedDataParallel(model, device_id="cpu"), backend="eager")
+        assert load_sharded(model, tmp_path / "x.safetensors") == ([], [], [])
+        save_full(model, tmp_path / "y.safetensors")
+
+    run_threads(check, 2)
+    assert differences(load_file(tmp_path / "y.safetensors"), whole.state_dict()) == []
+
+
+# Names ------------------------------------------------------------------------------------------
+
+
+def test_names_that_are_mapped(tmp_path: Path) -> None:
+    """Two stages read what is theirs from one file, each with ranks of its own, and write it."""
+    whole = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    save_full(whole, tmp_path / "x.safetensors", rename=lambda name: f"model.layers.{name}")
+
+    def check() -> None:
+        stage = dist.get_rank() // 2
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mesh = dist.device_mesh.DeviceMesh.from_group(groups[stage], "cpu")
+        model = fully_shard(nn.Linear(2, 3) if stage == 0 else nn.Linear(3, 2), mesh=mesh)
+        prefix = f"model.layers.{stage}."
+
+        def own(name: str) -> str | None:
+            return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+        group = groups[stage]
+        load_sharded(model, tmp_path / "x.safetensors", rename=own, process_group=group)
+        save_full(
+            model, tmp_path / f"{stage}", rename=lambda name: f"{stage}.{name}", process_group=group
+        )
+
+    run_threads(check, 4)
+    saved = {
+        name: tensor
+        for stage in (0, 1)
+        for name, tensor in load_file(tmp_path / f"{stage}" / "model.safetensors").items()
+    }
+    assert differences(saved, whole.state_dict()) == []
+
+
+def test_a_name_that_is_left_out_is_not_written(tmp_path: Path) -> None:
+    save_full(
+        nn.Linear(2, 3), tmp_path / "x.safetensors", rename=lambda n: None if n == "bias" else n
+    )
+    assert list(load_file(tmp_path / "x.safetensors")) == ["weight"]

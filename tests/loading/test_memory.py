@@ -1,0 +1,166 @@
+"""How much a rank reads, and how much memory that takes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import safetensors
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from composable_shard import fully_shard, load_sharded, save_full
+from composable_shard.testing import run_ranks
+from composable_shard.train.full_values import full_copy
+from composable_shard.train.weights import writing
+
+MIB = 2**20
+NUM_TENSORS, TENSOR_NBYTES = 12, 8 * MIB
+SLACK_NBYTES = 8 * MIB
+
+
+def build(is_meta: bool, dim: int = 0) -> nn.Module:
+    width = 1024
+    with torch.device("meta" if is_meta else "cpu"):
+        layers = [nn.Linear(width, 2 * width, bias=False) for _ in range(NUM_TENSORS)]
+        model = nn.Sequential(*layers)
+    return fully_shard(model, shard_placement_fn=lambda _: Shard(dim))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("big") / "x.safetensors"
+    save_file({f"{i}.weight": torch.full((2048, 1024), i + 0.5) for i in range(NUM_TENSORS)}, path)
+    return path
+
+
+# What is read -----------------------------------------------------------------------------------
+
+
+class CountingFile:
+    """A file that counts the bytes that are taken of it; of whole tensors only facts are known."""
+
+    def __init__(self, handle: Any, num_bytes: list[int]) -> None:
+        self._handle, self.num_bytes = handle, num_bytes
+
+    def __enter__(self) -> CountingFile:
+        self._file = self._handle.__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._handle.__exit__(*details)
+
+    def keys(self) -> list[str]:
+        return self._file.keys()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(name).to("meta")
+
+    def get_slice(self, name: str) -> CountingSlice:
+        return CountingSlice(self._file.get_slice(name), self.num_bytes)
+
+
+class CountingSlice:
+    def __init__(self, inner: Any, num_bytes: list[int]) -> None:
+        self._inner, self._num_bytes = inner, num_bytes
+
+    def __getitem__(self, box: Any) -> torch.Tensor:
+        piece = self._inner[box]
+        self._num_bytes.append(piece.nbytes)
+        return piece
+
+
+def read_bytes(file: Path, dim: int) -> list[int]:
+    opened = safetensors.safe_open
+    num_bytes: list[int] = []
+
+    def counting(*args: Any, **kwargs: Any) -> CountingFile:
+        return CountingFile(opened(*args, **kwargs), num_bytes)
+
+    with mock.patch.object(safetensors, "safe_open", counting):
+        load_sharded(build(True, dim), file)
+    return num_bytes
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_each_rank_reads_its_slices_and_no_more(file: Path, dim: int) -> None:
+    own = [TENSOR_NBYTES // 2] * NUM_TENSORS
+    assert run_ranks(read_bytes, 2, file, dim) == [own, own]
+
+
+# What is held -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def growth() -> Iterator[list[int]]:
+    """Measure by how many bytes the memory of this process grows at most."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide what is needed
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")  # forget the peak so far
+    before, found = resident("VmRSS"), []
+    yield found
+    found.append(resident("VmHWM") - before)
+
+
+def resident(what: str) -> int:
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+def growth_while_loading(file: Path, dim: int, sends: bool) -> int:
+    for _ in range(2):  # the first time, code is loaded too
+        model = build(True, dim)
+        dist.barrier()
+        with growth() as found:
+            load_sharded(model, file, broadcast_from_rank0=sends)
+    return found[0]
+
+
+def held_while_saving(folder: Path) -> list[int]:
+    """Return how many full tensors there were after each was gathered."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+
+    def counting(tensor: torch.Tensor) -> torch.Tensor:
+        full = full_copy(tensor)
+        made.append(weakref.ref(full))
+        counts.append(sum(one() is not None for one in made))
+        return full
+
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6))))
+    with mock.patch.object(writing, "full_copy", counting):
+        save_full(model, folder, max_shard_size=128)  # each weight has 64 bytes
+    return counts
+
+
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="peaks of memory are read from /proc, which only Linux has"
+)
+
+
+@on_linux
+@pytest.mark.parametrize(("dim", "sends"), [(0, False), (1, False), (0, True)])
+def test_memory_grows_by_the_shard_and_one_tensor_at_most(
+    file: Path, dim: int, sends: bool
+) -> None:
+    shard = NUM_TENSORS * TENSOR_NBYTES // 2
+    grown = run_ranks(growth_while_loading, 2, file, dim, sends)
+    assert min(grown) > shard - SLACK_NBYTES, grown  # or this would measure nothing
+    assert max(grown) < shard + TENSOR_NBYTES + SLACK_NBYTES, grown
+
+
+def test_saving_holds_the_tensors_of_one_file_on_the_first_rank_alone(tmp_path: Path) -> None:
+    assert run_ranks(held_while_saving, 2, tmp_path) == [[1, 2, 1, 2, 1, 2], [1, 1, 1, 1, 1, 1]]

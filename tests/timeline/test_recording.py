@@ -1,0 +1,265 @@
+"""What is recorded of whole steps: every span, flight and sample, by a clock that ticks."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_shard import fully_shard, trace
+from composable_shard.insight.events import record_events
+from composable_shard.insight.timeline.rank_trace import GroupFacts, RankTrace
+from composable_shard.insight.timeline.spans import Mark, Span, unfold
+from composable_shard.insight.trace import Timeline
+from composable_shard.testing import fake_ranks
+from timeline.recordings import MS, Ticks, growing_memory, recorded_steps, train, two_layers
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def shown(span: Span) -> str:
+    words = [span.kind, span.act, span.name or "root"]
+    what = " ".join(word for word in words if word)
+    return f"{span.start // MS:>3}-{span.end // MS} {what}".strip()
+
+
+def spans_of(recorded: RankTrace, step: int) -> list[str]:
+    begin, end = recorded.intervals[step]
+    return [shown(span) for span in recorded.spans if begin <= span.start < end]
+
+
+SECOND_STEP = """
+    54-55 forward root
+    55-56 forward 0
+    56-57 launch gather 0
+    57-58 forward 0
+    58-59 wait gather 0
+    59-60 copy gather 0
+    60-61 forward 0
+    61-62 launch gather 1
+    62-63 forward 0
+    63-65 forward root
+    65-66 forward 1
+    66-67 wait gather 1
+    67-68 copy gather 1
+    68-69 forward 1
+    69-70 forward root
+    71-72 wait readers root
+    73-74 backward 1
+    74-75 launch gather 0
+    75-76 backward 1
+    76-79 backward root
+    79-80 launch reduce 1
+    80-81 backward root
+    81-82 backward 0
+    82-83 wait gather 0
+    83-84 copy gather 0
+    84-85 backward 0
+    85-86 backward root
+    86-87 wait reduce 1
+    87-88 copy reduce 1
+    88-89 backward root
+    89-90 launch reduce 0
+    90-91 backward root
+    92-93 wait reduce 0
+    93-94 copy reduce 0
+    96-97 wait readers root
+    98-99 optimizer SGD"""
+
+
+def test_every_moment_of_a_step_belongs_to_one_span() -> None:
+    recorded = recorded_steps(2)
+    assert recorded.intervals == [(0, 53 * MS), (53 * MS, 100 * MS)]
+    assert spans_of(recorded, 1) == lines(SECOND_STEP)
+    for before, after in itertools.pairwise(recorded.spans):
+        assert before.end <= after.start
+
+
+def test_flights_last_from_the_launch_to_the_end_of_the_wait() -> None:
+    recorded = recorded_steps(2)
+    flights = [(f.act, f.name, f.number, f.start // MS, f.end // MS) for f in recorded.flights]
+    assert flights[6:] == [
+        ("gather", "0", 2, 56, 59),
+        ("gather", "1", 2, 61, 67),
+        ("gather", "0", 3, 74, 83),
+        ("reduce", "1", 1, 79, 87),
+        ("reduce", "0", 1, 89, 93),
+    ]
+    launched = {(s.act, s.name, s.number): s.start for s in recorded.spans if s.kind == "launch"}
+    waited = {(s.act, s.name, s.number): s.end for s in recorded.spans if s.kind == "wait"}
+    for flight in recorded.flights:
+        assert (launched[flight[:3]], waited[flight[:3]]) == (flight.start, flight.end)
+
+
+def test_memory_is_asked_where_it_was_taken_or_is_given_back() -> None:
+    memory = recorded_steps(1).memory
+    assert [sample.nbytes for sample in memory] == list(range(100, 100 + len(memory)))
+    ticks = [sample.time // MS for sample in memory]
+    assert ticks[:6] == [0, 4, 8, 9, 12, 16]  # begin, gather 0, left 0, freed 0, gather 1, left 1
+    assert ticks[-4:] == [51, 52, 53, 54]  # the optimizer, the step, the end
+
+
+def test_the_facts_of_groups_and_ranks() -> None:
+    recorded = recorded_steps(1)
+    facts = GroupFacts(num_params=2, nbytes=80, shard_ranks=0, replica_ranks=1)
+    assert recorded.rank_sets == [[0, 1], [0]]
+    assert recorded.groups == {"": GroupFacts(0, 0, 0, 1), "0": facts, "1": facts}
+    assert (recorded.rank, recorded.num_ranks, recorded.device) == (0, 2, "cpu")
+    assert RankTrace.from_json(recorded.to_json()) == recorded
+
+
+def acts(recorded: RankTrace) -> list[str]:
+    return [f"{flight.act} {flight.name}" for flight in recorded.flights]
+
+
+def test_gathers_of_kept_parts_are_told_apart() -> None:
+    with fake_ranks(4):
+        model = two_layers(reshard_after_forward=2)
+        timeline = Timeline(model, clock=Ticks(), memory=growing_memory())
+        model(torch.ones(2, 4)).sum().backward()
+        timeline.stop()
+    assert timeline.recorded is not None
+    assert acts(timeline.recorded) == [
+        *("gather 0", "gather 1", "regather 1", "regather 0", "reduce 1", "reduce 0"),
+    ]
+
+
+def test_reductions_over_replicas_are_flights_of_their_own() -> None:
+    with fake_ranks(4):
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
+        model = two_layers(mesh=mesh)
+        timeline = Timeline(model, clock=Ticks(), memory=growing_memory())
+        model(torch.ones(2, 4)).sum().backward()
+        timeline.stop()
+    recorded = timeline.recorded
+    assert recorded is not None
+    assert acts(recorded)[-4:] == ["reduce 1", "reduce 0", "all-reduce 1", "all-reduce 0"]
+    assert recorded.rank_sets == [[0, 1], [0, 2]]
+    ends = {f"{flight.act} {flight.name}": flight for flight in recorded.flights}
+    for name in ("0", "1"):
+        assert ends[f"all-reduce {name}"].start == ends[f"reduce {name}"].end
+
+
+def test_a_failed_backward_leaves_no_span_open() -> None:
+    marks = [
+        Mark(0, "pre_backward", ""),
+        Mark(1, "pre_backward", "0"),
+        Mark(2, "begin_wait_for_all_gather", "0"),  # raises
+        Mark(7, "pre_forward", ""),
+        Mark(9, "post_forward", ""),
+        Mark(12, "step"),
+    ]
+    spans = unfold(marks).spans
+    assert spans[-2:] == [Span("wait", "0", 2, 7, "gather", 0), Span("forward", "", 7, 9)]
+
+
+def test_a_mark_that_seems_earlier_than_the_last_counts_as_that_moment() -> None:
+    marks = [Mark(0, "pre_forward", "0"), Mark(9, "pre_forward", "1"), Mark(5, "post_forward", "1")]
+    assert unfold([*marks, Mark(12, "post_forward", "0")]).spans == [
+        Span("forward", "0", 0, 9),
+        Span("forward", "0", 9, 12),
+    ]
+
+
+def test_skipped_steps_are_not_recorded_and_recording_ends_by_itself() -> None:
+    with fake_ranks(2):
+        model = two_layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with trace(model, skip=1, steps=2) as timeline:
+            listening = []
+            for _ in range(5):
+                train(model, optimizer)
+                timeline.step()
+                listening.append(model._group().context.listener is not None)
+    assert listening == [True, True, False, False, False]
+    recorded = timeline.recorded
+    assert recorded is not None
+    assert (recorded.first_step, len(recorded.steps)) == (1, 2)
+    assert [span.name for span in recorded.spans].count("SGD") == 2
+
+
+def test_nothing_is_recorded_of_a_run_that_ends_before_its_first_recorded_step() -> None:
+    with fake_ranks(2), trace(two_layers(), skip=3) as timeline:
+        timeline.step()
+    with pytest.raises(ValueError) as caught:
+        timeline.summary()
+    assert str(caught.value) == "Expected a recording that has ended, got one that has not begun"
+
+
+def test_an_exception_ends_the_recording_and_what_was_recorded_is_kept(tmp_path: Path) -> None:
+    with fake_ranks(2):
+        model = two_layers()
+        with pytest.raises(RuntimeError, match="shapes"), trace(model, tmp_path) as timeline:
+            model(torch.ones(2, 4))
+            timeline.step()
+            model(torch.ones(2, 3))
+        assert model._group().context.listener is None
+    recorded = RankTrace.from_json((tmp_path / "rank-00000.json").read_text())
+    assert recorded == timeline.recorded
+    assert len(recorded.steps) == 1
+
+
+def test_other_listeners_hear_what_a_timeline_hears() -> None:
+    with fake_ranks(2):
+        model = two_layers()
+        x = torch.ones(2, 4)
+        with (
+            record_events(model, "all_gather") as outer,
+            trace(model),
+            record_events(model, "all_gather") as inner,
+        ):
+            model(x)
+    assert inner == outer == [("all_gather", "0"), ("all_gather", "1")]
+
+
+def test_optimizers_of_other_models_are_not_heard() -> None:
+    with fake_ranks(2):
+        model, other = two_layers(), nn.Linear(2, 2)
+        strange = torch.optim.SGD(other.parameters(), lr=0.1)
+        with trace(model) as timeline:
+            other(torch.ones(1, 2)).sum().backward()
+            strange.step()
+    assert timeline.recorded is not None and timeline.recorded.spans == []
+
+
+def test_trees_within_a_plain_module_are_told_apart_by_their_names() -> None:
+    with fake_ranks(2):
+        model = nn.ModuleDict({name: fully_shard(nn.Linear(4, 4)) for name in ("first", "second")})
+        with trace(model) as timeline:
+            for one in model.values():
+                one(torch.ones(2, 4))
+    assert timeline.recorded is not None
+    assert acts(timeline.recorded) == ["gather first", "gather second"]
+
+
+def test_an_inner_module_shows_the_whole_tree() -> None:
+    with fake_ranks(2):
+        model: Any = two_layers()
+        with trace(model[1]) as timeline:
+            model(torch.ones(2, 4))
+    assert timeline.recorded is not None
+    assert list(timeline.recorded.groups) == ["", "0", "1"]
+
+
+CASES = [
+    ({}, nn.Linear(2, 2), "Expected a sharded module, got Linear; apply fully_shard to it"),
+    ({"skip": -1}, None, "Expected to skip at least 0 steps, got -1"),
+    ({"steps": 0}, None, "Expected to record at least 1 step, got 0"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "module", "text"), CASES, ids=["plain", "skip", "steps"])
+def test_messages(kwargs: dict[str, int], module: nn.Module | None, text: str) -> None:
+    with (
+        fake_ranks(2),
+        pytest.raises(ValueError) as caught,
+        trace(module or two_layers(), **kwargs),
+    ):
+        raise AssertionError("must not get here")
+    assert str(caught.value) == text
