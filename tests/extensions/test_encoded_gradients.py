@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -464,22 +464,58 @@ def test_the_rank_on_which_a_hook_fails_shows_where(
     assert shows == [False, True]
 
 
-def lost_rank() -> None:
-    """Let the exchange of formats fail, as it does when a rank dies."""
-    layer = as_type(nn.Linear(2, 4, bias=False), Lossless)
+def gathers_on_last(self: Any, mesh: Any) -> Any:
+    if dist.get_rank() == 3:
+        raise ValueError("no")
+    return (self.full[: 1 + (dist.get_rank() == 1)].t(),), None
+
+
+def broken_replica() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    kind = type("Broken", (Lossless,), {"fsdp_pre_all_gather": gathers_on_last})
+    fully_shard(as_type(nn.Linear(2, 4, bias=False), kind), mesh=mesh)(torch.ones(1, 2))
+
+
+def test_ranks_of_replicas_are_numbered_over_the_whole_job() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(broken_replica, 4)
+    differs = (
+        "Expected fsdp_pre_all_gather of weight to return tensors of the same number, dtypes and "
+        "trailing dims on all ranks, got [torch.float32 [2, 1]] on rank 0 and [torch.float32 "
+        "[2, 2]] on rank 1"
+    )
+    fails = "fsdp_pre_all_gather failed on rank 3: ValueError: no"
+    assert [failure.message for failure in caught.value.failures] == [differs] * 2 + [fails] * 2
+
+
+def lost_rank(weight: torch.Tensor, in_forward: bool) -> None:
+    """Let the exchange of what hooks return fail, as it does when a rank dies."""
+    layer = nn.Linear(2, 4, bias=False)
+    layer.weight = nn.Parameter(weight)
     fully_shard(layer)
-    loss = layer(torch.ones(1, 2)).sum()
-    with mock.patch.object(dist, "all_gather_object", side_effect=RuntimeError("closed by peer")):
+    failing = mock.patch.object(dist, "all_gather_object", side_effect=RuntimeError("closed"))
+    with failing if in_forward else nullcontext():
+        loss = layer(torch.ones(1, 2)).sum()
+    with failing:
         loss.backward()
 
 
-def test_a_rank_lost_at_the_first_reduction_is_told_as_such() -> None:
+@pytest.mark.parametrize(
+    ("weight", "in_forward", "act"),
+    [
+        (Lossless(torch.ones(4, 2)), True, "tensor subclasses send"),
+        (Lossless(torch.ones(4, 2)), False, "gradients are on the wire"),
+        (TwoTensor(torch.ones(4, 2), torch.ones(4, 2)), False, "gradients are made of"),
+    ],
+)
+def test_a_rank_lost_when_the_ranks_first_agree_is_told_as_such(
+    weight: torch.Tensor, in_forward: bool, act: str
+) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(lost_rank, 2)
+        run_ranks(lost_rank, 2, weight, in_forward)
     assert {failure.exception_type for failure in caught.value.failures} == {CommunicationError}
     assert [failure.message for failure in caught.value.failures] == [
-        f"Rank {rank} failed while agreeing on what gradients are on the wire: closed by peer"
-        for rank in range(2)
+        f"Rank {rank} failed while agreeing on what {act}: closed" for rank in range(2)
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composable_shard.core.comms.failures import named
+from composable_shard.core.comms.objects import gather_objects
 from composable_shard.core.params.extension import GRAD_POST, GRAD_PRE, Format, bound_hook
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import ExtensionError
@@ -104,11 +104,7 @@ def agree_formats(
     """
     for group in (mesh.shard_group, mesh.replica_group):
         if group is not None and group.size() > 1:
-            heard: list[Any] = [None] * group.size()
-            try:
-                dist.all_gather_object(heard, said, group=group)
-            except RuntimeError as error:
-                raise named(error, "agreeing on what gradients are on the wire") from error
+            heard = gather_objects(said, group, "agreeing on what gradients are on the wire")
             ranks = dist.get_process_group_ranks(group)
             said = _merged(extensions, dict(zip(ranks, heard, strict=True)))
     if isinstance(said, str):

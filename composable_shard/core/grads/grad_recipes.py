@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from composable_shard import _torch
+from composable_shard.core.comms.objects import gather_objects
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.mesh import ShardMesh
 
@@ -60,11 +60,9 @@ class GradRecipes:
             if not param.is_subclass or param in self._recipes:
                 continue
             said = _recipe_of(grad)
-            heard: list[Any] = [said] * self._mesh.num_ranks
             for group in (self._mesh.shard_group, self._mesh.replica_group):
                 if group is not None and group.size() > 1:
-                    heard = [None] * group.size()
-                    dist.all_gather_object(heard, said, group=group)
+                    heard = gather_objects(said, group, "agreeing on what gradients are made of")
                     said = next((recipe for recipe in heard if recipe is not None), None)
             if said is not None:
                 self._recipes[param] = said if said.names else None

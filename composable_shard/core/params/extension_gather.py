@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.comms.objects import gather_objects
 from composable_shard.core.params.bucket import Transfer
 from composable_shard.core.params.extension import (
     POST,
@@ -109,8 +110,9 @@ class ExtensionGather:
 
     def agree(self, formats: list[tuple[Format, ...]]) -> None:
         """Accept what the ranks said they will send, or raise the same error on all of them."""
-        first = formats[0]
-        for rank, theirs in enumerate(formats):
+        first, group = formats[0], self.mesh.shard_group
+        ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        for rank, theirs in zip(ranks, formats, strict=True):
             alike = len(theirs) == len(first) and all(
                 a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
                 for a, b in zip(theirs, first, strict=True)
@@ -119,7 +121,7 @@ class ExtensionGather:
                 raise ExtensionError(
                     f"Expected {PRE} of {self.param.name} to return tensors of the same number, "
                     f"dtypes and trailing dims on all ranks, got "
-                    f"[{', '.join(map(str, first))}] on rank 0 and "
+                    f"[{', '.join(map(str, first))}] on rank {ranks[0]} and "
                     f"[{', '.join(map(str, theirs))}] on rank {rank}"
                 )
         self.formats = formats
@@ -275,10 +277,14 @@ def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
     except Exception as error:  # noqa: BLE001 - any failure of user code is told to all ranks
         said, cause = f"{type(error).__name__}: {error}", error
     mesh = gathers[0].mesh
-    heard: list[Any] = [said] * mesh.num_shards
+    heard: list[Any] = [said]
+    ranks = [dist.get_rank()]
     if mesh.num_shards > 1:
-        dist.all_gather_object(heard, said, group=mesh.shard_group)
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(heard) if isinstance(text, str)]
+        assert mesh.shard_group is not None
+        heard = gather_objects(said, mesh.shard_group, "agreeing on what tensor subclasses send")
+        ranks = dist.get_process_group_ranks(mesh.shard_group)
+    told = zip(ranks, heard, strict=True)
+    failures = [f"rank {rank}: {text}" for rank, text in told if isinstance(text, str)]
     if failures:
         raise ExtensionError(f"{PRE} failed on " + "; ".join(failures)) from cause
     for index, gather in enumerate(gathers):
