@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from checkpoint_acts import Cost, build, digest, payload, perform
 from contestants import Spec
-from launch import end_ranks, on_ranks
 from report import print_table, write_json
 from rounds import orders, quartiles, ratios
+from starting import end_ranks, on_ranks
 
 SHARDED = ["ours", "fsdp2"]
 CONTESTANTS = [*SHARDED, "single"]

@@ -38,10 +38,10 @@ from typing import Any, cast
 
 import torch
 from contestants import LABELS, WRAPPERS, Contestant, Spec, build_contestant, build_floor
-from launch import end_ranks, on_ranks
 from limit import REDUCE_DTYPE, groups_of
 from observe import Observer, nbytes, written
 from report import MEGABYTE, load_average, print_load, print_table, write_json
+from starting import end_ranks, on_ranks
 
 PHASES = ("forward", "backward", "optimizer")
 NUM_WARMUP_STEPS = 3  # by then orders are recorded and buffers made

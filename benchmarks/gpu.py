@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from gpu_probe import Figures, Key, Plan, measure
-from launch import REPOSITORY
 from llama import LABELS, Size
 from report import print_table, write_json
 from rounds import quartiles, ratios
+from starting import REPOSITORY
 
 MEGABYTE = 1e6
 COLUMNS = [

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from launch import REPOSITORY
 from report import load_average, print_load, print_table, write_json
 from rounds import orders, quartiles, ratios, spread
+from starting import REPOSITORY
 from torch import Tensor, nn
 
 WORLD_SIZES = [2, 64, 512, 4096]

@@ -35,11 +35,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from contestants import LABELS, WRAPPERS, Spec, build_contestant, build_floor
-from launch import end_ranks, first_failure, on_fresh_ranks, on_ranks
 from limit import groups_of
 from live_storage import LiveStorage
 from memory_probe import peak_growth, warm_up
 from report import MEGABYTE, load_average, print_load, print_table, write_json
+from starting import end_ranks, first_failure, on_fresh_ranks, on_ranks
 
 NUM_LIVE_STEPS = 4
 NUM_UNCOUNTED_STEPS = 2  # in the first one the optimizer makes its state

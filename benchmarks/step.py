@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
 from contestants import LABELS, WRAPPERS, Spec, build_contestant
-from launch import end_ranks, first_failure, on_fresh_ranks, on_ranks
 from limit import LIMITS
 from report import load_average, print_load, print_table, write_json
 from rounds import (
@@ -31,6 +30,7 @@ from rounds import (
     spread,
     time_round,
 )
+from starting import end_ranks, first_failure, on_fresh_ranks, on_ranks
 
 SWEPT_BATCHES = [1, 2, 8, 24]
 # Losses of ranks that hold the same weights; bf16 keeps 8 bits of them.
