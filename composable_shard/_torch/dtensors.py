@@ -59,6 +59,15 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     cast(DTensor, tensor)._local_tensor = local
 
 
+def set_spec(tensor: torch.Tensor, spec: DTensorSpec) -> None:
+    """Let ``spec``, equal to that of a DTensor, be it.
+
+    Hazard: torch takes equal meshes for one, and what it makes of a DTensor may have a mesh of
+    other process groups, perhaps lost ones. Test: ``test_equal_meshes_keep_their_process_groups``.
+    """
+    cast(DTensor, tensor)._spec = spec
+
+
 def make_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
     """Describe a DTensor of a global shape, stride and dtype."""
     return DTensorSpec(mesh, placements, tensor_meta=meta)

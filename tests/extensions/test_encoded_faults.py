@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +9,15 @@ import pytest
 import torch.distributed as dist
 from faults.breaking import (
     BAD,
-    TIME_OUT,
     End,
     at_launch,
     failures,
     kill_this_rank,
+    mesh_of_its_own,
     sleep_too_long,
     step,
 )
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import fully_shard
 from extensions.test_encoded_gradients import Lossless, as_type
@@ -28,8 +26,7 @@ REDUCING = "reducing the gradients of group '0'"
 
 
 def lost(fault: Callable[[], Any], is_end: bool) -> None:
-    ranks = dist.new_group(timeout=datetime.timedelta(seconds=TIME_OUT))
-    mesh = DeviceMesh.from_group(ranks, "cpu")
+    mesh = mesh_of_its_own()
     model = nn.Sequential(as_type(nn.Linear(8, 8), Lossless))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -31,10 +31,22 @@ WIDTH = 8
 X = torch.ones(2, WIDTH)
 
 
+def mesh_over(ranks: dist.ProcessGroup) -> DeviceMesh:
+    """Return a mesh over a process group that is going to be lost.
+
+    Its name is its own: torch takes equal meshes for one, and later tests would meet in this group.
+    """
+    return DeviceMesh.from_group(ranks, "cpu", mesh_dim_names=(f"group{ranks.group_name}",))
+
+
+def mesh_of_its_own() -> DeviceMesh:
+    """Return a mesh over a new process group with a short time-out."""
+    return mesh_over(dist.new_group(timeout=datetime.timedelta(seconds=TIME_OUT)))
+
+
 def layers(count: int, width: int = WIDTH) -> nn.Sequential:
     """Return a model that has trained a step: groups '0', '1', ... below a root without any."""
-    ranks = dist.new_group(timeout=datetime.timedelta(seconds=TIME_OUT))
-    mesh = DeviceMesh.from_group(ranks, "cpu")
+    mesh = mesh_of_its_own()
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
     for layer in model:
         fully_shard(layer, mesh=mesh)

@@ -13,11 +13,12 @@ from meshes.compare import Oracle, gradient_differences
 from parity.models import build, inputs_for, shard
 from parity.programs import TREE
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import RankMismatchError, fully_shard
 from composable_shard.core.passes.order_check import VARIABLE
 from composable_shard.testing import run_ranks
+from faults.breaking import mesh_over
 
 
 class Branches(nn.Module):
@@ -145,7 +146,7 @@ def one_stays_away() -> tuple[str, str]:
     ranks = dist.new_group(timeout=datetime.timedelta(seconds=3))
     os.environ[VARIABLE] = "1"
     try:
-        model = fully_shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(ranks, "cpu"))
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh_over(ranks))
     finally:
         del os.environ[VARIABLE]
     with torch.no_grad():

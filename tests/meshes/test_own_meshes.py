@@ -129,3 +129,18 @@ def test_one_group_gathers_over_both_meshes_at_once() -> None:
         assert up == ((3, 6) if rank < 2 else (2, 6))
         assert gate == ((2, 6) if rank < 3 else (0, 6))
         assert (size, recorded) == (2, events)
+
+
+def groups_of_equal_meshes() -> list[bool]:
+    """Tell for a model over each of two equal meshes whether it meets in the group of that mesh."""
+    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
+    assert meshes[0] == meshes[1]
+    models = [fully_shard(nn.Linear(4, 4), mesh=mesh) for mesh in meshes]
+    return [
+        model.weight.device_mesh.get_group() is mesh.get_group()
+        for model, mesh in zip(models, meshes, strict=True)
+    ]
+
+
+def test_equal_meshes_keep_their_process_groups() -> None:
+    assert run_ranks(groups_of_equal_meshes, 2) == [[True, True]] * 2

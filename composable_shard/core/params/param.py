@@ -141,6 +141,7 @@ class ShardedParam:
         self.sharded = nn.Parameter(
             _torch.from_local(local, self.spec), requires_grad=original.requires_grad
         )
+        _torch.set_spec(self.sharded, self.spec)
         if type(original) in (nn.Parameter, DTensor):  # subclasses keep their inner tensors there
             for name, value in original.__dict__.items():
                 self.sharded.__dict__.setdefault(name, value)
