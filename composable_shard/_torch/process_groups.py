@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
@@ -106,3 +107,29 @@ def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[torch.Tensor, dist.P
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)
+
+
+def new_local_group(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
+    """Make a process group that only its own ranks take part in making.
+
+    Hazard: by itself torch names such a group after its ranks and the number of groups that this
+    process knows of, which differs between processes of which some have groups that others have
+    not; they would wait for each other under different names. Guard: the name is given. Test:
+    ``test_ranks_that_know_of_different_groups_make_one_together``.
+
+    Args:
+        ranks: Ranks of the job.
+        backend: What they communicate by.
+        name: What no other group of the job is called; the same on all of ``ranks``.
+
+    Collective: among ``ranks``.
+    """
+    chosen = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: cast(Any, name)
+    try:
+        return cast(
+            dist.ProcessGroup,
+            dist.new_group(ranks, backend=backend, use_local_synchronization=True),
+        )
+    finally:
+        distributed_c10d._process_group_name = chosen

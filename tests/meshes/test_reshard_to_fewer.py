@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.comms import direct
+from composable_shard.core.comms.subgroups import subgroup
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences
@@ -200,3 +201,24 @@ def changed_without_resharding() -> bool:
 
 def test_a_change_between_forward_and_backward_leaves_the_kept_parts_alone() -> None:
     assert run_ranks(changed_without_resharding, 4) == [True] * 4
+
+
+def groups_of_some_ranks() -> list[list[int]]:
+    """Return the ranks of the groups that are made where ranks know of different groups before."""
+    if dist.get_rank() < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    found = []
+    for num_ranks in (4, 2):
+        group = subgroup(mesh.get_group(), num_ranks)
+        found.append(dist.get_process_group_ranks(group))
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total == num_ranks
+    return found
+
+
+def test_ranks_that_know_of_different_groups_make_one_together() -> None:
+    whole = [0, 1, 2, 3]
+    expected = [[whole, pair] for pair in ([0, 1], [0, 1], [2, 3], [2, 3])]
+    assert run_ranks(groups_of_some_ranks, 4) == expected

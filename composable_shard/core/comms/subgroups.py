@@ -6,6 +6,8 @@ import weakref
 
 import torch.distributed as dist
 
+from composable_shard import _torch
+
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _made = weakref.WeakKeyDictionary()
 
@@ -26,7 +28,6 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
     if num_ranks not in made:
         first = group.rank() // num_ranks * num_ranks
         ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
-        made[num_ranks] = dist.new_group(
-            ranks, backend=dist.get_backend(group), use_local_synchronization=True
-        )
+        name = f"{group.group_name}/{num_ranks} from {first}"
+        made[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name)
     return made[num_ranks]
