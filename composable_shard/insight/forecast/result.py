@@ -50,7 +50,8 @@ class Estimate(Report):
         replicas, shards = self.mesh_shape
         ranks = f"{shards} shards" + (f" x {replicas} replicas" if replicas > 1 else "")
         title = (
-            f"{count_text(self.num_parameters)} parameters in {self.num_groups} groups over {ranks}"
+            f"{count_text(self.num_parameters)} parameters in {self.num_groups} "
+            f"group{'s' * (self.num_groups != 1)} over {ranks}"
         )
         shown: list[Section] = [self._memory(title), self._communication()]
         return [*shown, *self._time()]
