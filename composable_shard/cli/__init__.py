@@ -7,6 +7,7 @@ exit code.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -46,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: 0
     """
     chosen = make_parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
-    code: int = chosen.run(chosen)
+    try:
+        code: int = chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads it, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     return code
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -95,3 +97,16 @@ def test_examples_run() -> None:
         optionflags=doctest.IGNORE_EXCEPTION_DETAIL,
     )
     assert results.attempted == 1 and results.failed == 0
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure_to_speak_of() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "composable_shard", "doctor", "--no-measure"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
