@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -109,12 +110,21 @@ def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[torch.Tensor, dist.P
     return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)
 
 
+_unnamed = distributed_c10d._process_group_name
+_given = threading.local()
+
+
+def _name_of_group(*args: Any, **kwargs: Any) -> Any:
+    return getattr(_given, "name", None) or _unnamed(*args, **kwargs)
+
+
 def new_local_group(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
     """Make a process group that only its own ranks take part in making.
 
     Hazard: by itself torch names such a group after its ranks and the number of groups that this
     process knows of, which differs between processes of which some have groups that others have
-    not; they would wait for each other under different names. Guard: the name is given. Test:
+    not; they would wait for each other under different names. Guard: the name is given, to this
+    thread alone, since ranks may be threads. Test:
     ``test_ranks_that_know_of_different_groups_make_one_together``.
 
     Args:
@@ -124,12 +134,12 @@ def new_local_group(ranks: list[int], backend: str, name: str) -> dist.ProcessGr
 
     Collective: among ``ranks``.
     """
-    chosen = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda *_, **__: cast(Any, name)
+    distributed_c10d._process_group_name = _name_of_group
+    _given.name = name
     try:
         return cast(
             dist.ProcessGroup,
             dist.new_group(ranks, backend=backend, use_local_synchronization=True),
         )
     finally:
-        distributed_c10d._process_group_name = chosen
+        _given.name = None
