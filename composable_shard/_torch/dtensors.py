@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import cast
 
 import torch
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -59,13 +60,16 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     cast(DTensor, tensor)._local_tensor = local
 
 
-def set_spec(tensor: torch.Tensor, spec: DTensorSpec) -> None:
-    """Let ``spec``, equal to that of a DTensor, be it.
+def parameter_of(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """Make a parameter of a tensor; that of a DTensor keeps its very mesh.
 
     Hazard: torch takes equal meshes for one, and what it makes of a DTensor may have a mesh of
     other process groups, perhaps lost ones. Test: ``test_equal_meshes_keep_their_process_groups``.
     """
-    cast(DTensor, tensor)._spec = spec
+    made = nn.Parameter(tensor, requires_grad=requires_grad)
+    if isinstance(tensor, DTensor):
+        cast(DTensor, made)._spec = tensor._spec
+    return made
 
 
 def make_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:

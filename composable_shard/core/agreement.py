@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.comms.failures import named
+from composable_shard.core.comms.objects import gather_objects, raise_first_difference
 from composable_shard.core.params.extension import has_extension, has_grad_extension
 from composable_shard.core.params.param import ShardedParam
-from composable_shard.errors import RankMismatchError
 from composable_shard.mesh import ShardMesh
 
 if TYPE_CHECKING:
@@ -61,13 +61,15 @@ def _agree(ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num
     number = int.from_bytes(digest[:7], "big")
     last = _last_tags.get(ranks.group_name, 0)
     extremes = torch.tensor([number, -number, last], device=device)
+    act = "comparing the model with that of the other ranks"
     try:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
     except RuntimeError as error:
-        raise named(error, "comparing the model with that of the other ranks") from error
+        raise named(error, act) from error
     largest, negated_smallest, last = extremes.tolist()
     if largest != -negated_smallest:
-        _raise_first_difference(facts, ranks)
+        heard = gather_objects(facts, ranks, act)
+        raise_first_difference(heard, range(ranks.size()), "model")
     _last_tags[ranks.group_name] = last + num_tags
     return int(last) + 1
 
@@ -97,20 +99,4 @@ def _fact(param: ShardedParam) -> str:
     return (
         f"shape {list(param.form.shape)}, {local.dtype}, {placement}, "
         f"{kind}, on {local.device.type}{extension}"
-    )
-
-
-def _raise_first_difference(own: list[str], process_group: dist.ProcessGroup) -> None:
-    heard: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(heard, own, group=process_group)
-    first = heard[0]
-    rank = next(rank for rank, theirs in enumerate(heard) if theirs != first)
-    theirs = heard[rank]
-    index = next(
-        (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b),
-        min(len(first), len(theirs)),
-    )
-    said = [facts[index] if index < len(facts) else "nothing more" for facts in (first, theirs)]
-    raise RankMismatchError(
-        f"Expected the same model on all ranks, got on rank 0: {said[0]}; on rank {rank}: {said[1]}"
     )

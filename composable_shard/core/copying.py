@@ -69,7 +69,7 @@ def _copied_sharded(param: ShardedParam) -> nn.Parameter:
     with torch.inference_mode(False):
         own = copied_shard(local)
         spec = _torch.spec_with_dtype(param.spec, own.dtype)
-        copied = nn.Parameter(_torch.from_local(own, spec), param.sharded.requires_grad)
+        copied = _torch.parameter_of(_torch.from_local(own, spec), param.sharded.requires_grad)
     if type(own) is torch.Tensor:
         _torch.local_tensor(copied).__dict__.update(local.__dict__)
     for name, value in param.sharded.__dict__.items():

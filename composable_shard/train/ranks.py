@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from composable_shard.errors import CommunicationError, RankMismatchError
+from composable_shard.core.comms.objects import raise_first_difference
+from composable_shard.errors import CommunicationError
 
 
 class Ranks:
@@ -80,19 +81,7 @@ class Ranks:
 
         Collective: an all-gather of an object.
         """
-        heard = self.gather(list(facts))
-        first = heard[0]
-        place = next(place for place, theirs in enumerate(heard) if theirs != first)
-        theirs = heard[place]
-        index = next(
-            (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b),
-            min(len(first), len(theirs)),
-        )
-        said = [own[index] if index < len(own) else "nothing more" for own in (first, theirs)]
-        raise RankMismatchError(
-            f"Expected the same {what} on all ranks, got on rank {self.numbers[0]}: "
-            f"{said[0]}; on rank {self.numbers[place]}: {said[1]}"
-        )
+        raise_first_difference(self.gather(list(facts)), self.numbers, what)
 
     @contextlib.contextmanager
     def naming_failures(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,10 +139,11 @@ def groups_of_equal_meshes() -> list[bool]:
     assert meshes[0] == meshes[1]
     models = [fully_shard(nn.Linear(4, 4), mesh=mesh) for mesh in meshes]
     return [
-        model.weight.device_mesh.get_group() is mesh.get_group()
+        each.weight.device_mesh.get_group() is mesh.get_group()
         for model, mesh in zip(models, meshes, strict=True)
+        for each in (model, copy.deepcopy(model))
     ]
 
 
 def test_equal_meshes_keep_their_process_groups() -> None:
-    assert run_ranks(groups_of_equal_meshes, 2) == [[True, True]] * 2
+    assert run_ranks(groups_of_equal_meshes, 2) == [[True] * 4] * 2

@@ -68,9 +68,7 @@ class EncodedBucket(GradBucket):
             for tensor, place in zip(tensors or (), own, strict=tensors is not None):
                 _view(rows, *place).copy_(tensor)
         present = [grad is not None for grad in grads]
-        flags = rows[:, nbytes - len(grads) :]
-        for index, is_present in enumerate(present):
-            flags[:, index] = is_present
+        rows[:, nbytes - len(grads) :] = self._flag_rows(torch.uint8, present)
         result = torch.zeros(self.numel + len(grads), dtype=self.dtype, device=self._mesh.device)
         return GradTransfer(result, present, [torch.empty_like(rows)], [rows])
 

@@ -199,7 +199,7 @@ class MeshGradients:
         scale, transfer = self._scale(reduction.route.bucket.dtype), reduction.transfer
         if self._mesh.num_shards == 1:
             transfer.stay()
-            reduction.divide_after = scale.before * scale.after
+            reduction.divide_after = scale.total
             return []
         if isinstance(reduction.route.bucket, EncodedBucket):
             reduction.divide_after = scale.total

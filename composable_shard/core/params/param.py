@@ -138,10 +138,9 @@ class ShardedParam:
 
     def create_sharded(self, local: torch.Tensor, original: nn.Parameter) -> None:
         """Make the DTensor parameter around ``local``, with what users hung on the original."""
-        self.sharded = nn.Parameter(
-            _torch.from_local(local, self.spec), requires_grad=original.requires_grad
+        self.sharded = _torch.parameter_of(
+            _torch.from_local(local, self.spec), original.requires_grad
         )
-        _torch.set_spec(self.sharded, self.spec)
         if type(original) in (nn.Parameter, DTensor):  # subclasses keep their inner tensors there
             for name, value in original.__dict__.items():
                 self.sharded.__dict__.setdefault(name, value)
@@ -162,7 +161,7 @@ class ShardedParam:
         with torch.inference_mode(False), torch.no_grad():
             if model is not None:
                 tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
-            self.unsharded = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+            self.unsharded = _torch.parameter_of(tensor, self.sharded.requires_grad)
             asked = self.remember_grad_dtype()
             if asked is not None:
                 self.unsharded.grad_dtype = asked
