@@ -77,6 +77,7 @@ from composable_shard._torch.rehearsed import (
 from composable_shard._torch.tensors import (
     carried,
     chunk_cat_into,
+    copy_all_,
     divide_all_,
     fresh_storage_view,
     multiply_all_,
@@ -117,6 +118,7 @@ __all__ = [
     "chunk_cat_into",
     "cloned",
     "concatenate_meshes",
+    "copy_all_",
     "count_as_module_call",
     "current_backward",
     "cut",

@@ -52,6 +52,11 @@ def chunk_cat_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     torch._chunk_cat(list(tensors), dim=0, num_chunks=out.shape[0], out=out)
 
 
+def copy_all_(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors into others of the same shapes, in one call; casts."""
+    torch._foreach_copy_(into, sources)
+
+
 def divide_all_(tensors: list[torch.Tensor], divisor: float) -> None:
     """Divide tensors in place, in one kernel where the device has one."""
     torch._foreach_div_(tensors, divisor)

@@ -92,6 +92,8 @@ class ParamGroup:
         calls: The calls of its modules that are under way, the innermost last.
         shows_sharded: Whether the sharded parameters are registered though it is unsharded.
         on_gradient: Called when a backward has accumulated into one of the parameters.
+        to_arrive: By the number of each backward that waits for the group, how many nodes of
+            autograd are left to run in it.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class ParamGroup:
         self.calls: list[Call] = []
         self.shows_sharded = False
         self.on_gradient: Callable[[torch.Tensor], None]
+        self.to_arrive: dict[int, int] = {}
         self._stream = 0
 
     @property

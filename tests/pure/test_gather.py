@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from composable_shard import _torch
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
-from composable_shard.core.params.bucket import matching_pieces
 from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.core.params.staging import Staging, matching_pieces
 from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 5)
@@ -43,7 +41,9 @@ def sharded_bucket(bucket: BucketLayout, full: list[torch.Tensor], rank: int) ->
     return flat
 
 
-def gathered_bucket(bucket: BucketLayout, shards: list[torch.Tensor]) -> torch.Tensor:
+def gathered_bucket(
+    bucket: BucketLayout, shards: list[torch.Tensor], *, fuses: bool
+) -> torch.Tensor:
     """What the messages of all ranks become in the unsharded buffer."""
     flat = torch.full((bucket.unsharded_numel,), PADDING)
     arrived = [
@@ -53,17 +53,18 @@ def gathered_bucket(bucket: BucketLayout, shards: list[torch.Tensor]) -> torch.T
     for index in bucket.direct:
         start = bucket.unsharded_offsets[index]
         flat[start : start + bucket.params[index].gathered_numel] = arrived.pop(0)
-    for index in bucket.permuted:
+    regions = {}
+    for index in bucket.permuted + bucket.packed:
         param, start = bucket.params[index], bucket.unsharded_offsets[index]
-        region = flat[start : start + param.numel]
-        for whole, piece in matching_pieces(param, region, arrived.pop(0)):
-            whole.copy_(piece)
-    if bucket.packed_numel:
-        rows = arrived.pop(0).view(bucket.num_shards, -1).split(bucket.packed_shard_numels, dim=1)
-        for index, part in zip(bucket.packed, rows, strict=True):
-            start = bucket.unsharded_offsets[index]
-            flat[start : start + part.numel()] = part.reshape(-1)
-    assert arrived == []
+        numel = param.numel if index in bucket.permuted else param.gathered_numel
+        regions[index] = flat[start : start + numel]
+    if arrived:
+        staging = Staging(bucket, regions, fuses=fuses)
+        staging.free()
+        staging.allocate()
+        for message, got in zip(staging.messages, arrived, strict=True):
+            message.copy_(got)
+        staging.copy_out()
     return flat
 
 
@@ -82,11 +83,12 @@ def buckets(draw: st.DrawFn) -> BucketLayout:
 
 
 @settings(max_examples=150, deadline=None)
-@given(buckets())
-def test_gather_then_view_is_the_identity(bucket: BucketLayout) -> None:
+@given(buckets(), st.booleans())
+def test_gather_then_view_is_the_identity(bucket: BucketLayout, fuses: bool) -> None:
     full = numbered(bucket.params)
     shards = [sharded_bucket(bucket, full, rank) for rank in range(bucket.num_shards)]
-    for got, wanted in zip(views(bucket, gathered_bucket(bucket, shards)), full, strict=True):
+    gathered = gathered_bucket(bucket, shards, fuses=fuses)
+    for got, wanted in zip(views(bucket, gathered), full, strict=True):
         assert torch.equal(got, wanted)
 
 
@@ -178,32 +180,3 @@ def test_a_dense_even_gradient_in_the_reduce_dtype_is_the_message_itself() -> No
     transfer = GradBucket([layout], 2, torch.float32, torch.device("cpu")).start_reduce([grad])
     assert transfer.inputs[0].data_ptr() == grad.data_ptr()
     assert transfer.inputs[0].shape == (layout.numel,)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=9), NUM_SHARDS)
-def test_the_flags_of_every_shard_say_which_gradients_there_are(
-    present: list[bool], num_shards: int
-) -> None:
-    params = [ParamLayout((3,), 0, num_shards) for _ in present]
-    grads = [torch.ones(3) if is_present else None for is_present in present]
-    bucket = GradBucket(params, num_shards, torch.float32, torch.device("cpu"))
-    for _ in range(2):
-        packed = bucket.start_reduce(grads).inputs[-1].view(num_shards, -1)
-        assert packed[:, -len(present) :].bool().tolist() == [present] * num_shards
-
-
-def test_gradients_and_flags_are_packed_by_the_fused_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A device has one for tensors that do not overlap with themselves, of one dtype."""
-    packed: list[torch.Tensor] = []
-
-    def note(out: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-        packed.extend(tensors)
-
-    monkeypatch.setattr(_torch, "chunk_cat_into", note)
-    bucket = GradBucket([ParamLayout((5, 3), 0, 4)] * 2, 4, torch.float32, torch.device("cpu"))
-    for grads in ([torch.ones(5, 3)] * 2, [torch.ones(5, 3).bfloat16(), None]):
-        packed.clear()
-        bucket.start_reduce(grads)
-        assert [(one.is_contiguous(), one.dtype) for one in packed] == [(True, grads[0].dtype)] * 3

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 
-from composable_shard import _torch
-from composable_shard.core.params.bucket import matching_pieces
+from composable_shard.core.grads.packing import PackedGrads
 from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.core.params.staging import matching_pieces
 
 
 @dataclass
@@ -59,8 +58,9 @@ class GradBucket:
         self.layout: BucketLayout = plan_bucket(tuple(params), num_shards, dtype.itemsize)
         self.dtype = dtype
         self._device = device
-        self._packed_indices = [i for i in self.layout.packed if self.layout.params[i].numel]
-        self._full_flags: dict[torch.dtype, torch.Tensor] = {}
+        self._packed = PackedGrads(
+            self.layout, len(params), dtype, device, fuses=device.type != "cpu"
+        )
 
     def start_reduce(
         self, grads: Sequence[torch.Tensor | None], *, widens: bool = False
@@ -82,7 +82,7 @@ class GradBucket:
             self._add(transfer, index, self._permuted(layout.params[index], grads[index]))
         start = layout.packed_offset
         transfer.outputs.append(result[start:] if start else result)
-        transfer.inputs.append(self._packed(grads, transfer.present))
+        transfer.inputs.append(self._packed.pack(grads, transfer.present))
         return transfer
 
     def settle(self, transfer: GradTransfer, divisor: float) -> None:
@@ -140,51 +140,6 @@ class GradBucket:
             for full, shards in matching_pieces(param, grad.reshape(-1), scratch):
                 shards.copy_(full)
         return scratch
-
-    def _packed(self, grads: Sequence[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
-        """Return [num_shards * (packed_numel + flags)]; one kernel pads, casts and packs."""
-        layout = self.layout
-        members = [grads[index] for index in self._packed_indices]
-        dtypes = {grad.dtype for grad in members if grad is not None}
-        dtype = dtypes.pop() if len(dtypes) == 1 else self.dtype
-        scratch = self._empty(layout.num_shards, layout.packed_numel + len(grads))
-        rows = [
-            self._rows(layout.params[index], grad, dtype)
-            for index, grad in zip(self._packed_indices, members, strict=True)
-        ]
-        rows.append(self._flag_rows(dtype, present))
-        _torch.chunk_cat_into(scratch, rows)
-        assert scratch.shape == (layout.num_shards, layout.packed_numel + len(grads))
-        return scratch.view(-1)
-
-    def _rows(
-        self, param: ParamLayout, grad: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return a packed gradient, cut along dim 0 whatever its other dims."""
-        if grad is None:
-            return torch.zeros(param.rows, param.inner, dtype=dtype, device=self._device)
-        if grad.dtype != dtype:
-            grad = grad.to(dtype)
-        return grad if param.dim == 0 else grad.reshape(param.rows, param.inner)
-
-    def _flag_rows(self, dtype: torch.dtype, present: list[bool]) -> torch.Tensor:
-        """Return the flags once for each shard, made on the device; those of a full set are kept.
-
-        They are repeated in memory: the fused kernel takes no tensor that overlaps with itself.
-        """
-        flags = self._full_flags.get(dtype) if all(present) else None
-        if flags is None:
-            shape = (self.layout.num_shards, len(present))
-            flags = torch.ones(shape, dtype=dtype, device=self._device)
-            start = 0
-            for is_present, run in groupby(present):
-                stop = start + len(list(run))
-                if not is_present:
-                    flags[:, start:stop].zero_()
-                start = stop
-            if all(present):
-                self._full_flags[dtype] = flags
-        return flags
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self._device)

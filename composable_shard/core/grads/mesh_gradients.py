@@ -25,13 +25,14 @@ from composable_shard.core.grads.scale import ReductionScale, plan_scale
 from composable_shard.core.grads.sharded_grad import (
     deliver,
     deliver_all,
+    dtype_for_users,
     has_hooks,
     hold_for_replicas,
-    is_partial,
     set_unreplicated,
+    trainable_and_held,
     unreplicated,
 )
-from composable_shard.core.grads.unreduced import UnreducedGradients, take_unsharded
+from composable_shard.core.grads.unreduced import UnreducedGradients, take_all_unsharded
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
 from composable_shard.policy import MixedPrecisionPolicy
@@ -94,20 +95,18 @@ class MeshGradients:
         Collective: one reduce-scatter launch for each reduction dtype; all ranks must call it,
         with or without gradients of their own.
         """
-        with _torch.without_overrides():
-            trainable = [param for param in self._params if param.sharded.requires_grad]
         has_replicas = self._mesh.num_replicas > 1
         self._holds = has_replicas and not self._settings.all_reduces
         self._all_reduces = has_replicas and self._settings.all_reduces
         if self._holds:
-            for param in trainable:
-                hold_for_replicas(param)
-        with _torch.without_overrides():
-            held = [_held_dtype(param) for param in trainable]
-        grads = [
-            take_unsharded(param) if dtype is None else self.unreduced.take(param)
-            for param, dtype in zip(trainable, held, strict=True)
-        ]
+            for param in self._params:
+                if param.sharded.requires_grad:
+                    hold_for_replicas(param)
+        trainable, held = trainable_and_held(self._params)
+        grads = take_all_unsharded(trainable)
+        for index, dtype in enumerate(held):
+            if dtype is not None:
+                grads[index] = self.unreduced.with_earlier(trainable[index], grads[index])
         if self._mesh.num_ranks == 1 and self._settings.hook is None:
             self._deliver_alone(trainable, grads)
             return
@@ -170,16 +169,13 @@ class MeshGradients:
             self.pending.drop()
             self.pending = None
         self._reductions.clear()
-        for param in self._params:
-            take_unsharded(param)
+        take_all_unsharded(self._params)
 
     # What goes in ---------------------------------------------------------------------------
 
     def next_routes(self) -> list[Route]:
         """Return the ways that gradients go in the next reduction. Collective: none."""
-        with _torch.without_overrides():
-            trainable = [param for param in self._params if param.sharded.requires_grad]
-            held = [_held_dtype(param) for param in trainable]
+        trainable, held = trainable_and_held(self._params)
         return self._plan.routes_of(trainable, held)
 
     def _scale(self, dtype: torch.dtype) -> ReductionScale:
@@ -220,8 +216,10 @@ class MeshGradients:
         hook, stream = self._settings.hook, self._settings.hook_stream
         if hook is None:
             return
+        result = reduction.transfer.result[: reduction.route.bucket.numel]
         with torch.no_grad(), on_stream(stream):
-            hook(reduction.transfer.result[: reduction.route.bucket.numel])
+            reduction.route.clear_gaps(result)
+            hook(result)
 
     def _add_held(self, reduction: _Reduction) -> None:
         """Add the gradients that earlier reductions left to be averaged over the replicas."""
@@ -239,10 +237,9 @@ class MeshGradients:
         route, transfer = reduction.route, reduction.transfer
         wanted = route.bucket.anybody_has(transfer)
         if self._holds:
-            dtypes = [route.bucket.dtype for _ in route.members]
+            dtypes = [route.bucket.dtype] * len(route.members)
         else:
-            with _torch.without_overrides():
-                dtypes = [self._grad_dtype(param) for param, _ in route.members]
+            dtypes = route.grad_dtypes(self._policy.grad_dtype)
         shards = route.converted_shards(transfer.result, dtypes)
         if route.params is not None and not self._holds and all(wanted):
             deliver_all(route.params, shards, route.specs(dtypes))
@@ -278,15 +275,5 @@ class MeshGradients:
         for param, grad in zip(params, grads, strict=True):
             if grad is None:
                 continue
-            grad = grad.to(param.device, self._grad_dtype(param))
+            grad = grad.to(param.device, dtype_for_users(param, self._policy.grad_dtype))
             deliver(param, grad if scale is None else grad / scale)
-
-    def _grad_dtype(self, param: ShardedParam) -> torch.dtype:
-        asked = param.remember_grad_dtype()
-        return asked or self._policy.grad_dtype or param.local.dtype
-
-
-def _held_dtype(param: ShardedParam) -> torch.dtype | None:
-    """Return the dtype of a gradient that waits for the next reduction, if there is one."""
-    grad = param.sharded.grad
-    return None if grad is None or not is_partial(grad) else grad.dtype

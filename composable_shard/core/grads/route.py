@@ -8,6 +8,7 @@ import torch
 
 from composable_shard import _torch
 from composable_shard.core.grads.grad_bucket import GradBucket
+from composable_shard.core.grads.sharded_grad import asked_dtypes, dtype_for_users
 from composable_shard.core.params.param import ShardedParam
 
 
@@ -35,7 +36,11 @@ class Route:
             param.form.local(flat[start:], rank)
             for (param, _), start in zip(self.members, starts, strict=True)
         ]
-        self._places = [(tuple(s.shape), s.stride(), s.storage_offset()) for s in shards]
+        self._places = [(tuple(s.shape), s.stride(), int(s.storage_offset())) for s in shards]
+        spans = [(place[2], s.numel()) for place, s in zip(self._places, shards, strict=True)]
+        self._gaps = _gaps(spans, bucket.numel)
+        self._asked: tuple[list[torch.dtype | None], torch.dtype | None] | None = None
+        self._grad_dtypes: list[torch.dtype] = []
         self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
         devices = {param.device for param, _ in self.members}
         self._device = devices.pop() if len(devices) == 1 else None
@@ -53,23 +58,34 @@ class Route:
         """View this rank's shard of each member in the flat result of the reduction."""
         return [flat.as_strided(*place) for place in self._places]
 
+    def clear_gaps(self, flat: torch.Tensor) -> None:
+        """Zero what of a result is part of no shard, for who looks at it as a whole."""
+        for start, end in self._gaps:
+            flat[start:end].zero_()
+
+    def grad_dtypes(self, default: torch.dtype | None) -> list[torch.dtype]:
+        """Return the dtypes in which users get the gradients; see :func:`dtype_for_users`."""
+        params = [param for param, _ in self.members]
+        asked = asked_dtypes(params), default
+        if asked != self._asked:
+            self._asked = asked
+            self._grad_dtypes = [dtype_for_users(param, default) for param in params]
+        return self._grad_dtypes
+
     def specs(self, dtypes: list[torch.dtype]) -> list[_torch.DTensorSpec]:
         """Return what describes the reduced gradients as DTensors of these dtypes."""
-        if self._specs[0] != dtypes:
+        if self._specs[0] is not dtypes:
             pairs = zip(self.members, dtypes, strict=True)
             self._specs = dtypes, [p.spec_of_grad("sharded", dtype) for (p, _), dtype in pairs]
         return self._specs[1]
 
-    def converted_shards(
-        self, flat: torch.Tensor, dtypes: Sequence[torch.dtype]
-    ) -> list[torch.Tensor]:
+    def converted_shards(self, flat: torch.Tensor, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
         """Return the shards on the devices of the parameters, each in its dtype.
 
         They are converted in one kernel if they all go the same way.
         """
-        first = dtypes[0]
-        if self._device is not None and all(dtype is first for dtype in dtypes):
-            return self.shards(flat.to(self._device, first))
+        if self._device is not None and dtypes.count(dtypes[0]) == len(dtypes):
+            return self.shards(flat.to(self._device, dtypes[0]))
         return [
             shard.to(param.device, dtype)
             for shard, (param, _), dtype in zip(
@@ -81,3 +97,11 @@ class Route:
 def _inner(grad: torch.Tensor, name: str | None) -> torch.Tensor:
     inner: torch.Tensor = grad if name is None else getattr(grad, name)
     return inner
+
+
+def _gaps(spans: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """Return the ranges below ``end`` that lie in no span of a start and a number of elements."""
+    taken = sorted((start, start + numel) for start, numel in spans)
+    starts = [0, *(stop for _, stop in taken)]
+    stops = [*(start for start, _ in taken), end]
+    return [gap for gap in zip(starts, stops, strict=True) if gap[0] < gap[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ class RoutePlan:
         self._extensions: Extensions = {}
         self._routes: list[Route] = []
         self._are_for: tuple[Any, ...] | None = None
-        self._stored: list[torch.dtype] = []
-        self._own: list[torch.dtype] = []  # the dtypes in which gradients of those are reduced
+        self._locals: list[torch.Tensor] = []
 
     def routes_of(
         self, params: Sequence[ShardedParam], held: Sequence[torch.dtype | None]
@@ -45,18 +45,16 @@ class RoutePlan:
             params: The parameters.
             held: Dtypes of the gradients that wait for this reduction, which are not narrowed.
         """
-        stored = [param.local.dtype for param in params]
-        if stored != self._stored:
-            self._stored, self._own = stored, list(map(self._policy.reduction_dtype, stored))
-        dtypes = [
-            own if waiting is None else torch.promote_types(own, waiting)
-            for own, waiting in zip(self._own, held, strict=True)
-        ]
-        encodes = [self._encodes(param) for param in params]
-        key = (params, dtypes, self._recipes.num_agreed, encodes)
-        if key != self._are_for:
-            self._routes = self._planned(params, dtypes, encodes)
-            self._are_for = key
+        locals_ = [param.local for param in params]
+        key = len(params), held, self._recipes.num_agreed
+        if key != self._are_for or not all(map(is_, locals_, self._locals)):
+            own = [self._policy.reduction_dtype(local.dtype) for local in locals_]
+            dtypes = [
+                one if waiting is None else torch.promote_types(one, waiting)
+                for one, waiting in zip(own, held, strict=True)
+            ]
+            self._routes = self._planned(params, dtypes, [self._encodes(param) for param in params])
+            self._are_for, self._locals = key, locals_
         return self._routes
 
     def _planned(

@@ -7,6 +7,8 @@ sync); averaged over the shards but not the replicas; or reduced, with the param
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter, is_not
 from typing import TypeGuard
 
 import torch
@@ -15,6 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.params.param import ShardedParam
+
+_grad_of = attrgetter("grad")
+_grad_dtype_of = attrgetter("grad_dtype")
+_is_something = partial(is_not, None)
 
 
 def is_partial(grad: torch.Tensor | None) -> TypeGuard[DTensor]:
@@ -63,6 +69,40 @@ def hold_for_replicas(param: ShardedParam) -> None:
         set_unreplicated(param, shard)
 
 
+def trainable_and_held(
+    params: Sequence[ShardedParam],
+) -> tuple[list[ShardedParam], list[torch.dtype | None]]:
+    """Return the parameters that are trained, and the dtypes of what waits to be reduced.
+
+    A dtype is ``None`` where nothing waits.
+    """
+    trainable, held = [], []
+    with _torch.without_overrides():
+        for param in params:
+            sharded = param.sharded
+            if sharded.requires_grad:
+                trainable.append(param)
+                grad = sharded.grad
+                held.append(grad.dtype if grad is not None and is_partial(grad) else None)
+    return trainable, held
+
+
+def dtype_for_users(param: ShardedParam, default: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which users get a gradient.
+
+    Args:
+        param: Whose gradient; what was asked of it comes first.
+        default: What comes next; the dtype of the shard is last.
+    """
+    return param.remember_grad_dtype() or default or param.local.dtype
+
+
+def asked_dtypes(params: Sequence[ShardedParam]) -> list[torch.dtype | None]:
+    """Return what the parameters say now of the dtypes of their gradients."""
+    with _torch.without_overrides():
+        return [param.sharded.grad_dtype for param in params]
+
+
 def has_hooks(param: ShardedParam) -> bool:
     """Tell whether the user put hooks on the sharded parameter."""
     return _torch.has_grad_hooks(param.sharded)
@@ -98,14 +138,23 @@ def deliver_all(
         shards: See :func:`deliver`.
         specs: What describes each as a reduced gradient.
     """
+    leaves = [param.sharded for param in params]
     with _torch.without_overrides():
-        bare = [param.sharded for param in params if param.sharded.grad is None]
-        if len(bare) == len(params) and not any(map(_torch.has_grad_hooks, bare)):
-            for sharded, shard, spec in zip(bare, shards, specs, strict=True):
-                assign_grad(sharded, _torch.from_local(shard, spec))
+        if _are_bare(leaves, shards[0].dtype):
+            for leaf, shard, spec in zip(leaves, shards, specs, strict=True):
+                leaf.grad = _torch.from_local(shard, spec)
             return
     for param, shard in zip(params, shards, strict=True):
         deliver(param, shard)
+
+
+def _are_bare(leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Tell whether leaves have neither gradients nor hooks, and take any of ``dtype``."""
+    return (
+        not any(map(_is_something, map(_grad_of, leaves)))
+        and not any(map(_torch.has_grad_hooks, leaves))
+        and set(map(_grad_dtype_of, leaves)) == {dtype}
+    )
 
 
 def _add(param: nn.Parameter, grad: torch.Tensor) -> None:

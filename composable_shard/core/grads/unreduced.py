@@ -43,8 +43,7 @@ class UnreducedGradients:
         if self._mesh.num_replicas > 1:
             for param in self._params:
                 hold_for_replicas(param)  # whether or not this rank adds to it: others may
-        for param in self._params:
-            grad = take_unsharded(param)
+        for param, grad in zip(self._params, take_all_unsharded(self._params), strict=True):
             if grad is None:
                 continue
             if self._factor != 1:
@@ -56,9 +55,9 @@ class UnreducedGradients:
                 total.add_(grad.to(total.device))
         self._fold_narrow()
 
-    def take(self, param: ShardedParam) -> torch.Tensor | None:
-        """Take away what autograd and earlier microbatches left; the sum as this rank has it."""
-        grad, total = take_unsharded(param), unreduced(param)
+    def with_earlier(self, param: ShardedParam, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Take away what earlier microbatches left; return the sum with ``grad``."""
+        total = unreduced(param)
         if total is None:
             return grad
         param.sharded.grad = None
@@ -113,13 +112,16 @@ class UnreducedGradients:
                 self._fold(param)
 
 
-def take_unsharded(param: ShardedParam) -> torch.Tensor | None:
-    """Take away what autograd accumulated on the unsharded parameter: this rank's part of it."""
-    unsharded = param.unsharded
-    if unsharded is None:
-        return None
-    grad = unsharded.grad
-    if grad is None:
-        return None
-    unsharded.grad = None
-    return grad if param.placement.model is None else param.placement.model_local_grad(grad)
+def take_all_unsharded(params: Sequence[ShardedParam]) -> list[torch.Tensor | None]:
+    """Take away what autograd accumulated on the unsharded parameters: this rank's part of it."""
+    grads: list[torch.Tensor | None] = []
+    for param in params:
+        unsharded = param.unsharded
+        grad = None if unsharded is None else unsharded.grad
+        if grad is not None:
+            assert unsharded is not None
+            unsharded.grad = None
+            if param.placement.model is not None:
+                grad = param.placement.model_local_grad(grad)
+        grads.append(grad)
+    return grads

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from einops import rearrange
 
 from composable_shard import _torch
-from composable_shard.core.params.layout import ParamLayout, plan_bucket
+from composable_shard.core.params.layout import plan_bucket
 from composable_shard.core.params.offload import pins
 from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.params.staging import Staging, allocate
 from composable_shard.mesh import ShardMesh
 
 
@@ -93,8 +93,8 @@ class ParamBucket:
         self.unsharded: torch.Tensor | None = self.sharded if self.shares_storage else None
         self._compute_dtype = compute_dtype
         self._inputs = [] if mesh.num_shards == 1 else self._messages(self.sharded)
-        self._in_place: list[torch.Tensor] = []
-        self._unpacked: list[torch.Tensor] = []
+        self._staging: Staging | None = None
+        self._outputs: list[torch.Tensor] = []
 
     def local_view(self, index: int) -> torch.Tensor:
         """Return the place of a parameter's local shard in the sharded buffer.
@@ -127,33 +127,20 @@ class ParamBucket:
             source = source.to(self._compute_dtype)
         if source is not self.sharded:
             inputs = self._messages(source)
-        if not layout.staging_numel:
-            return Transfer(self._in_place, inputs)
-        staging = self.unsharded.new_empty(layout.staging_numel)
-        numels = layout.staged_numels
-        staged = [staging] if len(numels) == 1 else staging.split_with_sizes(numels)
-        return Transfer([*self._in_place, *staged], inputs)
+        if self._staging is not None:
+            self._staging.allocate()
+        return Transfer(self._outputs, inputs)
 
     def finish_gather(self, transfer: Transfer) -> None:
-        layout = self.layout
-        first_staged = len(layout.direct)
-        for place, index in enumerate(layout.permuted):
-            staged = transfer.outputs[first_staged + place]
-            for full, shards in matching_pieces(
-                layout.params[index], self._unsharded_region(index), staged
-            ):
-                full.copy_(shards)
-        if layout.packed_numel:
-            torch.split_with_sizes_copy(
-                transfer.outputs[-1].view(layout.num_shards, -1)[: layout.num_packed_shards],
-                layout.packed_shard_numels,
-                dim=1,
-                out=self._unpacked,
-            )
+        if self._staging is not None:
+            self._staging.copy_out()
+            self._staging.free()
 
     def free(self) -> None:
         if self.unsharded is not None and not self.shares_storage:
             self.unsharded.untyped_storage().resize_(0)
+        if self._staging is not None:
+            self._staging.free()
 
     def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
         assert self.unsharded is not None
@@ -172,10 +159,7 @@ class ParamBucket:
 
     def _allocate(self) -> None:
         assert self.unsharded is not None
-        storage = self.unsharded.untyped_storage()
-        nbytes = self.unsharded.numel() * self.unsharded.itemsize
-        if storage.size() != nbytes:
-            storage.resize_(nbytes)
+        allocate(self.unsharded)
 
     def _create_unsharded(self) -> None:
         layout = self.layout
@@ -183,13 +167,11 @@ class ParamBucket:
             self.unsharded = torch.empty(
                 layout.unsharded_numel, dtype=self._compute_dtype, device=self.mesh.device
             )
-            self._in_place = [self._unsharded_region(index) for index in layout.direct]
-            self._unpacked = [
-                self._unsharded_region(index).view(
-                    layout.num_shards, layout.params[index].shard_numel
-                )[: layout.num_packed_shards]
-                for index in layout.packed
-            ]
+            self._outputs = [self._unsharded_region(index) for index in layout.direct]
+            if layout.staging_numel:
+                regions = {i: self._unsharded_region(i) for i in layout.permuted + layout.packed}
+                self._staging = Staging(layout, regions, fuses=self.mesh.device.type != "cpu")
+                self._outputs += self._staging.messages
 
     def create_unsharded_params(self) -> None:
         """Make the unsharded parameters as views of the unsharded storage."""
@@ -207,41 +189,3 @@ class ParamBucket:
         permuted = index in self.layout.permuted
         numel = param.numel if permuted else param.gathered_numel
         return self.unsharded[start : start + numel]
-
-
-def matching_pieces(
-    layout: ParamLayout, full: torch.Tensor, shards: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair views of a whole parameter with views of its shards laid end to end.
-
-    Copying one side to the other turns one form into the other, whatever the sharded dim; padding
-    is touched by neither.
-
-    Args:
-        layout: How the parameter is cut.
-        full: The parameter, flat, [numel] or longer.
-        shards: Its shards, flat, [num_shards * shard_numel].
-    """
-    count, rest = layout.num_full_shards, layout.num_remaining_rows
-    whole = full[: layout.numel].view(layout.outer, layout.rows, layout.inner)
-    stacked = shards.view(layout.num_shards, layout.shard_numel)
-    pieces = []
-    if count:
-        rows = count * layout.rows_per_shard
-        pieces.append(
-            (
-                rearrange(
-                    whole[:, :rows], "outer (shard row) inner -> shard outer row inner", shard=count
-                ),
-                stacked[:count].view(count, layout.outer, layout.rows_per_shard, layout.inner),
-            )
-        )
-    if rest:
-        numel = layout.outer * rest * layout.inner
-        pieces.append(
-            (
-                whole[:, layout.rows - rest :],
-                stacked[count, :numel].view(layout.outer, rest, layout.inner),
-            )
-        )
-    return pieces

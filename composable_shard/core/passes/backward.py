@@ -149,6 +149,7 @@ class BackwardPass:
         countdown = self._countdowns.get(group)
         if countdown is None:
             countdown = self._countdowns[group] = Countdown(group)
+            group.to_arrive = {} if self._is_inside else countdown.left
         return countdown
 
     def _enter(self, group: ParamGroup) -> None:

@@ -106,7 +106,13 @@ class Arrival:
         group = self._group()
         if group is None:
             return
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            left, backward = group.to_arrive, _torch.current_backward()
+            more = left.get(backward, 0)
+            if more > 1:  # as most are: nothing happens but that it is counted
+                left[backward] = more - 1
+                return
+        else:
             raise ShardError(
                 f"Expected a backward into the parameters of {group.label} without "
                 "create_graph=True, got one with it, whose graph ends where gradients are reduced; "

@@ -120,7 +120,7 @@ def _of_reduction(plan: ReducePlan, mesh: MeshPlan) -> Iterator[Copy]:
     yield Copy(
         "packed",
         plan.members.named(layout.packed),
-        layout.num_shards * plan.scattered[-1],
+        plan.packed_nbytes,
         1,
         small if layout.packed else flags,
     )

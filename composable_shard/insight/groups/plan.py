@@ -142,6 +142,7 @@ class ReducePlan:
         crosses: Whether the reduced ones go to another device.
         widens: Whether the reduce-scatter takes narrower inputs.
         offloads: Whether the reduced ones are kept on the CPU.
+        pads: Whether small ones are packed padding and all, by one kernel.
     """
 
     members: Members
@@ -151,6 +152,7 @@ class ReducePlan:
     crosses: bool
     widens: bool
     offloads: bool = False
+    pads: bool = False
 
     @property
     def layout(self) -> BucketLayout:
@@ -175,6 +177,15 @@ class ReducePlan:
         numels = [numel for _, numel in layout.messages[:num_own]]
         numels.append(layout.packed_numel + len(self.members.names))
         return tuple(numel * self.dtype.itemsize for numel in numels)
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes that are written to pack small gradients and the flags."""
+        layout = self.layout
+        if self.pads:
+            return layout.num_shards * self.scattered[-1]
+        numel = sum(layout.params[index].numel for index in layout.packed)
+        return (numel + layout.num_shards * len(self.members.names)) * self.dtype.itemsize
 
     def goes_as_it_is(self, index: int) -> bool:
         """Tell whether a gradient is sent from where autograd left it."""

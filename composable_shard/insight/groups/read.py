@@ -144,6 +144,7 @@ def _read_route(
         crosses=any(param.device != param.mesh.device for param in params),
         widens=widens,
         offloads=any(param.offload is not None for param in params),
+        pads=any(param.mesh.device.type != "cpu" for param in params),
     )
 
 

@@ -1,0 +1,116 @@
+"""Where shards arrive that do not arrive in place, and how they are copied out.
+
+Parameters that are sharded on an inner dim come as shards laid end to end; small ones share a
+message. The views are made once; the storage comes with every gather and goes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from einops import rearrange
+
+from composable_shard import _torch
+from composable_shard.core.params.layout import BucketLayout, ParamLayout
+
+
+class Staging:
+    """The messages of one bucket that are copied out on arrival.
+
+    Args:
+        layout: Of the bucket.
+        regions: By index, where each of those parameters belongs, flat.
+        fuses: Whether one kernel copies all packed parameters out, instead of one copy for each.
+
+    Attributes:
+        messages: The buffers to receive, in the order of the layout, [num_shards * n] each.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, regions: Mapping[int, torch.Tensor], *, fuses: bool
+    ) -> None:
+        like = next(iter(regions.values()))
+        self._flat = like.new_empty(layout.staging_numel)
+        self.messages = list(self._flat.split_with_sizes(layout.staged_numels))
+        self._pieces = [
+            piece
+            for index, message in zip(layout.permuted, self.messages, strict=False)
+            for piece in matching_pieces(layout.params[index], regions[index], message)
+        ]
+        self._packed: torch.Tensor | None = None
+        if layout.packed_numel:
+            rows = self.messages[-1].view(layout.num_shards, -1)
+            self._packed = rows[: layout.num_packed_shards]
+        self._numels = layout.packed_shard_numels
+        self._unpacked = [
+            regions[index].view(layout.num_shards, -1)[: layout.num_packed_shards]
+            for index in layout.packed
+        ]
+        self._fuses = fuses and self._packed is not None
+        if self._packed is not None and not fuses:
+            columns = self._packed.split_with_sizes(self._numels, dim=1)
+            self._pieces += zip(self._unpacked, columns, strict=True)
+        self._into = [full for full, _ in self._pieces]
+        self._sources = [shards for _, shards in self._pieces]
+
+    def allocate(self) -> None:
+        """Have the memory to receive into."""
+        allocate(self._flat)
+
+    def copy_out(self) -> None:
+        """Put what has arrived into place."""
+        if self._into:
+            _torch.copy_all_(self._into, self._sources)
+        if self._fuses:
+            assert self._packed is not None
+            torch.split_with_sizes_copy(self._packed, self._numels, dim=1, out=self._unpacked)
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._flat.untyped_storage().resize_(0)
+
+
+def allocate(flat: torch.Tensor) -> None:
+    """Have the memory of a tensor whose storage may be empty."""
+    storage, nbytes = flat.untyped_storage(), flat.numel() * flat.itemsize
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)
+
+
+def matching_pieces(
+    layout: ParamLayout, full: torch.Tensor, shards: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair views of a whole parameter with views of its shards laid end to end.
+
+    Copying one side to the other turns one form into the other, whatever the sharded dim; padding
+    is touched by neither.
+
+    Args:
+        layout: How the parameter is cut.
+        full: The parameter, flat, [numel] or longer.
+        shards: Its shards, flat, [num_shards * shard_numel].
+    """
+    count, rest = layout.num_full_shards, layout.num_remaining_rows
+    whole = full[: layout.numel].view(layout.outer, layout.rows, layout.inner)
+    stacked = shards.view(layout.num_shards, layout.shard_numel)
+    pieces = []
+    if count:
+        rows = count * layout.rows_per_shard
+        pieces.append(
+            (
+                rearrange(
+                    whole[:, :rows], "outer (shard row) inner -> shard outer row inner", shard=count
+                ),
+                stacked[:count].view(count, layout.outer, layout.rows_per_shard, layout.inner),
+            )
+        )
+    if rest:
+        numel = layout.outer * rest * layout.inner
+        pieces.append(
+            (
+                whole[:, layout.rows - rest :],
+                stacked[count, :numel].view(layout.outer, rest, layout.inner),
+            )
+        )
+    return pieces
