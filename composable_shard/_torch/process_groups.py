@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -46,10 +47,15 @@ def reduce_scatter_flat(
     op: Any,
 ) -> dist.Work:
     """Reduce-scatter each input into its output, all in one launch."""
+    reduce_scatter = getattr(group, _REDUCE_SCATTER)
+    return cast(dist.Work, reduce_scatter(_as_real(outputs), _as_real(inputs), _options_for(op)))
+
+
+@lru_cache
+def _options_for(op: Any) -> Any:
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
-    reduce_scatter = getattr(group, _REDUCE_SCATTER)
-    return cast(dist.Work, reduce_scatter(_as_real(outputs), _as_real(inputs), options))
+    return options
 
 
 def _as_real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

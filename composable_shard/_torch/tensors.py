@@ -34,6 +34,11 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return own.set_(storage, 0, view.shape, view.stride())
 
 
+def num_uses(tensor: torch.Tensor) -> int:
+    """Count who refers to the memory of a tensor: all its views, wherever they are held."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Leave the version counters as they were, whatever is written in between."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))

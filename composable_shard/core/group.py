@@ -217,7 +217,7 @@ class ParamGroup:
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
         self.context.check_order("all-gather", self)
-        works, owned = [], []
+        works, owned, act = [], [], ""
         for mesh, channel in self.channels.items():
             members = [transfer for over, transfer in transfers if over is mesh or over == mesh]
             inputs = [tensor for transfer in members for tensor in transfer.inputs]
@@ -229,7 +229,8 @@ class ParamGroup:
             else:
                 works += channel.regather(outputs, inputs, num_ranks)
             owned += inputs
-        pending = Pending(works, owned, f"gathering {self.label}")
+            act = channel.gathering
+        pending = Pending(works, owned, act)
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.context.emit("all_gather", self)
 

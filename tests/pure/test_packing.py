@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_shard import _torch
-from composable_shard.core.grads.packing import PackedGrads
-from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.core.grads.packing import KEPT_NBYTES, PackedGrads, flags_travel_alone
+from composable_shard.core.params.layout import (
+    PACKED_NBYTES_PER_PEER,
+    BucketLayout,
+    ParamLayout,
+    plan_bucket,
+)
 from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 5)
@@ -21,7 +26,8 @@ def packed(
 ) -> torch.Tensor:  # [num_shards, columns]
     present = [grad is not None for grad in grads]
     packing = PackedGrads(bucket, len(grads), torch.float32, CPU, fuses=fuses)
-    return packing.pack(grads, present).view(bucket.num_shards, -1)
+    (message,) = packing.pack(grads, present)
+    return message.view(bucket.num_shards, -1)
 
 
 @st.composite
@@ -62,7 +68,7 @@ def test_the_flags_of_every_shard_say_which_gradients_there_are(
     grads = [torch.ones(3) if is_present else None for is_present in present]
     packing = PackedGrads(bucket, len(present), torch.float32, CPU, fuses=fuses)
     for _ in range(2):
-        flags = packing.pack(grads, present).view(num_shards, -1)[:, -len(present) :]
+        flags = packing.pack(grads, present)[0].view(num_shards, -1)[:, -len(present) :]
         assert flags.tolist() == [[float(one) for one in present]] * num_shards
 
 
@@ -77,3 +83,73 @@ def test_the_fused_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) ->
         packed(bucket, grads, fuses=True)
         assert grads[0] is not None
         assert [(one.is_contiguous(), one.dtype) for one in seen] == [(True, grads[0].dtype)] * 3
+
+
+# Memory -------------------------------------------------------------------------------------
+
+NUM_ELEMENTS = {"small": KEPT_NBYTES // 4 - 2, "big": KEPT_NBYTES // 4}
+
+
+def packing_of(numel: int) -> PackedGrads:
+    return PackedGrads(
+        plan_bucket((ParamLayout((numel,), 0, 2),), 2, 4), 1, torch.float32, CPU, fuses=False
+    )
+
+
+@pytest.mark.parametrize("size", NUM_ELEMENTS)
+def test_memory_that_somebody_still_reads_is_neither_freed_nor_written(size: str) -> None:
+    numel = NUM_ELEMENTS[size]
+    packing = packing_of(numel)
+    (first,) = packing.pack([torch.ones(numel)], [True])
+    offered = first.view(2, -1)[1]
+    kept = offered.clone()
+    del first
+    packing.release()
+    (second,) = packing.pack([torch.zeros(numel)], [True])
+    assert torch.equal(offered, kept)
+    assert second.sum() == 2  # the flags
+
+
+@pytest.mark.parametrize("size", NUM_ELEMENTS)
+def test_memory_is_used_again_and_freed_in_between_if_it_is_big(size: str) -> None:
+    numel = NUM_ELEMENTS[size]
+    packing = packing_of(numel)
+    (first,) = packing.pack([torch.ones(numel)], [True])
+    storage = first.untyped_storage()
+    nbytes = storage.nbytes()
+    assert nbytes > 0
+    del first
+    packing.release()
+    assert storage.nbytes() == (0 if nbytes > KEPT_NBYTES else nbytes)
+    del storage
+    (second,) = packing.pack([torch.full((numel,), 2.0)], [True])
+    assert second.sum() == 2 * numel + 2
+
+
+# Flags by themselves ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_many_flags_travel_by_themselves(fuses: bool, dtype: torch.dtype) -> None:
+    num_shards = PACKED_NBYTES_PER_PEER // dtype.itemsize // 2 + 1
+    assert not flags_travel_alone(num_shards - 1, 2, dtype.itemsize)
+    assert flags_travel_alone(num_shards, 2, dtype.itemsize)
+    bucket = plan_bucket((ParamLayout((3,), 0, num_shards),) * 2, num_shards, dtype.itemsize)
+    packing = PackedGrads(bucket, 2, dtype, CPU, fuses=fuses)
+    assert packing.numels == [2, 2]
+    for grads in ([torch.ones(3), None], [torch.ones(3), torch.full((3,), 2.0)]) * 2:
+        second = 0.0 if grads[1] is None else 2.0
+        rows, flags = packing.pack(grads, [grad is not None for grad in grads])
+        assert rows.view(num_shards, 2)[:3].tolist() == [[1.0, second]] * 3
+        assert flags.view(num_shards, 2).tolist() == [[1.0, float(second > 0)]] * num_shards
+        if dtype == torch.float16:
+            flags.div_(2)  # as a reduction does with what it is given; others leave them alone
+
+
+def test_flags_without_anything_that_is_packed() -> None:
+    num_shards = PACKED_NBYTES_PER_PEER // 4 + 1
+    packing = PackedGrads(plan_bucket((), num_shards, 4), 1, torch.float32, CPU, fuses=False)
+    (flags,) = packing.pack([None], [False])
+    assert packing.numels == [1]
+    assert not flags.any()

@@ -80,10 +80,14 @@ class GradBucket:
             self._add(transfer, index, self._in_order(layout.params[index], grads[index], widens))
         for index in layout.permuted:
             self._add(transfer, index, self._permuted(layout.params[index], grads[index]))
-        start = layout.packed_offset
-        transfer.outputs.append(result[start:] if start else result)
-        transfer.inputs.append(self._packed.pack(grads, transfer.present))
+        places = result[layout.packed_offset :].split_with_sizes(self._packed.numels)
+        transfer.outputs += places
+        transfer.inputs += self._packed.pack(grads, transfer.present)
         return transfer
+
+    def release(self) -> None:
+        """Free what was packed, once this rank has its result."""
+        self._packed.release()
 
     def settle(self, transfer: GradTransfer, divisor: float) -> None:
         """Divide what a collective has summed."""

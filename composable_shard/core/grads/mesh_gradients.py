@@ -138,7 +138,7 @@ class MeshGradients:
         for reduction in self._reductions:
             self._settle(reduction)
             self._add_held(reduction)
-            reduction.transfer.inputs.clear()
+            self._release_inputs(reduction)
         works, results = [], [reduction.transfer.result for reduction in self._reductions]
         for reduction, result in zip(self._reductions, results, strict=True):
             dtype, num_replicas = reduction.route.bucket.dtype, self._mesh.num_replicas
@@ -160,6 +160,7 @@ class MeshGradients:
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
             self._settle(reduction)
+            self._release_inputs(reduction)
             self._call_hook(reduction)
             self._hand_out(reduction)
 
@@ -211,6 +212,10 @@ class MeshGradients:
         """Divide what a collective has summed."""
         reduction.route.bucket.settle(reduction.transfer, reduction.divide_after)
         reduction.divide_after = 1.0
+
+    def _release_inputs(self, reduction: _Reduction) -> None:
+        reduction.transfer.inputs.clear()
+        reduction.route.bucket.release()
 
     def _call_hook(self, reduction: _Reduction) -> None:
         hook, stream = self._settings.hook, self._settings.hook_stream

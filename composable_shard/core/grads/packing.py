@@ -10,11 +10,20 @@ import torch
 
 from composable_shard import _torch
 from composable_shard.core.grads.flags import Flags
-from composable_shard.core.params.layout import BucketLayout, ParamLayout
+from composable_shard.core.params.layout import PACKED_NBYTES_PER_PEER, BucketLayout, ParamLayout
+from composable_shard.core.params.staging import allocate
+
+KEPT_NBYTES = 64 * 1024
+"""Memory of up to so many bytes is kept for the next reduction."""
+
+
+def flags_travel_alone(num_shards: int, num_flags: int, itemsize: int) -> bool:
+    """Decide whether flags get a message of their own: where it costs less than copying them."""
+    return num_shards * num_flags * itemsize > PACKED_NBYTES_PER_PEER
 
 
 class PackedGrads:
-    """Packs gradients of one bucket for one message.
+    """Packs gradients of one bucket for one message, and the flags with them or for another.
 
     Args:
         layout: Where they lie.
@@ -23,6 +32,9 @@ class PackedGrads:
         device: Where it is made.
         fuses: Whether one kernel packs all; if not, what is there is copied one by one. A copy
             costs a launch on a device, and little more than its bytes on the CPU.
+
+    Attributes:
+        numels: Elements of each message for each rank.
     """
 
     def __init__(
@@ -36,11 +48,15 @@ class PackedGrads:
     ) -> None:
         self._layout = layout
         self._flags = Flags(layout.num_shards, device)
+        self._flags_are_alone = flags_travel_alone(layout.num_shards, num_flags, dtype.itemsize)
+        numels = [layout.packed_numel, num_flags]
+        self.numels = [n for n in numels if n] if self._flags_are_alone else [sum(numels)]
         self._indices = [i for i in layout.packed if layout.params[i].numel]
-        self._shape = (layout.num_shards, layout.packed_numel + num_flags)
+        self._shape = (layout.num_shards, self.numels[0])
         self._dtype = dtype
         self._device = device
         self._fuses = fuses
+        self._kept: _Rows | None = None
         self._places: list[_Place] = []
         start = 0
         for index in self._indices:
@@ -48,48 +64,77 @@ class PackedGrads:
             self._places.append(_place(param, start, self._shape[1]))
             start += param.shard_numel
 
-    def pack(self, grads: Sequence[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
-        """Return [num_shards * (packed_numel + num_flags)], padding as the memory was.
+    def pack(self, grads: Sequence[torch.Tensor | None], present: list[bool]) -> list[torch.Tensor]:
+        """Return the messages, [num_shards * numel] each, padding as the memory was.
 
         Args:
             grads: The gradients of the bucket; ``None`` counts as zeros.
             present: Which flags to set.
         """
-        rows = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         members = [grads[index] for index in self._indices]
-        if self._fuses:
-            self._concatenate(rows, members, present)
-        else:
-            self._copy(rows, members, present)
-        return rows.view(-1)
+        if not self._flags_are_alone:
+            return [self._packed(members, present)]
+        flags = self._flags.rows(self._dtype, present)
+        if self._dtype == torch.float16:  # in which messages are divided before they are summed
+            flags = flags.clone()
+        packed = [self._packed(members, [])] if members else []
+        return [*packed, flags.view(-1)]
 
-    def _copy(
-        self, rows: torch.Tensor, members: list[torch.Tensor | None], present: list[bool]
-    ) -> None:
+    def release(self) -> None:
+        """Free the memory, or leave it to who still reads it."""
+        rows = self._kept
+        if rows is None or rows.flat.nbytes <= KEPT_NBYTES:
+            return
+        if rows.is_in_use:
+            self._kept = None
+        else:
+            rows.flat.untyped_storage().resize_(0)
+
+    def _packed(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
+        return (self._fused if self._fuses else self._copied)(members, present)
+
+    def _copied(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
         """Copy what is there and leave the padding alone."""
-        into = [rows[:, self._layout.packed_numel :]]
-        sources = [self._flags.rows(self._dtype, present)]
-        for place, grad in zip(self._places, members, strict=True):
-            regions = [rows.as_strided(*region) for region in place.regions]
+        rows = self._rows()
+        into, sources = [], []
+        if present:
+            into, sources = [rows.flags], [self._flags.rows(self._dtype, present)]
+        for place, regions, grad in zip(self._places, rows.regions, members, strict=True):
             if grad is None:
                 for region in regions:
                     region.zero_()
             else:
                 into += regions
                 sources += place.cut(grad)
-        _torch.copy_all_(into, sources)
+        if into:
+            _torch.copy_all_(into, sources)
+        return rows.flat.view(-1)
 
-    def _concatenate(
-        self, rows: torch.Tensor, members: list[torch.Tensor | None], present: list[bool]
-    ) -> None:
+    def _rows(self) -> _Rows:
+        """Return memory that nobody else uses, with its views, which cost more to make."""
+        rows = self._kept
+        if rows is None or rows.is_in_use:
+            with torch.inference_mode(False):
+                flat = torch.empty(prod(self._shape), dtype=self._dtype, device=self._device)
+                rows = _Rows(flat, self._shape, self._layout.packed_numel, self._places)
+            self._kept = rows
+        else:
+            allocate(rows.flat)
+        return rows
+
+    def _fused(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
         """Pad, cast and pack in one kernel."""
+        rows = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         dtypes = {grad.dtype for grad in members if grad is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else self._dtype
         parts = [
             self._as_rows(self._layout.params[index], grad, dtype)
             for index, grad in zip(self._indices, members, strict=True)
         ]
-        _torch.chunk_cat_into(rows, [*parts, self._flags.rows(dtype, present)])
+        if present:
+            parts.append(self._flags.rows(dtype, present))
+        _torch.chunk_cat_into(rows, parts)
+        return rows.view(-1)
 
     def _as_rows(
         self, param: ParamLayout, grad: torch.Tensor | None, dtype: torch.dtype
@@ -122,6 +167,33 @@ class _Place(NamedTuple):
             return [grad]
         parts = grad.reshape(-1).split_with_sizes(self.numels)
         return [part.view(region[0]) for part, region in zip(parts, self.regions, strict=True)]
+
+
+class _Rows:
+    """Memory for the rows of one reduction.
+
+    Attributes:
+        flat: All of it.
+        regions: Views of it where each gradient lies.
+        flags: Where the flags lie, [num_shards, num_flags].
+    """
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        shape: tuple[int, int],
+        packed_numel: int,
+        places: Sequence[_Place],
+    ) -> None:
+        self.flat = flat
+        self.flags = flat.view(shape)[:, packed_numel:]
+        self.regions = [[flat.as_strided(*one) for one in place.regions] for place in places]
+        self._num_uses = _torch.num_uses(self.flat)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether somebody else has a view of it, such as a neighbour's offer that is not read."""
+        return _torch.num_uses(self.flat) > self._num_uses
 
 
 def _place(layout: ParamLayout, start: int, width: int) -> _Place:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from operator import attrgetter, is_not
 from typing import TypeGuard
 
@@ -19,6 +20,7 @@ from composable_shard import _torch
 from composable_shard.core.params.param import ShardedParam
 
 _grad_of = attrgetter("grad")
+_requires_grad = attrgetter("requires_grad")
 _grad_dtype_of = attrgetter("grad_dtype")
 _is_something = partial(is_not, None)
 
@@ -76,15 +78,14 @@ def trainable_and_held(
 
     A dtype is ``None`` where nothing waits.
     """
-    trainable, held = [], []
+    leaves = [param.sharded for param in params]
     with _torch.without_overrides():
-        for param in params:
-            sharded = param.sharded
-            if sharded.requires_grad:
-                trainable.append(param)
-                grad = sharded.grad
-                held.append(grad.dtype if grad is not None and is_partial(grad) else None)
-    return trainable, held
+        is_trained = list(map(_requires_grad, leaves))
+        grads = list(map(_grad_of, leaves))
+        if all(is_trained) and not any(map(_is_something, grads)):
+            return list(params), [None] * len(params)
+        held = [g.dtype if g is not None and is_partial(g) else None for g in grads]
+    return list(compress(params, is_trained)), list(compress(held, is_trained))
 
 
 def dtype_for_users(param: ShardedParam, default: torch.dtype | None) -> torch.dtype:

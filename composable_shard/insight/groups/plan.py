@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from composable_shard.core.grads.packing import flags_travel_alone
 from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
 
 
@@ -175,17 +176,26 @@ class ReducePlan:
         layout = self.layout
         num_own = len(layout.direct) + len(layout.permuted)
         numels = [numel for _, numel in layout.messages[:num_own]]
-        numels.append(layout.packed_numel + len(self.members.names))
+        packed, flags = layout.packed_numel, len(self.members.names)
+        numels += [n for n in (packed, flags) if n] if self.flags_are_alone else [packed + flags]
         return tuple(numel * self.dtype.itemsize for numel in numels)
 
     @property
     def packed_nbytes(self) -> int:
         """Bytes that are written to pack small gradients and the flags."""
         layout = self.layout
-        if self.pads:
-            return layout.num_shards * self.scattered[-1]
         numel = sum(layout.params[index].numel for index in layout.packed)
-        return (numel + layout.num_shards * len(self.members.names)) * self.dtype.itemsize
+        if self.pads:
+            numel = layout.num_shards * layout.packed_numel
+        if not self.flags_are_alone:
+            numel += layout.num_shards * len(self.members.names)
+        return numel * self.dtype.itemsize
+
+    @property
+    def flags_are_alone(self) -> bool:
+        """Whether the flags have a message of their own."""
+        names = self.members.names
+        return flags_travel_alone(self.layout.num_shards, len(names), self.dtype.itemsize)
 
     def goes_as_it_is(self, index: int) -> bool:
         """Tell whether a gradient is sent from where autograd left it."""
