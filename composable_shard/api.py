@@ -22,6 +22,7 @@ from composable_shard.core.convert import (
     top_modules,
 )
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.params.left_plain import ignore
 from composable_shard.core.params.offload import check_offload
 from composable_shard.core.params.ties import claim_ties
 from composable_shard.core.passes.context import join_tree, share_reductions
@@ -97,6 +98,7 @@ def fully_shard(
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     _check_arguments(modules, policy, offload_policy, ignored_params)
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
+    ignore(ignored_params or ())
     managed = find_managed(modules, ignored_params or (), lambda m: group_of(m) is not None)
     managed, claims = claim_ties(managed, modules)
     planned = plan_params(managed, shard_mesh, shard_placement_fn, offload_policy)

@@ -12,6 +12,7 @@ from composable_shard.core.comms import offers
 from composable_shard.core.comms.streams import wait_for_event
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.params.freed import FreedParameters
+from composable_shard.core.params.left_plain import warn_of_plain
 from composable_shard.core.params.ties import refuse_unowned
 from composable_shard.core.passes.backward import BackwardPass
 from composable_shard.core.passes.forward import ForwardPass
@@ -44,7 +45,7 @@ class Context:
         self.opened: set[ParamGroup] = set()
         self._agreed = False
         self._acts: dict[int, str] = {}  # by the tag under which tensors are offered for them
-        self._ties_checked = False
+        self._owners_checked = False
         self._order_check = OrderCheck() if is_asked_for() else None
         self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:
@@ -69,13 +70,19 @@ class Context:
         if self._order_check is not None:
             self._order_check.agree(group, act)
 
-    def check_ties(self) -> None:
-        """Raise once if a tied parameter has no owner; see refuse_unowned."""
-        if not self._ties_checked:
-            refuse_unowned(
-                m for group in self.groups for top in group.modules for m in top.modules()
-            )
-            self._ties_checked = True
+    def check_owners(self) -> None:
+        """Look once for parameters without an owner.
+
+        Raises:
+            ShardError: For a tied one; see refuse_unowned. For others there is a warning.
+        """
+        if self._owners_checked:
+            return
+        refuse_unowned(m for group in self.groups for top in group.modules for m in top.modules())
+        if self.root.mesh.num_ranks > 1:
+            unsharded = (param.unsharded for group in self.groups for param in group.params)
+            warn_of_plain(self.root.modules, unsharded)
+        self._owners_checked = True
 
     def before_gather(self) -> None:
         """Check once that all ranks hold the same model. Collective: see agree_on_model."""

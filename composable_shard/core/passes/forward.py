@@ -56,7 +56,7 @@ class ForwardPass:
             context.clean_up()
         opens = self._outermost is None
         if opens:
-            context.check_ties()
+            context.check_owners()
             self._outermost, self._frame = group, _torch.module_call_frame()
         self._depths[group] = self._depths.get(group, 0) + 1
         if len(group.modules) > 1:

@@ -1,0 +1,64 @@
+"""Trainable parameters that stay plain: ignored ones silently, others with a warning."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from composable_shard import fully_shard
+from composable_shard.testing import fake_ranks
+
+
+def late(model: nn.Module) -> list[str]:
+    """Run forward twice; return the warnings."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 4))
+    return [str(one.message) for one in seen]
+
+
+def sharded(**options: object) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], **options)  # type: ignore[call-overload]
+    return fully_shard(model, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def test_a_parameter_that_is_added_later_is_warned_of_once() -> None:
+    with fake_ranks(2):
+        model = sharded()
+        model[0].scale = nn.Parameter(torch.ones(4))
+        model.append(nn.Linear(4, 4, bias=False))
+        assert late(model) == [
+            "Expected all trainable parameters to be sharded or ignored, got ['0.scale', "
+            "'2.weight'], added after fully_shard, which each rank trains by itself; add them "
+            "before it, or pass them as ignored_params if their gradients are averaged elsewhere"
+        ]
+
+
+def test_no_warning_where_nothing_is_wrong() -> None:
+    with fake_ranks(2):
+        assert late(sharded()) == []
+        frozen = sharded()
+        frozen[0].scale = nn.Parameter(torch.ones(4), requires_grad=False)
+        assert late(frozen) == []
+        gathered = sharded()
+        gathered[0].unshard()
+        assert late(gathered) == []
+
+
+def test_no_warning_of_what_was_ignored() -> None:
+    with fake_ranks(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], ignored_params={model[0].bias})
+        fully_shard(model, ignored_params={model[0].bias})
+        assert late(model) == []
+
+
+def test_no_warning_on_one_rank() -> None:
+    with fake_ranks(1):
+        model = sharded()
+        model[0].scale = nn.Parameter(torch.ones(4))
+        assert late(model) == []
