@@ -21,7 +21,7 @@ from composable_shard.testing.strategies import (
     uses,
 )
 from composable_shard.testing.trees import Tree, shard_tree
-from extensions.test_encoded_gradients import Lossless
+from extensions.lossless import Lossless
 
 
 class Contiguous(Lossless):

@@ -169,6 +169,8 @@ class MeshGradients:
         if self.pending is not None:
             self.pending.drop()
             self.pending = None
+        for reduction in self._reductions:
+            self._release_inputs(reduction)
         self._reductions.clear()
         take_all_unsharded(self._params)
 
