@@ -68,6 +68,11 @@ class GroupGradients:
         for one in self._meshes:
             one.finish()
 
+    def release(self) -> None:
+        """Free what other ranks were reading when reductions were finished, and have read now."""
+        for one in self._meshes:
+            one.release()
+
     def discard(self) -> None:
         """Let the launched reduction end and drop it, and all unsharded gradients."""
         for one in self._meshes:

@@ -164,6 +164,10 @@ class MeshGradients:
             self._call_hook(reduction)
             self._hand_out(reduction)
 
+    def release(self) -> None:
+        """Free what other ranks were reading when reductions were finished, and have read now."""
+        self._plan.release()
+
     def discard(self) -> None:
         """Let the launched reduction end and drop it, and all unsharded gradients."""
         if self.pending is not None:

@@ -13,9 +13,6 @@ from composable_shard.core.grads.flags import Flags
 from composable_shard.core.params.layout import PACKED_NBYTES_PER_PEER, BucketLayout, ParamLayout
 from composable_shard.core.params.staging import allocate
 
-KEPT_NBYTES = 64 * 1024
-"""Memory of up to so many bytes is kept for the next reduction."""
-
 
 def flags_travel_alone(num_shards: int, num_flags: int, itemsize: int) -> bool:
     """Decide whether flags get a message of their own: where it costs less than copying them."""
@@ -56,7 +53,7 @@ class PackedGrads:
         self._dtype = dtype
         self._device = device
         self._fuses = fuses
-        self._kept: _Rows | None = None
+        self._rows: _Rows | None = None
         self._places: list[_Place] = []
         start = 0
         for index in self._indices:
@@ -81,21 +78,16 @@ class PackedGrads:
         return [*packed, flags.view(-1)]
 
     def release(self) -> None:
-        """Free the memory, or leave it to who still reads it."""
-        rows = self._kept
-        if rows is None or rows.flat.nbytes <= KEPT_NBYTES:
-            return
-        if rows.is_in_use:
-            self._kept = None
-        else:
-            rows.flat.untyped_storage().resize_(0)
+        """Free the memory unless somebody still reads it; the views stay for the next time."""
+        if self._rows is not None and not self._rows.is_in_use:
+            self._rows.flat.untyped_storage().resize_(0)
 
     def _packed(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
         return (self._fused if self._fuses else self._copied)(members, present)
 
     def _copied(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
         """Copy what is there and leave the padding alone."""
-        rows = self._rows()
+        rows = self._allocated()
         into, sources = [], []
         if present:
             into, sources = [rows.flags], [self._flags.rows(self._dtype, present)]
@@ -110,14 +102,14 @@ class PackedGrads:
             _torch.copy_all_(into, sources)
         return rows.flat.view(-1)
 
-    def _rows(self) -> _Rows:
-        """Return memory that nobody else uses, with its views, which cost more to make."""
-        rows = self._kept
+    def _allocated(self) -> _Rows:
+        """Return memory that nobody else uses."""
+        rows = self._rows
         if rows is None or rows.is_in_use:
             with torch.inference_mode(False):
                 flat = torch.empty(prod(self._shape), dtype=self._dtype, device=self._device)
                 rows = _Rows(flat, self._shape, self._layout.packed_numel, self._places)
-            self._kept = rows
+            self._rows = rows
         else:
             allocate(rows.flat)
         return rows
@@ -170,7 +162,7 @@ class _Place(NamedTuple):
 
 
 class _Rows:
-    """Memory for the rows of one reduction.
+    """Memory for the rows of one reduction; its views cost more to make than it.
 
     Attributes:
         flat: All of it.

@@ -57,6 +57,11 @@ class RoutePlan:
             self._are_for, self._locals = key, locals_
         return self._routes
 
+    def release(self) -> None:
+        """Free what was packed for reductions and is no longer read."""
+        for bucket in self._buckets.values():
+            bucket.release()
+
     def _planned(
         self, params: Sequence[ShardedParam], dtypes: list[torch.dtype], encodes: list[bool]
     ) -> list[Route]:

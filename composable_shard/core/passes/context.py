@@ -105,6 +105,8 @@ class Context:
         """Wait until the other ranks have read what they read out of this one's memory."""
         self.note("begin_wait_for_readers", self.root)
         offers.settle(self._acts)
+        for group in self.groups:
+            group.gradients.release()
         self.note("wait_for_readers", self.root)
 
     def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
