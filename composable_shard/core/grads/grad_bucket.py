@@ -80,8 +80,9 @@ class GradBucket:
             self._add(transfer, index, self._in_order(layout.params[index], grads[index], widens))
         for index in layout.permuted:
             self._add(transfer, index, self._permuted(layout.params[index], grads[index]))
-        places = result[layout.packed_offset :].split_with_sizes(self._packed.numels)
-        transfer.outputs += places
+        end = result[layout.packed_offset :] if layout.packed_offset else result
+        numels = self._packed.numels
+        transfer.outputs += end.split_with_sizes(numels) if len(numels) > 1 else [end]
         transfer.inputs += self._packed.pack(grads, transfer.present)
         return transfer
 
