@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.passes.hooks import Arrival
+from composable_shard.core.passes.arrival import Arrival
 from composable_shard.errors import ShardError
 
 _Ranks = tuple[int, ...]
