@@ -1,9 +1,9 @@
 """The flat buffers in which gradients are reduced.
 
 A gradient that is dense, evenly sharded and in a dtype that the reduce-scatter takes IS its input.
-Everything else is padded, cast and packed into a scratch buffer. Behind the
-packed gradients travels one flag for each gradient, set by the ranks that have it: the reduced
-flag tells every rank whether anybody did, without another collective.
+Everything else is copied into a buffer; small gradients share one (``packing.py``). Behind them
+travels one flag for each gradient, set by the ranks that have it: the reduced flag tells every rank
+whether anybody did, without another collective.
 """
 
 from __future__ import annotations
