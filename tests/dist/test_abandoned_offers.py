@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import gc
 import subprocess
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -165,22 +165,52 @@ def test_the_next_one_does_not_read_what_was_for_nobody(
 
 
 def one_keeps_its_exception() -> list[object]:
-    kept: list[Any] = []
+    kept: list[BaseException] = []
     pending = gather(10.0)[1]
-    with pytest.raises(KeyboardInterrupt) as caught, interrupted_at(1):
+    with interrupted_at(1):
         try:
             pending.wait()
         except KeyboardInterrupt as error:
             kept.append(error)
             raise
-        finally:
-            del pending
-    del caught
+    del pending
     if dist.get_rank() == 0:
         kept.clear()
+        gc.collect()
     seen: list[object] = [complete(gather), len(held())]
     kept.clear()
+    gc.collect()
     return [*seen, complete(gather), len(held())]
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_rank_does_not_wait_for_one_that_keeps_its_exception() -> None:
+    exact = [True] * 3
+    assert run_ranks(one_keeps_its_exception, 2) == [[exact, 1, exact, 0]] * 2
+
+
+def interrupted_when_it_has_told_one() -> tuple[list[int], list[bool], int]:
+    """Count how often each of the others is told that this rank has read."""
+    told: Counter[int] = Counter()
+
+    def write(process: int, *place: int) -> None:
+        near_memory.write(process, *place)
+        told[process] += 1
+        if told.total() == 1:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(offers, "write", write):
+        pending = gather(10.0)[1]
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+        del pending
+        exact = complete(gather)
+    return list(told.values()), exact, len(held())
+
+
+@pytest.mark.usefixtures("readable")
+def test_nobody_is_told_twice() -> None:
+    assert run_ranks(interrupted_when_it_has_told_one, 3) == [([4, 4], [True] * 3, 0)] * 3
 
 
 # More of what happens meanwhile ----------------------------------------------------------------
@@ -201,23 +231,21 @@ def test_a_reader_may_die_while_a_letter_is_taken() -> None:
     assert run_ranks(dies_with_the_lock_held, 2) == [(True, [True] * 3, 0)] * 2
 
 
-def offered_meanwhile() -> bool:
-    later: Any = SimpleNamespace(is_finished=False, is_abandoned=False, group=None)
+class Shared(list[Offer]):
+    """A list to which another thread may just have added something."""
 
-    def was_read(offer: Offer) -> bool:
-        if later not in offers._offers:
-            offers._offers.append(later)  # as another thread may
-        return all(offer._flags)
+    def __setitem__(self, *_: Any) -> None:
+        raise AssertionError
 
-    with mock.patch.object(Offer, "was_read", property(was_read)):
-        complete(gather)
-    offers._offers.remove(later)
-    return later not in offers._offers
+
+def with_shared_list() -> tuple[list[bool], int]:
+    with mock.patch.object(offers, "_offers", Shared()):
+        return complete(gather), len(offers._offers)
 
 
 @pytest.mark.usefixtures("readable")
-def test_what_is_offered_meanwhile_is_kept() -> None:
-    assert run_ranks(offered_meanwhile, 2) == [True, True]
+def test_the_list_of_offers_is_never_replaced() -> None:
+    assert run_ranks(with_shared_list, 2) == [([True] * 3, 0)] * 2
 
 
 # Failures --------------------------------------------------------------------------------------

@@ -130,7 +130,9 @@ class Offer:
     def finish(self) -> None:
         """Tell the neighbours that this rank has read; let go of what they have read."""
         for peer, flag in self._flags_there.items():
-            del self._letters[peer]  # before: whoever knows may free the flag
+            del self._letters[
+                peer
+            ]  # an interrupted rank tells the others only: this one may free it
             self._copy(write, peer, flag, ctypes.addressof(_SET), 1)
         self._end()
 
@@ -160,7 +162,6 @@ class Offer:
                 return False
             tables[peer] = content[0]
         for peer, table in tables.items():
-            del self._letters[peer]
             with contextlib.suppress(ShardError):  # it ends, as the next collective finds out
                 self._set_flag_of(self._neighbours[peer], table)
         self._end()
@@ -274,7 +275,7 @@ def _forget(offer: Offer) -> None:
     """Remove an offer from the list.
 
     Hazard: another thread adds one meanwhile, which is lost, and freed while others read it. Guard:
-    the list is not replaced. Test: ``test_what_is_offered_meanwhile_is_kept``.
+    the list is not replaced. Test: ``test_the_list_of_offers_is_never_replaced``.
     """
     with contextlib.suppress(ValueError):  # another thread was quicker
         _offers.remove(offer)
