@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import subprocess
+import sys
 import time
 import weakref
 from collections import Counter
@@ -26,7 +27,7 @@ from near import readable
 
 __all__ = ["readable"]
 
-TAG = 983
+TAG = 1 << 30  # which no model of another test has
 Launch = Callable[[float], tuple[torch.Tensor, Pending]]
 
 
@@ -64,7 +65,8 @@ def complete(launch: Launch) -> list[bool]:
 
 def held(group: dist.ProcessGroup | None = None) -> list[Offer]:
     """The offers of this test: earlier ones may have left some in the process."""
-    return [offer for offer in offers._offers if offer.group is (group or world())]
+    own = [offer for offer in offers._offers if offer.tag in (TAG, TAG + 1)]
+    return [offer for offer in own if offer.group is (group or world())]
 
 
 # Nobody waits ---------------------------------------------------------------------------------
@@ -229,6 +231,19 @@ def dies_with_the_lock_held() -> tuple[bool, list[bool], int]:
 @pytest.mark.usefixtures("readable")
 def test_a_reader_may_die_while_a_letter_is_taken() -> None:
     assert run_ranks(dies_with_the_lock_held, 2) == [(True, [True] * 3, 0)] * 2
+
+
+def dies_without_globals() -> tuple[list[str], list[bool], int]:
+    pending, found = gather(10.0)[1], []
+    with mock.patch.object(sys, "unraisablehook", lambda one: found.append(str(one.exc_value))):
+        with mock.patch.object(offers, "_abandoned", None):
+            del pending
+    return found, complete(gather), len(held())
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_reader_may_die_when_the_interpreter_ends() -> None:
+    assert run_ranks(dies_without_globals, 2) == [([], [True] * 3, 0)] * 2
 
 
 class Shared(list[Offer]):

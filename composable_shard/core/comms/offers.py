@@ -74,6 +74,7 @@ class Offer:
         self.tag = tag
         self.is_finished = False
         self.is_abandoned = False
+        self._note = _abandoned.append  # kept, as globals may be gone when the interpreter ends
         self.group = group
         self._tensors = tensors
         self._time_out = _torch.timeout_of(group)
@@ -130,9 +131,7 @@ class Offer:
     def finish(self) -> None:
         """Tell the neighbours that this rank has read; let go of what they have read."""
         for peer, flag in self._flags_there.items():
-            del self._letters[
-                peer
-            ]  # an interrupted rank tells the others only: this one may free it
+            del self._letters[peer]  # now: after an interrupt only the others are told
             self._copy(write, peer, flag, ctypes.addressof(_SET), 1)
         self._end()
 
@@ -145,7 +144,7 @@ class Offer:
         """
         if not self.is_finished:
             self.is_abandoned = True
-            _abandoned.append(self)
+            self._note(self)
 
     def let_go(self) -> bool:
         """Tell the neighbours that this rank will not read, without waiting for any of them.
