@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist.models import Net, own_input, shard_net, train_step, two_nets
+from near import readable
 from torch.distributed.tensor import DTensor
 
+from composable_shard.core.comms import offers
+from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.testing import run_ranks
+
+__all__ = ["readable"]
 
 
 class Mark:
@@ -135,3 +141,58 @@ def saved_after_interrupt() -> None:
 
 def test_a_state_dict_taken_after_an_interrupt() -> None:
     run_ranks(saved_after_interrupt, 2)
+
+
+def fail_in_backward(model: Net, index: int) -> None:
+    """Fail on the way back through a block, after a backward that went well."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    def watch(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    train_step(model, 0, None)
+    model.blocks[index].up.register_forward_hook(watch)
+    loss = model(own_input()).sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+
+
+def offers_since(before: list[offers.Offer]) -> list[offers.Offer]:
+    return [offer for offer in offers._offers if offer not in before]
+
+
+def dropped_in_backward() -> tuple[list[bool], list[bool], int, list[int]]:
+    """Throw models away while they gather, and train another one.
+
+    Returns:
+        Whether each gathered; whether what it offered is freed; how much is left behind.
+    """
+    gathered, shards, peer, before = [], [], 1 - dist.get_rank(), list(offers._offers)
+    for index in (1, 2):
+        model = shard_net(Net(3))
+        fail_in_backward(model, index)
+        launched = [offer for offer in offers_since(before) if not offer.is_finished]
+        shards.append([weakref.ref(one) for offer in launched for one in offer._tensors[peer]])
+        gathered.append(bool(launched))
+        del model, launched
+        gc.collect()
+    assert dist.group.WORLD is not None
+    model = shard_net(Net(3))
+    for step in range(2):
+        train_step(model, step, None)
+    gc.collect()
+    boxes = [one.box for one in neighbours(dist.group.WORLD).values()]
+    return (
+        gathered,
+        [all(shard() is None for shard in each) for each in shards],
+        len(offers_since(before)),
+        [len(box._expected) + len(box._early) for box in boxes],
+    )
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_model_that_is_dropped_while_it_gathers_is_freed_on_all_ranks() -> None:
+    wanted = ([True, True], [True, True], 0, [0])
+    assert run_ranks(dropped_in_backward, 2) == [wanted] * 2

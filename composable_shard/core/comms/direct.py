@@ -97,11 +97,23 @@ class _Messages:
         return True
 
 
-class _Reading:
-    """Reads what neighbours offer into its places when it is waited for."""
+class _Reader:
+    """Reads what neighbours offer when it is waited for; if it dies before, nobody will."""
+
+    def __init__(self, offer: Offer | None) -> None:
+        self._offer = offer
+
+    def __del__(self) -> None:
+        if self._offer is not None:
+            self._offer.abandon()
+
+
+class _Reading(_Reader):
+    """Reads what neighbours offer into its places."""
 
     def __init__(self, offer: Offer, places: dict[int, Tensors]) -> None:
-        self._offer = offer
+        super().__init__(offer)
+        self._offer: Offer = offer
         self._places = places
 
     def wait(self) -> bool:
@@ -151,21 +163,22 @@ class DirectReduceScatter(ReduceScatterLaunch):
         return [messages, _Summing(sums, offer, near)]
 
 
-class _Summing:
-    """Takes the sums when it is waited for, after the messages before it."""
+class _Summing(_Reader):
+    """Takes the sums, after the messages before it."""
 
     def __init__(self, sums: list[_RankOrderSum], offer: Offer | None, near: list[int]) -> None:
+        super().__init__(offer)
         self._sums = sums
-        self._offer = offer
         self._near = near
 
     def wait(self) -> bool:
         sums, self._sums = self._sums, []
-        offer, self._offer = self._offer, None
-        places = {peer: offer.places(peer) for peer in self._near} if offer else {}
+        near, self._near = self._near, []
+        offer = self._offer
+        places = {peer: offer.places(peer) for peer in near} if offer else {}
         for index, total in enumerate(sums):
             total.take(offer, {peer: members[index] for peer, members in places.items()})
-        if offer is not None:
+        if offer is not None and near:
             offer.finish()
         return True
 

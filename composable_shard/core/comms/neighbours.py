@@ -11,8 +11,9 @@ import ctypes
 import os
 import secrets
 import select
+import threading
 import weakref
-from collections import deque
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,33 +30,80 @@ _NUM_SECRETS = 4  # 32 bytes that no other process has at the same address by ch
 _neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Neighbour]]
 _neighbours = weakref.WeakKeyDictionary()
 _boxes: list[LetterBox] = []
+_Queued = TypeVar("_Queued")
+
+
+class Letter:
+    """A letter that is to come.
+
+    Attributes:
+        content: An address and a count; ``None`` until it has come.
+    """
+
+    __slots__ = ("content",)
+
+    def __init__(self) -> None:
+        self.content: tuple[int, int] | None = None
 
 
 class LetterBox:
     """A ring of letters in this process's memory, into which one other process writes.
 
     The first word counts letters that were written, by the writer; the second those that were taken
-    out, by the owner.
+    out, by the owner. Letters of a tag are for those who expect one, first come, first served.
 
     Hazard: a letter is written into memory that was freed. Guard: boxes are never freed.
+
+    Hazard: nobody waits for a gather, and the next one takes its letter. Guard: that letter is
+    expected, not looked for. Test: ``test_the_next_one_does_not_read_what_was_for_nobody``.
+
+    Hazard: two threads take the same letter. Guard: a lock.
     """
 
     def __init__(self) -> None:
         self._memory = (ctypes.c_int64 * (2 + NUM_LETTERS * _WORDS))()
-        self._taken: dict[int, deque[tuple[int, int]]] = {}
+        self._lock = threading.Lock()
+        self._expected: dict[int, list[Letter]] = {}  # by tag
+        self._early: dict[int, list[tuple[int, int]]] = {}  # that nobody expects yet
         self.address = ctypes.addressof(self._memory)
         _boxes.append(self)
 
-    def take(self, tag: int) -> tuple[int, int] | None:
-        """Return address and count of the oldest letter of that tag, ``None`` if there is none."""
+    def expect(self, tag: int) -> Letter:
+        """Return the letter of that tag which is to come after all that are expected already."""
+        letter = Letter()
+        with self._lock:
+            letter.content = _first(self._early, tag)
+            if letter.content is None:
+                self._expected.setdefault(tag, []).append(letter)
+        return letter
+
+    def look(self, letter: Letter) -> tuple[int, int] | None:
+        """Return the content of a letter if it has come."""
+        if letter.content is None:
+            with self._lock:
+                self._hand_out()
+        return letter.content
+
+    def _hand_out(self) -> None:
         memory = self._memory
         while memory[1] < memory[0]:
             start = 2 + memory[1] % NUM_LETTERS * _WORDS
-            found, address, count = memory[start : start + _WORDS]
-            self._taken.setdefault(found, deque()).append((address, count))
-            memory[1] += 1
-        letters = self._taken.get(tag)
-        return letters.popleft() if letters else None
+            tag, *content = memory[start : start + _WORDS]
+            memory[1] += 1  # first: an interrupt may lose a letter, but not hand it out twice
+            letter = _first(self._expected, tag)
+            if letter is None:
+                self._early.setdefault(tag, []).append((content[0], content[1]))
+            else:
+                letter.content = content[0], content[1]
+
+
+def _first(queues: dict[int, list[_Queued]], tag: int) -> _Queued | None:
+    """Take the first of the queue of that tag; leave no empty queue."""
+    queue = queues.get(tag)
+    first = queue.pop(0) if queue else None
+    if not queue:
+        queues.pop(tag, None)
+    return first
 
 
 class Neighbour:

@@ -3,14 +3,17 @@
 An offer is an exchange of addresses with every neighbour in a process group. Each rank reads when
 it needs the bytes, and then sets a flag in the memory of the owner. Until it is set, the owner must
 neither free nor change what it offered. It does not wait for that with every offer, since a rank
-that is a little ahead would lose its lead each time, but when a pass ends (:func:`settle`).
+that is a little ahead would lose its lead each time, but when a pass ends (:func:`settle`). A rank
+that will not read, as its model was thrown away, sets the flag all the same (:func:`_let_go`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +24,7 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.comms.failures import is_lost, lost, mismatch, named, refuse_lost
 from composable_shard.core.comms.near_memory import read, write
-from composable_shard.core.comms.neighbours import neighbours
+from composable_shard.core.comms.neighbours import Neighbour, neighbours
 from composable_shard.errors import ShardError
 
 _DTYPES = [
@@ -36,6 +39,7 @@ _DYING = 1.0  # seconds from the loss of a process's memory to its end, at most
 _SET = ctypes.c_uint8(1)
 
 _offers: list[Offer] = []  # those that some neighbour may still read
+_abandoned: deque[Offer] = deque()  # those that this rank will not read; see `_let_go`
 
 
 class Place(NamedTuple):
@@ -65,14 +69,19 @@ class Offer:
     def __init__(
         self, group: dist.ProcessGroup, tag: int, tensors: Mapping[int, list[torch.Tensor]]
     ) -> None:
+        if _abandoned:
+            _let_go()
         self.tag = tag
         self.is_finished = False
+        self.is_abandoned = False
+        self._note = _abandoned.append  # kept, as globals may be gone when the interpreter ends
         self.group = group
         self._tensors = tensors
         self._time_out = _torch.timeout_of(group)
         self._neighbours = neighbours(group)
         self._flags = (ctypes.c_uint8 * len(tensors))()
         self._flags_there: dict[int, int] = {}
+        self._letters = {peer: self._neighbours[peer].box.expect(tag) for peer in tensors}
         self._tables = []
         _offers.append(self)
         failures = []
@@ -101,7 +110,8 @@ class Offer:
             RankMismatchError: If they are not as many as this rank offers, or not as long, or of
                 other dtypes. What lies behind them in the memory of the neighbour must not be read.
         """
-        address, count = self._wait(peer, partial(self._neighbours[peer].box.take, self.tag))
+        letter = partial(self._neighbours[peer].box.look, self._letters[peer])
+        address, count = self._wait(peer, letter)
         words = (ctypes.c_int64 * count)()
         self._copy(read, peer, address, ctypes.addressof(words), ctypes.sizeof(words))
         self._flags_there[peer], *said = words
@@ -121,9 +131,54 @@ class Offer:
     def finish(self) -> None:
         """Tell the neighbours that this rank has read; let go of what they have read."""
         for peer, flag in self._flags_there.items():
+            del self._letters[peer]  # now: after an interrupt only the others are told
             self._copy(write, peer, flag, ctypes.addressof(_SET), 1)
+        self._end()
+
+    def abandon(self) -> None:
+        """Note that this rank will not read what it has not read by now.
+
+        Hazard: garbage is collected at any time and on any thread, also in the middle of a
+        collective. Guard: this takes a note, no more; :func:`_let_go` does the rest. Test:
+        ``test_a_reader_may_die_while_a_letter_is_taken``.
+        """
+        if not self.is_finished:
+            self.is_abandoned = True
+            self._note(self)
+
+    def let_go(self) -> bool:
+        """Tell the neighbours that this rank will not read, without waiting for any of them.
+
+        Returns:
+            Whether nothing is left to do. A neighbour whose letter has not come cannot be told yet.
+        """
+        if is_lost(self.group):  # others may be reading, but they cannot be asked
+            return True
+        tables = {}
+        for peer, letter in self._letters.items():
+            content = self._neighbours[peer].box.look(letter)
+            if content is None:
+                return False
+            tables[peer] = content[0]
+        for peer, table in tables.items():
+            with contextlib.suppress(ShardError):  # it ends, as the next collective finds out
+                self._set_flag_of(self._neighbours[peer], table)
+        self._end()
+        return True
+
+    def _set_flag_of(self, neighbour: Neighbour, table: int) -> None:
+        if neighbour.ends_within(0):  # another process may have its number by now
+            return
+        flag = ctypes.c_int64()
+        read(neighbour.process, table, ctypes.addressof(flag), ctypes.sizeof(flag))
+        write(neighbour.process, flag.value, ctypes.addressof(_SET), 1)
+
+    def _end(self) -> None:
+        """Let go of all that was read."""
         self.is_finished = True
-        _offers[:] = [offer for offer in _offers if not (offer.is_finished and offer.was_read)]
+        for offer in list(_offers):
+            if offer.is_finished and offer.was_read:
+                _forget(offer)
 
     @property
     def was_read(self) -> bool:
@@ -187,11 +242,39 @@ def settle(acts: Mapping[int, str]) -> None:
     Hazard: an optimizer changes shards that another rank is reading. Guard: every pass ends with
     this, before code of the user's runs. Test: ``test_nothing_is_read_when_a_pass_has_ended``.
     """
+    if _abandoned:
+        _let_go()
     for offer in [offer for offer in _offers if offer.is_finished and offer.tag in acts]:
-        if is_lost(offer.group):
+        if offer.is_abandoned or is_lost(offer.group):
             continue
         try:
             offer.wait_until_read()
         except ShardError as error:
             raise named(error, f"others were {acts[offer.tag]}") from error
+        _forget(offer)
+
+
+def _let_go() -> None:
+    """Tell neighbours what this rank will not read, as far as that is possible without waiting.
+
+    Hazard: an offer that nobody reads lives for ever, and a model with it. Guard: this, at the
+    beginning of every exchange and at the end of every pass. Test:
+    ``test_what_nobody_reads_is_freed``.
+    """
+    for _ in range(len(_abandoned)):
+        try:
+            offer = _abandoned.popleft()
+        except IndexError:  # another thread was quicker
+            return
+        if not offer.let_go():
+            _abandoned.append(offer)
+
+
+def _forget(offer: Offer) -> None:
+    """Remove an offer from the list.
+
+    Hazard: another thread adds one meanwhile, which is lost, and freed while others read it. Guard:
+    the list is not replaced. Test: ``test_the_list_of_offers_is_never_replaced``.
+    """
+    with contextlib.suppress(ValueError):  # another thread was quicker
         _offers.remove(offer)
