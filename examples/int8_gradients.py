@@ -94,6 +94,9 @@ class Int8Gradients(torch.Tensor):
             out += (blocks * scales).flatten()[: len(out)]
 
 
+torch.serialization.add_safe_globals([Int8Gradients])  # for checkpoints, which load no others
+
+
 def block_of(parts: torch.Tensor) -> int:
     """Return how many elements share a scale; no more than there are."""
     return min(BLOCK, parts.shape[1])

@@ -77,10 +77,11 @@ def test_the_example_records_a_timeline(uninterrupted: Path) -> None:
     assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
 
 
-def test_gradients_as_int8_hardly_change_the_losses(
+def test_gradients_as_int8_hardly_change_the_losses_and_resume(
     tmp_path: Path, text: Path, uninterrupted: Path
 ) -> None:
-    train(tmp_path / "int8", text, "--int8-gradients")
+    train(tmp_path / "int8", text, "--int8-gradients", "--stop-at", "5")
+    train(tmp_path / "int8", text, "--int8-gradients", "--resume")
     exact, rounded = losses(uninterrupted), losses(tmp_path / "int8")
     assert exact != rounded
     for one, other in zip(exact, rounded, strict=True):
