@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from composable_shard.core.comms.failures import lost
 from composable_shard.testing import (
     RankError,
     RankTimeout,
@@ -96,6 +97,13 @@ def fail_with_a_class_of_its_own() -> None:
 
 def lambda_result() -> object:
     return lambda: None
+
+
+def lose_the_group() -> int:
+    group = dist.group.WORLD
+    assert group is not None
+    lost(group, 1 - dist.get_rank(), "a test")
+    return os.getpid()
 
 
 def make_groups(num_groups: int) -> int:
@@ -229,6 +237,11 @@ def test_a_longer_timeout_than_the_groups_gets_new_ranks() -> None:
 def test_groups_left_behind_do_not_pile_up() -> None:
     before = run_ranks(make_groups, 2, 80)
     assert set(run_ranks(os.getpid, 2)).isdisjoint(before)
+
+
+def test_ranks_whose_group_is_lost_are_not_used_again() -> None:
+    first = run_ranks(lose_the_group, 2)
+    assert not {*first} & {*run_ranks(os.getpid, 2)}
 
 
 def test_what_cannot_be_sent_is_refused() -> None:

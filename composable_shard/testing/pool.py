@@ -82,7 +82,7 @@ class RankPool:
         except BaseException:
             self.kill()
             raise
-        if any(reply.num_open_files > MAX_OPEN_FILES for reply in replies):
+        if any(reply.is_lost or reply.num_open_files > MAX_OPEN_FILES for reply in replies):
             self.stop()
         return [pickle.loads(reply.result) for reply in replies]
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from composable_shard.core.comms.failures import is_lost
 from composable_shard.testing.rank_errors import PackedFailure
 
 CALLS_PER_COLLECTION = 32
@@ -50,10 +51,17 @@ class Settle(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A rank's answer: its pickled result, and how many files it has open."""
+    """A rank's answer.
+
+    Attributes:
+        result: The pickled result.
+        num_open_files: How many files the rank has open.
+        is_lost: Whether a collective of its process group has failed, so that it takes no more.
+    """
 
     result: bytes
     num_open_files: int
+    is_lost: bool
 
 
 class Seat(NamedTuple):
@@ -89,12 +97,17 @@ def serve(seat: Seat, pipe: Connection) -> None:
 def _answer(pipe: Connection, fn: Callable[[], Any]) -> None:
     reply: Done | PackedFailure
     try:
-        reply = Done(pickle.dumps(fn()), _num_open_files())
+        reply = Done(pickle.dumps(fn()), _num_open_files(), _is_lost())
     except BaseException as error:  # noqa: BLE001 (whatever it is, the caller shall see it)
         reply = PackedFailure.pack(error)
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(reply)
+
+
+def _is_lost() -> bool:
+    world = dist.group.WORLD
+    return world is not None and is_lost(world)
 
 
 def _join_group(seat: Seat) -> None:
