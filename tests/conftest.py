@@ -15,6 +15,19 @@ from composable_shard.testing import stop_ranks
 for folder in ("benchmarks", "examples"):
     sys.path.append(str(Path(__file__).parents[1] / folder))
 
+# Few and long tests, which start programs, compile, or wait. What comes last should be short, so
+# that no worker is left alone with it.
+FIRST = (
+    *("faults/test_restarts.py", "faults/test_lost_ranks.py", "many_machines/test_torchrun.py"),
+    *("test_programs.py", "compile/test_blocks.py", "compat/test_torch_dropin.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest for their number of tests."""
+    places = {Path(__file__).parent / file: place for place, file in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(FIRST)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_end_with_the_session() -> Iterator[None]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -161,22 +160,24 @@ def test_each_rank_writes_its_bytes_and_no_others(tmp_path: Path) -> None:
 # The program ----------------------------------------------------------------------------------
 
 
-def test_the_program_measures_all_and_cleans_up(tmp_path: Path) -> None:
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program, by its path: the tests of checkpoints are a package of the same name."""
+    spec = importlib.util.spec_from_file_location("program", BENCHMARKS / "checkpoint.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "program", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_program_measures_all_and_cleans_up(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, place = tmp_path / "figures.json", tmp_path / "checkpoints"
     place.mkdir()
-    done = subprocess.run(
-        [
-            *(sys.executable, str(BENCHMARKS / "checkpoint.py"), "--rounds", "2"),
-            *("--layers", str(LAYERS), "--width", str(WIDTH)),
-            *("--folder", str(place), "--json", str(file)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    sizes = ["--rounds", "2", "--layers", str(LAYERS), "--width", str(WIDTH)]
+    assert program.main([*sizes, "--folder", str(place), "--json", str(file)]) == 0
     assert list(place.iterdir()) == []
     figures = json.loads(file.read_text())
     assert sorted(figures["costs"]) == sorted(ROWS)
@@ -191,20 +192,17 @@ def test_the_program_measures_all_and_cleans_up(tmp_path: Path) -> None:
         "other": ["fsdp2", "ours"],
         "sharded": ["fsdp2", "ours"],
     }
-    printed = [line for line in done.stdout.splitlines() if line.startswith("bytes on disk")]
+    lines = capsys.readouterr().out.splitlines()
+    printed = [line for line in lines if line.startswith("bytes on disk")]
     assert len(printed) == 3 and all(str(figures["payload"]) in line for line in printed)
 
 
-def test_a_checkpoint_of_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # By its path: the tests of checkpoints are a package of the same name.
-    spec = importlib.util.spec_from_file_location("program", BENCHMARKS / "checkpoint.py")
-    assert spec is not None and spec.loader is not None
-    checkpoint = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "program", checkpoint)
-    spec.loader.exec_module(checkpoint)
-    monkeypatch.setattr(checkpoint, "on_ranks", lambda fn, n, *args: ["changed"] * n)
-    monkeypatch.setattr(checkpoint, "take", lambda *args: None)
-    step = checkpoint.Step("load sharded, 2", "load_sharded", 2, "sharded")
+def test_a_checkpoint_of_other_bytes_is_refused(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "on_ranks", lambda fn, n, *args: ["changed"] * n)
+    monkeypatch.setattr(program, "take", lambda *args: None)
+    step = program.Step("load sharded, 2", "load_sharded", 2, "sharded")
     with pytest.raises(RuntimeError, match="composable_shard: load sharded, 2 gave other bytes"):
-        checkpoint.take_checked(step, "ours", Path("nowhere"), {"sharded": "saved"})
-    checkpoint.take_checked(step, "ours", Path("nowhere"), {"sharded": "changed"})
+        program.take_checked(step, "ours", Path("nowhere"), {"sharded": "saved"})
+    program.take_checked(step, "ours", Path("nowhere"), {"sharded": "changed"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -9,10 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import demo
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--layers", "1", "--width", "32", "--context", "32", "--batch", "4", "--sample-bytes", "4"]
 
 
 def run(script: str, *arguments: str, timeout: float = 240) -> str:
@@ -31,31 +33,25 @@ def run(script: str, *arguments: str, timeout: float = 240) -> str:
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "losses.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k in ("step", "loss")} for line in lines]
+    return [{k: v for k, v in line.items() if k in ("step", "loss")} for line in demo.lines(folder)]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(4000)))
-    return path
+    return demo.write_text(tmp_path_factory.mktemp("text"))
 
 
-def train(folder: Path, text: Path, *more: str) -> None:
-    run(
-        "examples/train_lm.py",
-        *SMALL,
-        *("--steps", "8", "--checkpoint-every", "3", "--text", str(text)),
-        *("--checkpoint-dir", str(folder), *more),
-    )
+def options(folder: Path, text: Path, *more: str) -> list[str]:
+    chosen = ["--layers", "1", "--text", str(text), "--checkpoint-dir", str(folder)]
+    return [*demo.SMALL, *chosen, *more]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """The folder of a run from start to end."""
+    """The folder of a run from start to end, by the program with all that it does itself."""
     folder = tmp_path_factory.mktemp("run") / "whole"
-    train(folder, text, "--trace", str(folder / "timeline"))
+    traced = ["--trace", str(folder / "timeline")]
+    run("examples/train_lm.py", *options(folder, text, *traced))
     return folder
 
 
@@ -63,9 +59,9 @@ def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
     tmp_path: Path, text: Path, uninterrupted: Path
 ) -> None:
     parts = tmp_path / "parts"
-    train(parts, text, "--stop-at", "5")
+    demo.train(*options(parts, text, "--stop-at", "5"))
     assert len(losses(parts)) == 5
-    train(parts, text, "--resume")
+    demo.train(*options(parts, text, "--resume"))
     assert len(losses(uninterrupted)) == 8
     assert losses(parts) == losses(uninterrupted)
 
@@ -80,16 +76,28 @@ def test_the_example_records_a_timeline(uninterrupted: Path) -> None:
 def test_gradients_as_int8_hardly_change_the_losses_and_resume(
     tmp_path: Path, text: Path, uninterrupted: Path
 ) -> None:
-    train(tmp_path / "int8", text, "--int8-gradients", "--stop-at", "5")
-    train(tmp_path / "int8", text, "--int8-gradients", "--resume")
+    demo.train(*options(tmp_path / "int8", text, "--int8-gradients", "--stop-at", "5"))
+    demo.train(*options(tmp_path / "int8", text, "--int8-gradients", "--resume"))
     exact, rounded = losses(uninterrupted), losses(tmp_path / "int8")
     assert exact != rounded
     for one, other in zip(exact, rounded, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
 
 
-def test_the_example_of_a_subclass_passes_the_kit_and_learns() -> None:
-    lines = run("examples/custom_subclass.py").splitlines()
+def run_main_block(program: str) -> None:
+    """Do what a program does when it is started; ranks import its functions by its name."""
+    module = importlib.import_module(program)
+    assert module.__file__ is not None
+    *_, block = ast.parse(Path(module.__file__).read_text()).body
+    assert isinstance(block, ast.If) and ast.unparse(block.test) == "__name__ == '__main__'"
+    exec(compile(ast.Module(block.body, []), module.__file__, "exec"), vars(module))
+
+
+def test_the_example_of_a_subclass_passes_the_kit_and_learns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_main_block("custom_subclass")
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Int8Rows: all 13 checks pass"
     losses = [re.fullmatch(r"rank (\d): loss (\S+) at first, (\S+) at last", x) for x in lines[-2:]]
     for rank, match in enumerate(losses):
@@ -97,6 +105,9 @@ def test_the_example_of_a_subclass_passes_the_kit_and_learns() -> None:
         assert float(match[2]) > 1 and float(match[3]) < 0.1
 
 
-def test_the_contestants_of_the_benchmark_train_alike() -> None:
-    printed = run("benchmarks/step.py", "--check", "2", "--layers", "1", "--width", "64")
-    assert "failed" not in printed
+def test_the_contestants_of_the_benchmark_train_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    step = importlib.import_module("step")
+    assert step.main(["--check", "2", "--layers", "1", "--width", "64"]) == 0
+    printed = capsys.readouterr()
+    assert "mean loss by step" in printed.out
+    assert "failed" not in printed.out + printed.err

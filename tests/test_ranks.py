@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -263,24 +263,28 @@ def test_arguments_out_of_range_are_refused() -> None:
         pass
 
 
+def tell_and_hang(told: Path) -> None:
+    (told / str(dist.get_rank())).write_text(f"{os.getpid()}\n")
+    sleep_for_ever()
+
+
 def test_ranks_do_not_outlive_their_parent(tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import os, time\n"
-        "from composable_shard.testing import run_ranks\n"
-        "def tell_and_hang(): os.write(1, b'%d\\n' % os.getpid()); time.sleep(1000)\n"
-        "if __name__ == '__main__': run_ranks(tell_and_hang, 2)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
-        assert parent.stdout is not None
-        pids = [int(parent.stdout.readline()) for _ in range(2)]
-        parent.kill()
-    deadline = time.monotonic() + 20
-    while any(_is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"ranks outlive their parent: {pids}"
+    forks = multiprocessing.get_context("forkserver")  # has torch loaded
+    parent = forks.Process(target=run_ranks, args=(tell_and_hang, 2, tmp_path))
+    parent.start()
+    files = [tmp_path / str(rank) for rank in range(2)]
+    wait_until(lambda: all(f.exists() and f.read_text().endswith("\n") for f in files), 60)
+    pids = [int(file.read_text()) for file in files]
+    assert all(map(_is_running, pids))
+    parent.kill()
+    parent.join()
+    wait_until(lambda: not any(map(_is_running, pids)), 20)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 

@@ -65,10 +65,14 @@ def own_input(step: int = 0, rows: int = 3) -> torch.Tensor:
 
 def average_gradients(params: Iterable[torch.Tensor]) -> None:
     """Replace the gradients of unsharded parameters by their mean over the ranks."""
-    for param in params:
-        if param.grad is not None:
-            dist.all_reduce(param.grad)
-            param.grad.div_(dist.get_world_size())
+    grads = [param.grad.detach() for param in params if param.grad is not None]
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        same = [grad for grad in grads if grad.dtype == dtype]
+        flat = torch.cat([grad.reshape(-1) for grad in same])
+        dist.all_reduce(flat)
+        flat.div_(dist.get_world_size())
+        for grad, mean in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
+            grad.copy_(mean.view(grad.shape))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Run ``examples/train_lm.py`` under torchrun, and kill a rank of the first attempt on the way.
+"""Run ``examples/train_lm.py`` under torchrun, and kill a rank of the first attempts on the way.
 
-Arguments: where in the run, which rank, and those of the example.
+Arguments: where in the run and which rank, for each attempt that is to fail ("save:1,step:0"); and
+those of the example.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ PLACES: dict[str, tuple[Any, str, Any]] = {
 }
 
 if __name__ == "__main__":
-    place, rank, *arguments = sys.argv[1:]
-    if os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    deaths, *arguments = sys.argv[1:]
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    place, rank = [*(one.split(":") for one in deaths.split(",")), ("", "")][attempt]
+    if os.environ["RANK"] == rank:
         with mock.patch.object(*PLACES[place]):
             train_lm.main(arguments)
     else:

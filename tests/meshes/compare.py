@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from heard import from_all_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -20,10 +21,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def mean_over_ranks(grads: dict[str, torch.Tensor], num_ranks: int) -> dict[str, torch.Tensor]:
     """Sum over all ranks, divide by ``num_ranks``; a rank without a gradient counts as zeros."""
-    heard: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(heard, grads)
     totals: dict[str, torch.Tensor] = {}
-    for said in heard:
+    for said in from_all_ranks(grads):
         for name, grad in said.items():
             totals[name] = totals[name] + grad if name in totals else grad.clone()
     return {name: total / num_ranks for name, total in totals.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from heard import from_all_ranks
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy
@@ -179,8 +180,7 @@ def means_over_ranks(
     Returns:
         By name, the means, and the largest element of any rank.
     """
-    heard: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(heard, grads)
+    heard = from_all_ranks(grads)
     totals: dict[str, torch.Tensor] = {}
     largest: dict[str, float] = {}
     for said in heard:

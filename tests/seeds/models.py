@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed as torch_dist
+from dist import models
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -40,7 +41,7 @@ def gpu(num_devices: int = 1) -> Any:
 
 def nested(device: torch.device = CPU) -> Any:
     """Return a plain nested model, the same on all ranks."""
-    group = dist.group.WORLD
+    group = torch_dist.group.WORLD
     model = NestedWrappedModule.init(
         group, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_NEVER, deterministic=True
     )
@@ -64,7 +65,7 @@ def wrap_nested(model: Any, **kwargs: Any) -> Any:
 def transformer(device: torch.device = CPU, *, add_bn: bool = False) -> Any:
     """Return a plain transformer with tied embeddings, the same on all ranks."""
     model = TransformerWithSharedParams.init(
-        dist.group.WORLD,
+        torch_dist.group.WORLD,
         FSDPInitMode.NO_FSDP,
         DEVICEInitMode.DEVICE_NEVER,
         deterministic=True,
@@ -80,10 +81,7 @@ def two_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def average_gradients(model: nn.Module) -> None:
     """Replace the gradients of a plain model by their mean over the ranks."""
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad)
-            param.grad.div_(dist.get_world_size())
+    models.average_gradients(model.parameters())
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,54 @@
+"""The training of ``examples/train_lm.py`` as its command line says, on ranks that are soon there.
+
+A process that starts from nothing imports torch for seconds. Where a test is not about how the
+program starts its ranks, they come from ``run_ranks``; they have run nothing before, as its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import train_lm
+from composable_shard.testing import run_ranks, stop_ranks
+from lm.ranks import Job, Place
+
+SMALL = [
+    *("--width", "32", "--context", "32", "--batch", "4", "--sample-bytes", "4"),
+    *("--steps", "8", "--checkpoint-every", "3"),
+]
+
+
+def write_text(folder: Path) -> Path:
+    """Write something to learn."""
+    path = folder / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(4000)))
+    return path
+
+
+def train(*arguments: str) -> None:
+    """Run the program with its ranks replaced."""
+    with mock.patch.object(train_lm, "run_on_ranks", on_fresh_ranks):
+        train_lm.main(arguments)
+
+
+def on_fresh_ranks(job: Job, num_ranks: int, device_type: str) -> None:
+    assert device_type == "cpu"
+    stop_ranks()
+    run_ranks(at_its_place, num_ranks, job)
+
+
+def at_its_place(job: Job) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        job(Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu")))
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    """Return what a run has written about its steps."""
+    return [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
