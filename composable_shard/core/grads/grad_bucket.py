@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from composable_shard.core.grads.packing import PackedGrads
-from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.core.params.layout import ParamLayout, plan_bucket
 from composable_shard.core.params.staging import matching_pieces
 
 
@@ -55,12 +55,11 @@ class GradBucket:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.layout: BucketLayout = plan_bucket(tuple(params), num_shards, dtype.itemsize)
+        self.layout = layout = plan_bucket(tuple(params), num_shards, dtype.itemsize)
         self.dtype = dtype
         self._device = device
-        self._packed = PackedGrads(
-            self.layout, len(params), dtype, device, fuses=device.type != "cpu"
-        )
+        fuses = device.type != "cpu" or all(layout.params[i].is_even for i in layout.packed)
+        self._packed = PackedGrads(layout, len(params), dtype, device, fuses=fuses)
 
     def start_reduce(
         self, grads: Sequence[torch.Tensor | None], *, widens: bool = False

@@ -28,7 +28,7 @@ class PackedGrads:
         dtype: Dtype of the message.
         device: Where it is made.
         fuses: Whether one kernel packs all; if not, what is there is copied one by one. A copy
-            costs a launch on a device, and little more than its bytes on the CPU.
+            costs a launch on a device. On the CPU the kernel is the slower one where it pads.
 
     Attributes:
         numels: Elements of each message for each rank.
@@ -157,6 +157,8 @@ class _Place(NamedTuple):
         """View a gradient as the regions are shaped."""
         if not self.numels:
             return [grad]
+        if len(self.numels) == 1:
+            return [grad.reshape(self.regions[0][0])]
         parts = grad.reshape(-1).split_with_sizes(self.numels)
         return [part.view(region[0]) for part, region in zip(parts, self.regions, strict=True)]
 
