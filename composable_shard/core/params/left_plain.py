@@ -9,15 +9,21 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-_ignored: set[int] = set()
+_ignored: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
-def ignore(params: Iterable[nn.Parameter]) -> None:
-    """Note that users know of parameters that stay plain."""
-    for param in params:
-        if id(param) not in _ignored:
-            _ignored.add(id(param))
-            weakref.finalize(param, _ignored.discard, id(param))
+def ignore(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
+    """Note that users know of parameters of ``modules`` that stay plain.
+
+    Hazard: torch cannot load into a parameter to which there are weak references. Guard: what is
+    noted is where they are.
+    """
+    ids = set(map(id, params))
+    if not ids:
+        return
+    for module in modules:
+        names = {name for name, param in module._parameters.items() if id(param) in ids}
+        _ignored.setdefault(module, set()).update(names)
 
 
 def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | None]) -> None:
@@ -27,12 +33,17 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
         modules: Modules that are sharded.
         ours: Plain parameters that belong there.
     """
-    known = {*_ignored, *map(id, ours)}
+    known = set(map(id, ours))
     names = [
-        name
-        for module in modules
-        for name, param in module.named_parameters()
-        if param.requires_grad and not isinstance(param, DTensor) and id(param) not in known
+        f"{prefix}.{name}".lstrip(".")
+        for top in modules
+        for prefix, module in top.named_modules()
+        for name, param in module._parameters.items()
+        if param is not None
+        and param.requires_grad
+        and not isinstance(param, DTensor)
+        and id(param) not in known
+        and name not in _ignored.get(module, ())
     ]
     if names:
         warnings.warn(
