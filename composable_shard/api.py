@@ -99,12 +99,12 @@ def fully_shard(
     _check_arguments(modules, policy, offload_policy, ignored_params)
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = find_managed(modules, ignored_params or (), lambda m: group_of(m) is not None)
-    ignore(managed.modules, ignored_params or ())
     managed, claims = claim_ties(managed, modules)
     planned = plan_params(managed, shard_mesh, shard_placement_fn, offload_policy)
     group = build_group(modules, managed, planned, shard_mesh, policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     claims.commit()
+    ignore(managed.modules, ignored_params or ())
     _adopt(group, managed)
     return module
 

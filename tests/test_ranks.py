@@ -244,6 +244,18 @@ def test_ranks_whose_group_is_lost_are_not_used_again() -> None:
     assert not {*first} & {*run_ranks(os.getpid, 2)}
 
 
+def lose_the_group_and_fail() -> None:
+    lose_the_group()
+    raise ValueError("alike")
+
+
+def test_nor_if_the_call_failed_alike_on_all() -> None:
+    first = run_ranks(os.getpid, 2)
+    with pytest.raises(RankError, match="alike"):
+        run_ranks(lose_the_group_and_fail, 2)
+    assert not {*first} & {*run_ranks(os.getpid, 2)}
+
+
 def test_what_cannot_be_sent_is_refused() -> None:
     with pytest.raises(TypeError, match="Expected a module-level function"):
         run_ranks(lambda: None, 2)

@@ -174,10 +174,10 @@ class RankPool:
     def _is_in_step(self) -> bool:
         try:
             self._send(Settle())
-            self._gather(SETTLE_TIMEOUT, "")
+            replies = self._gather(SETTLE_TIMEOUT, "")
         except RankError:
             return False
-        return True
+        return not any(reply.is_lost for reply in replies)
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
         """Ask the ranks' fault handlers where they stand. Works while they hang in C code."""

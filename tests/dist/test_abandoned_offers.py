@@ -254,8 +254,31 @@ class Shared(list[Offer]):
 
 
 def with_shared_list() -> tuple[list[bool], int]:
-    with mock.patch.object(offers, "_offers", Shared()):
-        return complete(gather), len(offers._offers)
+    shared = Shared()
+    with mock.patch.object(offers, "_offers", shared):
+        exact = complete(gather)
+        assert offers._offers is shared
+        return exact, len(shared)
+
+
+def interrupted_while_letting_go() -> int:
+    """Drop a gather on rank 0 and interrupt what tells rank 1; return what is held at last."""
+    _, pending = gather(0.0)
+    if dist.get_rank() == 1:
+        pending.wait()
+    del pending
+    dist.barrier()
+    if dist.get_rank() == 0:
+        interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+        with mock.patch.object(offers, "read", interrupt), pytest.raises(KeyboardInterrupt):
+            offers.settle({})
+    offers.settle({TAG: "testing"})
+    return len(held())
+
+
+@pytest.mark.usefixtures("readable")
+def test_after_an_interrupt_neighbours_are_told_the_next_time() -> None:
+    assert run_ranks(interrupted_while_letting_go, 2) == [0, 0]
 
 
 @pytest.mark.usefixtures("readable")

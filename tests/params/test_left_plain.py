@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 
@@ -48,6 +49,17 @@ def test_no_warning_where_nothing_is_wrong() -> None:
         gathered = sharded()
         gathered[0].unshard()
         assert late(gathered) == []
+
+
+def test_no_warning_of_what_stands_where_something_was_ignored() -> None:
+    with fake_ranks(2):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model, ignored_params={model[0].bias})
+        model.to_empty(device="cpu")
+        assert late(copy.deepcopy(model)) == []
+        model[0].load_state_dict({"bias": torch.ones(4)}, strict=False, assign=True)
+        assert late(model) == []
 
 
 def test_no_warning_of_what_was_ignored() -> None:

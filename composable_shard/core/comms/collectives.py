@@ -39,9 +39,11 @@ class ReduceScatterLaunch(Protocol):
     Attributes:
         widens: Whether an input may be of a narrower dtype than its output, in which it is summed;
             another one on each rank.
+        reads_padding: Whether it may look at an input as a whole, so that padding must be zeros.
     """
 
     widens: bool = False
+    reads_padding: bool = False
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Tell whether ``op`` may be ``ReduceOp.AVG``."""

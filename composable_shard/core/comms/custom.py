@@ -149,6 +149,8 @@ class CustomAllGather(AllGatherLaunch):
 class CustomReduceScatter(ReduceScatterLaunch):
     """Reduces by a custom reduce-scatter: one call for each dtype."""
 
+    reads_padding = True
+
     def __init__(self, comm: ReduceScatter) -> None:
         self.comm = comm
 

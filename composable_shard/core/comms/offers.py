@@ -24,7 +24,7 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.comms.failures import is_lost, lost, mismatch, named, refuse_lost
 from composable_shard.core.comms.near_memory import read, write
-from composable_shard.core.comms.neighbours import Neighbour, neighbours
+from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.errors import ShardError
 
 _DTYPES = [
@@ -162,15 +162,17 @@ class Offer:
             tables[peer] = content[0]
         for peer, table in tables.items():
             with contextlib.suppress(ShardError):  # it ends, as the next collective finds out
-                self._set_flag_of(self._neighbours[peer], table)
+                self._set_flag_of(peer, table)
         self._end()
         return True
 
-    def _set_flag_of(self, neighbour: Neighbour, table: int) -> None:
+    def _set_flag_of(self, peer: int, table: int) -> None:
+        neighbour = self._neighbours[peer]
         if neighbour.ends_within(0):  # another process may have its number by now
             return
         flag = ctypes.c_int64()
         read(neighbour.process, table, ctypes.addressof(flag), ctypes.sizeof(flag))
+        del self._letters[peer]  # as in `finish`: nobody is told twice
         write(neighbour.process, flag.value, ctypes.addressof(_SET), 1)
 
     def _end(self) -> None:
@@ -266,8 +268,12 @@ def _let_go() -> None:
             offer = _abandoned.popleft()
         except IndexError:  # another thread was quicker
             return
-        if not offer.let_go():
-            _abandoned.append(offer)
+        is_done = False
+        try:
+            is_done = offer.let_go()
+        finally:  # also after an interrupt
+            if not is_done:
+                _abandoned.append(offer)
 
 
 def _forget(offer: Offer) -> None:

@@ -52,7 +52,11 @@ class EncodedBucket(GradBucket):
 
     @torch.no_grad()
     def start_reduce(
-        self, grads: Sequence[torch.Tensor | None], *, widens: bool = False
+        self,
+        grads: Sequence[torch.Tensor | None],
+        *,
+        widens: bool = False,
+        reads_padding: bool = False,
     ) -> GradTransfer:
         """Encode the gradients; see GradBucket. An input is [num_shards, bytes of a row].
 

@@ -62,7 +62,11 @@ class GradBucket:
         self._packed = PackedGrads(layout, len(params), dtype, device, fuses=fuses)
 
     def start_reduce(
-        self, grads: Sequence[torch.Tensor | None], *, widens: bool = False
+        self,
+        grads: Sequence[torch.Tensor | None],
+        *,
+        widens: bool = False,
+        reads_padding: bool = False,
     ) -> GradTransfer:
         """Turn gradients, ``None`` where this rank has none, into reduce-scatter inputs.
 
@@ -71,6 +75,7 @@ class GradBucket:
         Args:
             grads: The gradients, in the order of the layout.
             widens: Whether the reduce-scatter casts to the dtype of the reduction by itself.
+            reads_padding: Whether it looks at padding, which must be zeros then.
         """
         layout = self.layout
         result = self._empty(layout.shard_numel + len(grads))
@@ -82,7 +87,7 @@ class GradBucket:
         end = result[layout.packed_offset :] if layout.packed_offset else result
         numels = self._packed.numels
         transfer.outputs += end.split_with_sizes(numels) if len(numels) > 1 else [end]
-        transfer.inputs += self._packed.pack(grads, transfer.present)
+        transfer.inputs += self._packed.pack(grads, transfer.present, clears=reads_padding)
         return transfer
 
     def release(self) -> None:

@@ -111,9 +111,10 @@ class MeshGradients:
             self._deliver_alone(trainable, grads)
             return
         self._recipes.agree(trainable, grads)
-        widens, routes = self._channel.reduce_scatter.widens, self._plan.routes_of(trainable, held)
+        launch, routes = self._channel.reduce_scatter, self._plan.routes_of(trainable, held)
+        kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
         try:  # before any launch, so that where all ranks fail alike nothing is under way
-            transfers = [r.bucket.start_reduce(r.enter(grads), widens=widens) for r in routes]
+            transfers = [r.bucket.start_reduce(r.enter(grads), **kind) for r in routes]
         except Exception as error:
             error.add_note(own_failure(self._channel.reducing))
             raise
@@ -208,6 +209,7 @@ class MeshGradients:
             reduction.divide_after = scale.total
             return self._channel.exchange(transfer.outputs[0], transfer.inputs[0])
         if scale.before != 1:
+            assert reduction.route.bucket.dtype == torch.float16  # others keep flags as they are
             _torch.divide_all_(transfer.inputs, scale.before)
         reduction.divide_after = scale.after
         return self._channel.reduce(transfer.outputs, transfer.inputs, average=scale.averages)

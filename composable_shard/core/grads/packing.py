@@ -61,20 +61,23 @@ class PackedGrads:
             self._places.append(_place(param, start, self._shape[1]))
             start += param.shard_numel
 
-    def pack(self, grads: Sequence[torch.Tensor | None], present: list[bool]) -> list[torch.Tensor]:
-        """Return the messages, [num_shards * numel] each, padding as the memory was.
+    def pack(
+        self, grads: Sequence[torch.Tensor | None], present: list[bool], *, clears: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the messages, [num_shards * numel] each.
 
         Args:
             grads: The gradients of the bucket; ``None`` counts as zeros.
             present: Which flags to set.
+            clears: Whether padding is zeros; it may be anything if not.
         """
         members = [grads[index] for index in self._indices]
         if not self._flags_are_alone:
-            return [self._packed(members, present)]
+            return [self._packed(members, present, clears)]
         flags = self._flags.rows(self._dtype, present)
         if self._dtype == torch.float16:  # in which messages are divided before they are summed
             flags = flags.clone()
-        packed = [self._packed(members, [])] if members else []
+        packed = [self._packed(members, [], clears)] if members else []
         return [*packed, flags.view(-1)]
 
     def release(self) -> None:
@@ -82,12 +85,20 @@ class PackedGrads:
         if self._rows is not None and not self._rows.is_in_use:
             self._rows.flat.untyped_storage().resize_(0)
 
-    def _packed(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
-        return (self._fused if self._fuses else self._copied)(members, present)
+    def _packed(
+        self, members: list[torch.Tensor | None], present: list[bool], clears: bool
+    ) -> torch.Tensor:
+        if self._fuses:
+            return self._fused(members, present)
+        return self._copied(members, present, clears)
 
-    def _copied(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
-        """Copy what is there and leave the padding alone."""
+    def _copied(
+        self, members: list[torch.Tensor | None], present: list[bool], clears: bool
+    ) -> torch.Tensor:
+        """Copy what is there and leave the padding alone, or clear it."""
         rows = self._allocated()
+        if clears:
+            rows.flat.zero_()
         into, sources = [], []
         if present:
             into, sources = [rows.flags], [self._flags.rows(self._dtype, present)]

@@ -99,9 +99,9 @@ def dtype_for_users(param: ShardedParam, default: torch.dtype | None) -> torch.d
 
 
 def asked_dtypes(params: Sequence[ShardedParam]) -> list[torch.dtype | None]:
-    """Return what the parameters say now of the dtypes of their gradients."""
+    """Return which dtypes users have asked of the gradients, ``None`` where they have not."""
     with _torch.without_overrides():
-        return [param.sharded.grad_dtype for param in params]
+        return [param.remember_grad_dtype() for param in params]
 
 
 def has_hooks(param: ShardedParam) -> bool:
@@ -141,7 +141,7 @@ def deliver_all(
     """
     leaves = [param.sharded for param in params]
     with _torch.without_overrides():
-        if _are_bare(leaves, shards[0].dtype):
+        if _are_bare(leaves, [shard.dtype for shard in shards]):
             for leaf, shard, spec in zip(leaves, shards, specs, strict=True):
                 leaf.grad = _torch.from_local(shard, spec)
             return
@@ -149,12 +149,12 @@ def deliver_all(
         deliver(param, shard)
 
 
-def _are_bare(leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-    """Tell whether leaves have neither gradients nor hooks, and take any of ``dtype``."""
+def _are_bare(leaves: Sequence[torch.Tensor], dtypes: list[torch.dtype]) -> bool:
+    """Tell whether leaves have neither gradients nor hooks, and take gradients of ``dtypes``."""
     return (
         not any(map(_is_something, map(_grad_of, leaves)))
         and not any(map(_torch.has_grad_hooks, leaves))
-        and set(map(_grad_dtype_of, leaves)) == {dtype}
+        and list(map(_grad_dtype_of, leaves)) == dtypes
     )
 
 

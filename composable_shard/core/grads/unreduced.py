@@ -43,7 +43,8 @@ class UnreducedGradients:
         if self._mesh.num_replicas > 1:
             for param in self._params:
                 hold_for_replicas(param)  # whether or not this rank adds to it: others may
-        for param, grad in zip(self._params, take_all_unsharded(self._params), strict=True):
+        for param in self._params:  # one after the other: each is freed when it has been added
+            (grad,) = take_all_unsharded([param])
             if grad is None:
                 continue
             if self._factor != 1:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-_ignored: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "_composable_shard_ignored"
 
 
 def ignore(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
     """Note that users know of parameters of ``modules`` that stay plain.
 
-    Hazard: torch cannot load into a parameter to which there are weak references. Guard: what is
-    noted is where they are.
+    Hazard: others take their places when they are loaded, moved or copied, and torch swaps no
+    tensor to which there are weak references. Guard: what is noted is where they are.
     """
     ids = set(map(id, params))
     if not ids:
         return
     for module in modules:
-        names = {name for name, param in module._parameters.items() if id(param) in ids}
-        _ignored.setdefault(module, set()).update(names)
+        names = [name for name, param in module._parameters.items() if id(param) in ids]
+        if names:
+            module.__dict__[_ATTRIBUTE] = (*module.__dict__.get(_ATTRIBUTE, ()), *names)
 
 
 def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | None]) -> None:
@@ -43,7 +43,7 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
         and param.requires_grad
         and not isinstance(param, DTensor)
         and id(param) not in known
-        and name not in _ignored.get(module, ())
+        and name not in module.__dict__.get(_ATTRIBUTE, ())
     ]
     if names:
         warnings.warn(

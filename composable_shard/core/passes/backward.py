@@ -161,7 +161,7 @@ class BackwardPass:
         self._countdown(group).enter(_torch.current_backward())
 
     def _begin(self) -> None:
-        self._countdowns.clear()
+        self._forget_countdowns()
         self._needed.clear()
         end = End(self.end)
         self._end, self._id = weakref.ref(end), _torch.current_backward()
@@ -173,6 +173,11 @@ class BackwardPass:
         for group in list(self._ran_inside):
             if not self._will_arrive(group):
                 self._take_turn(group)
+
+    def _forget_countdowns(self) -> None:
+        for group in self._countdowns:
+            group.to_arrive = {}
+        self._countdowns.clear()
 
     def _will_arrive(self, group: ParamGroup) -> bool:
         """Tell whether the running backward accumulates into a parameter of ``group``."""
@@ -343,6 +348,6 @@ class BackwardPass:
         self._limit = None
         self._ran_inside.clear()
         self.forget_forwards()
-        self._countdowns.clear()
+        self._forget_countdowns()
         self._needed.clear()
         self._complete.clear()

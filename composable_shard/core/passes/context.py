@@ -79,10 +79,10 @@ class Context:
         if self._owners_checked:
             return
         refuse_unowned(m for group in self.groups for top in group.modules for m in top.modules())
+        self._owners_checked = True
         if self.root.mesh.num_ranks > 1:
             unsharded = (param.unsharded for group in self.groups for param in group.params)
             warn_of_plain(self.root.modules, unsharded)
-        self._owners_checked = True
 
     def before_gather(self) -> None:
         """Check once that all ranks hold the same model. Collective: see agree_on_model."""

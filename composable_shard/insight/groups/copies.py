@@ -117,13 +117,14 @@ def _of_reduction(plan: ReducePlan, mesh: MeshPlan) -> Iterator[Copy]:
         )
     flags = "one flag for each gradient tells the ranks whether anybody has it"
     small = f"gradients too small to be worth a message share one, and {flags}"
-    yield Copy(
-        "packed",
-        plan.members.named(layout.packed),
-        plan.packed_nbytes,
-        1,
-        small if layout.packed else flags,
-    )
+    if plan.packed_nbytes:
+        yield Copy(
+            "packed",
+            plan.members.named(layout.packed),
+            plan.packed_nbytes,
+            1,
+            small if layout.packed else flags,
+        )
     if mesh.num_shards == 1:
         yield Copy(
             "moved",

@@ -172,7 +172,7 @@ class ReducePlan:
 
     @property
     def scattered(self) -> tuple[int, ...]:
-        """Bytes of each message that this rank sends to every other; flags go with the last."""
+        """Bytes of each message that this rank sends to every other; the flags go last."""
         layout = self.layout
         num_own = len(layout.direct) + len(layout.permuted)
         numels = [numel for _, numel in layout.messages[:num_own]]
