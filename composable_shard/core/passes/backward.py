@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.passes.countdown import Boundary, Countdown, End, Token
+from composable_shard.core.passes.countdown import Boundary, Countdown, Countdowns, End, Token
 from composable_shard.core.passes.in_flight import InFlight
 from composable_shard.core.passes.schedule import OrderRecord
 
@@ -38,7 +38,7 @@ class BackwardPass:
         self._context = context
         self._end: weakref.ref[End] | None = None
         self._id = -1
-        self._countdowns: dict[ParamGroup, Countdown] = {}
+        self._countdowns = Countdowns()
         self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, by when they were entered
         self._to_need: dict[ParamGroup, None] = {}  # the same, by when they were left
         self._owing: dict[ParamGroup, None] = {}  # accumulated without sync
@@ -146,11 +146,7 @@ class BackwardPass:
     # Completion -----------------------------------------------------------------------------
 
     def _countdown(self, group: ParamGroup) -> Countdown:
-        countdown = self._countdowns.get(group)
-        if countdown is None:
-            countdown = self._countdowns[group] = Countdown(group)
-            group.to_arrive = {} if self._is_inside else countdown.left
-        return countdown
+        return self._countdowns.of(group, is_inside=self._is_inside)
 
     def _enter(self, group: ParamGroup) -> None:
         if not self._is_running:
@@ -161,7 +157,7 @@ class BackwardPass:
         self._countdown(group).enter(_torch.current_backward())
 
     def _begin(self) -> None:
-        self._forget_countdowns()
+        self._countdowns.clear()
         self._needed.clear()
         end = End(self.end)
         self._end, self._id = weakref.ref(end), _torch.current_backward()
@@ -173,11 +169,6 @@ class BackwardPass:
         for group in list(self._ran_inside):
             if not self._will_arrive(group):
                 self._take_turn(group)
-
-    def _forget_countdowns(self) -> None:
-        for group in self._countdowns:
-            group.to_arrive = {}
-        self._countdowns.clear()
 
     def _will_arrive(self, group: ParamGroup) -> bool:
         """Tell whether the running backward accumulates into a parameter of ``group``."""
@@ -348,6 +339,6 @@ class BackwardPass:
         self._limit = None
         self._ran_inside.clear()
         self.forget_forwards()
-        self._forget_countdowns()
+        self._countdowns.clear()
         self._needed.clear()
         self._complete.clear()

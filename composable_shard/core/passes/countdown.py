@@ -107,3 +107,27 @@ class Countdown:
             return False
         del self.left[backward]
         return not self.left
+
+
+class Countdowns(dict[ParamGroup, Countdown]):
+    """The countdowns of the groups that the running backward has reached."""
+
+    def of(self, group: ParamGroup, *, is_inside: bool) -> Countdown:
+        """Return that of a group; a new one if there is none yet.
+
+        Args:
+            group: The group.
+            is_inside: Whether the backward lies within a forward, where more than the count changes
+                when a gradient arrives.
+        """
+        countdown = self.get(group)
+        if countdown is None:
+            countdown = self[group] = Countdown(group)
+            group.to_arrive = {} if is_inside else countdown.left
+        return countdown
+
+    def clear(self) -> None:
+        """Forget all; what arrives later is not counted."""
+        for group in self:
+            group.to_arrive = {}
+        super().clear()
