@@ -214,6 +214,8 @@ def row(figures: Figures, name: str, base: str, minimum: int) -> list[str]:
 
 
 def ratio_cell(sizes: Mapping[str, int], name: str, base: str) -> str:
+    if not sizes[name]:  # a tiny model may fit into gaps that the heap had before
+        return "-"
     return f"{sizes[base] / sizes[name]:.3f}"
 
 

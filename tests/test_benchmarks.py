@@ -270,7 +270,12 @@ def test_memory_prints_the_terms_and_the_peaks(
     minimum = memory.Terms(**figures["minimum"]["sharded"]).total()
     assert terms[-1] == f"{minimum / 1e6:.1f}"
     assert ours[3] == f"{figures['live']['ours'] / minimum:.3f}"
-    assert figures["resident"]["ours"] > 0
+    assert ours[5] == f"{figures['resident']['ours'] / 1e6:.1f}"
+
+
+@pytest.mark.parametrize(("ours", "other", "cell"), [(8, 4, "2.000"), (0, 4, "0.000"), (4, 0, "-")])
+def test_a_ratio_to_a_growth_of_nothing(ours: int, other: int, cell: str) -> None:
+    assert memory.ratio_cell({"ours": ours, "other": other}, "other", "ours") == cell
 
 
 # Host time --------------------------------------------------------------------------------------
