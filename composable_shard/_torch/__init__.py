@@ -75,10 +75,12 @@ from composable_shard._torch.rehearsed import (
     without_memory,
 )
 from composable_shard._torch.tensors import (
+    allocate,
     carried,
     chunk_cat_into,
     copy_all_,
     divide_all_,
+    free,
     fresh_storage_view,
     multiply_all_,
     norms_of_all,
@@ -109,6 +111,7 @@ __all__ = [
     "accumulate_node",
     "all_gather_flat",
     "all_gather_rows",
+    "allocate",
     "apart_from_transforms",
     "average_is_supported",
     "backend_allocator",
@@ -128,6 +131,7 @@ __all__ = [
     "fake_tensors",
     "flat_axis",
     "flops_of",
+    "free",
     "fresh_storage_view",
     "from_local",
     "gradient_hooks",

@@ -12,7 +12,6 @@ from math import prod
 
 import torch
 
-from composable_shard.core.grads.flags import Flags
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
 from composable_shard.core.grads.grad_extension import GradExtension, agree_formats, formats_of
 from composable_shard.core.params.extension import GRAD_PRE, Format
@@ -47,7 +46,6 @@ class EncodedBucket(GradBucket):
         layouts = [param.layout for param in params]
         super().__init__(layouts, mesh.num_shards, dtype, mesh.device)
         self._mesh = mesh
-        self._flags = Flags(mesh.num_shards, mesh.device)
         self._extensions = [known.setdefault((p, dtype), GradExtension(p)) for p in params]
 
     @torch.no_grad()
@@ -74,7 +72,7 @@ class EncodedBucket(GradBucket):
             for tensor, place in zip(tensors or (), own, strict=tensors is not None):
                 _view(rows, *place).copy_(tensor)
         present = [grad is not None for grad in grads]
-        rows[:, nbytes - len(grads) :] = self._flags.rows(torch.uint8, present)
+        rows[:, nbytes - len(grads) :] = self._packed.flags.rows(torch.uint8, present)
         result = torch.zeros(self.numel + len(grads), dtype=self.dtype, device=self._mesh.device)
         return GradTransfer(result, present, [torch.empty_like(rows)], [rows])
 

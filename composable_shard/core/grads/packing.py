@@ -11,7 +11,6 @@ import torch
 from composable_shard import _torch
 from composable_shard.core.grads.flags import Flags
 from composable_shard.core.params.layout import PACKED_NBYTES_PER_PEER, BucketLayout, ParamLayout
-from composable_shard.core.params.staging import allocate
 
 
 def flags_travel_alone(num_shards: int, num_flags: int, itemsize: int) -> bool:
@@ -32,6 +31,7 @@ class PackedGrads:
 
     Attributes:
         numels: Elements of each message for each rank.
+        flags: Makes the flags.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PackedGrads:
         fuses: bool,
     ) -> None:
         self._layout = layout
-        self._flags = Flags(layout.num_shards, device)
+        self.flags = Flags(layout.num_shards, device)
         self._flags_are_alone = flags_travel_alone(layout.num_shards, num_flags, dtype.itemsize)
         numels = [layout.packed_numel, num_flags]
         self.numels = [n for n in numels if n] if self._flags_are_alone else [sum(numels)]
@@ -74,7 +74,7 @@ class PackedGrads:
         members = [grads[index] for index in self._indices]
         if not self._flags_are_alone:
             return [self._packed(members, present, clears)]
-        flags = self._flags.rows(self._dtype, present)
+        flags = self.flags.rows(self._dtype, present)
         if self._dtype == torch.float16:  # in which messages are divided before they are summed
             flags = flags.clone()
         packed = [self._packed(members, [], clears)] if members else []
@@ -83,7 +83,7 @@ class PackedGrads:
     def release(self) -> None:
         """Free the memory unless somebody still reads it; the views stay for the next time."""
         if self._rows is not None and not self._rows.is_in_use:
-            self._rows.flat.untyped_storage().resize_(0)
+            _torch.free(self._rows.flat)
 
     def _packed(
         self, members: list[torch.Tensor | None], present: list[bool], clears: bool
@@ -101,7 +101,7 @@ class PackedGrads:
             rows.flat.zero_()
         into, sources = [], []
         if present:
-            into, sources = [rows.flags], [self._flags.rows(self._dtype, present)]
+            into, sources = [rows.flags], [self.flags.rows(self._dtype, present)]
         for place, regions, grad in zip(self._places, rows.regions, members, strict=True):
             if grad is None:
                 for region in regions:
@@ -122,7 +122,7 @@ class PackedGrads:
                 rows = _Rows(flat, self._shape, self._layout.packed_numel, self._places)
             self._rows = rows
         else:
-            allocate(rows.flat)
+            _torch.allocate(rows.flat)
         return rows
 
     def _fused(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
@@ -135,7 +135,7 @@ class PackedGrads:
             for index, grad in zip(self._indices, members, strict=True)
         ]
         if present:
-            parts.append(self._flags.rows(dtype, present))
+            parts.append(self.flags.rows(dtype, present))
         _torch.chunk_cat_into(rows, parts)
         return rows.view(-1)
 

@@ -8,7 +8,7 @@ import torch
 
 from composable_shard import _torch
 from composable_shard.core.grads.grad_bucket import GradBucket
-from composable_shard.core.grads.sharded_grad import asked_dtypes, dtype_for_users
+from composable_shard.core.grads.sharded_grad import dtype_for_users
 from composable_shard.core.params.param import ShardedParam
 
 
@@ -39,8 +39,6 @@ class Route:
         self._places = [(tuple(s.shape), s.stride(), int(s.storage_offset())) for s in shards]
         spans = [(place[2], s.numel()) for place, s in zip(self._places, shards, strict=True)]
         self._gaps = _gaps(spans, bucket.numel)
-        self._asked: tuple[list[torch.dtype | None], torch.dtype | None] | None = None
-        self._grad_dtypes: list[torch.dtype] = []
         self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
         devices = {param.device for param, _ in self.members}
         self._device = devices.pop() if len(devices) == 1 else None
@@ -65,16 +63,12 @@ class Route:
 
     def grad_dtypes(self, default: torch.dtype | None) -> list[torch.dtype]:
         """Return the dtypes in which users get the gradients; see :func:`dtype_for_users`."""
-        params = [param for param, _ in self.members]
-        asked = asked_dtypes(params), default
-        if asked != self._asked:
-            self._asked = asked
-            self._grad_dtypes = [dtype_for_users(param, default) for param in params]
-        return self._grad_dtypes
+        with _torch.without_overrides():
+            return [dtype_for_users(param, default) for param, _ in self.members]
 
     def specs(self, dtypes: list[torch.dtype]) -> list[_torch.DTensorSpec]:
         """Return what describes the reduced gradients as DTensors of these dtypes."""
-        if self._specs[0] is not dtypes:
+        if self._specs[0] != dtypes:
             pairs = zip(self.members, dtypes, strict=True)
             self._specs = dtypes, [p.spec_of_grad("sharded", dtype) for (p, _), dtype in pairs]
         return self._specs[1]

@@ -98,12 +98,6 @@ def dtype_for_users(param: ShardedParam, default: torch.dtype | None) -> torch.d
     return param.remember_grad_dtype() or default or param.local.dtype
 
 
-def asked_dtypes(params: Sequence[ShardedParam]) -> list[torch.dtype | None]:
-    """Return which dtypes users have asked of the gradients, ``None`` where they have not."""
-    with _torch.without_overrides():
-        return [param.remember_grad_dtype() for param in params]
-
-
 def has_hooks(param: ShardedParam) -> bool:
     """Tell whether the user put hooks on the sharded parameter."""
     return _torch.has_grad_hooks(param.sharded)

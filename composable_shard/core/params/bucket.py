@@ -17,7 +17,7 @@ from composable_shard import _torch
 from composable_shard.core.params.layout import plan_bucket
 from composable_shard.core.params.offload import pins
 from composable_shard.core.params.param import ShardedParam
-from composable_shard.core.params.staging import Staging, allocate
+from composable_shard.core.params.staging import Staging
 from composable_shard.mesh import ShardMesh
 
 
@@ -111,7 +111,7 @@ class ParamBucket:
         if self.unsharded is None:
             self._create_unsharded()
         else:
-            self._allocate()
+            _torch.allocate(self.unsharded)
         assert self.unsharded is not None
         layout = self.layout
         if self.mesh.num_shards == 1:
@@ -138,7 +138,7 @@ class ParamBucket:
 
     def free(self) -> None:
         if self.unsharded is not None and not self.shares_storage:
-            self.unsharded.untyped_storage().resize_(0)
+            _torch.free(self.unsharded)
         if self._staging is not None:
             self._staging.free()
 
@@ -147,8 +147,8 @@ class ParamBucket:
         return [self.unsharded.view(num_parts, -1)[part].clone()]
 
     def start_regather(self, kept: list[torch.Tensor], num_parts: int) -> Transfer:
-        self._allocate()
         assert self.unsharded is not None
+        _torch.allocate(self.unsharded)
         return Transfer([self.unsharded], kept)
 
     def finish_regather(self, transfer: Transfer) -> None:
@@ -156,10 +156,6 @@ class ParamBucket:
 
     def _messages(self, source: torch.Tensor) -> list[torch.Tensor]:
         return [source[start : start + numel] for start, numel in self.layout.messages]
-
-    def _allocate(self) -> None:
-        assert self.unsharded is not None
-        allocate(self.unsharded)
 
     def _create_unsharded(self) -> None:
         layout = self.layout

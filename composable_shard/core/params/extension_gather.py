@@ -52,7 +52,7 @@ class ExtensionGather:
         self._dtype = policy.compute_dtype(param.local.dtype)
         self._buffers: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._memory: list[torch.Tensor] = []
         self._metadata: Any = None
         self._rebuild: Any = None
         self._lasting: list[torch.Tensor] = []
@@ -183,8 +183,8 @@ class ExtensionGather:
         self._create_unsharded(*result)
 
     def free(self) -> None:
-        for storage, _ in self._storages:
-            storage.resize_(0)
+        for memory in self._memory:
+            _torch.free(memory)
 
     def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
         """Copy one part of what the unsharded parameter is made of."""
@@ -211,9 +211,8 @@ class ExtensionGather:
                 whole.copy_(arrived[: whole.numel()])
 
     def _allocate(self) -> None:
-        for storage, nbytes in self._storages:
-            if storage.size() != nbytes:
-                storage.resize_(nbytes)
+        for memory in self._memory:
+            _torch.allocate(memory)
 
     def _unpadded(self, index: int) -> torch.Tensor:
         assert self.formats is not None
@@ -241,8 +240,8 @@ class ExtensionGather:
                 unsharded = _torch.local_tensor(unsharded)
             lasting = self._storages_of([*inner, unsharded])
             self._lasting = [_bytes_of(storage) for storage in lasting.values()]
-        found = self._storages_of(self._buffers) | lasting
-        self._storages = [(storage, storage.size()) for storage in found.values()]
+            found = self._storages_of(self._buffers) | lasting
+            self._memory = [_bytes_of(storage) for storage in found.values()]
 
     def _storages_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
         """Return the storages behind tensors, by address, but those of the local shard."""

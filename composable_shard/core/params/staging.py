@@ -33,7 +33,7 @@ class Staging:
         like = next(iter(regions.values()))
         self._flat = like.new_empty(layout.staging_numel)
         self.messages = list(self._flat.split_with_sizes(layout.staged_numels))
-        self._pieces = [
+        pieces = [
             piece
             for index, message in zip(layout.permuted, self.messages, strict=False)
             for piece in matching_pieces(layout.params[index], regions[index], message)
@@ -50,13 +50,13 @@ class Staging:
         self._fuses = fuses and self._packed is not None
         if self._packed is not None and not fuses:
             columns = self._packed.split_with_sizes(self._numels, dim=1)
-            self._pieces += zip(self._unpacked, columns, strict=True)
-        self._into = [full for full, _ in self._pieces]
-        self._sources = [shards for _, shards in self._pieces]
+            pieces += zip(self._unpacked, columns, strict=True)
+        self._into = [full for full, _ in pieces]
+        self._sources = [shards for _, shards in pieces]
 
     def allocate(self) -> None:
         """Have the memory to receive into."""
-        allocate(self._flat)
+        _torch.allocate(self._flat)
 
     def copy_out(self) -> None:
         """Put what has arrived into place."""
@@ -68,14 +68,7 @@ class Staging:
 
     def free(self) -> None:
         """Free the memory."""
-        self._flat.untyped_storage().resize_(0)
-
-
-def allocate(flat: torch.Tensor) -> None:
-    """Have the memory of a tensor whose storage may be empty."""
-    storage, nbytes = flat.untyped_storage(), flat.numel() * flat.itemsize
-    if storage.size() != nbytes:
-        storage.resize_(nbytes)
+        _torch.free(self._flat)
 
 
 def matching_pieces(
