@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable_shard import fully_shard
+from composable_shard import _torch, fully_shard
 from composable_shard.core.grads.grad_bucket import GradBucket
-from composable_shard.core.params.bucket import ParamBucket
 from composable_shard.testing import run_ranks
 
 
@@ -42,23 +41,20 @@ def run_out(in_backward: bool, num_ranks_kept: int | bool) -> list[object]:
     model(x).sum().backward()
     expected = [param.grad.to_local().clone() for param in model.parameters()]
     model.zero_grad()
-    allocate, is_full = ParamBucket._allocate, [False]
+    allocate, is_full = _torch.allocate, [False]
 
-    def fail_for_the_second(bucket: ParamBucket) -> None:
-        if is_full[0] and bucket.sharded.dtype == torch.float64:
+    def fail_for_the_second(tensor: torch.Tensor) -> None:
+        if is_full[0] and tensor.dtype == torch.float64:
             raise torch.OutOfMemoryError("no memory is left")
-        allocate(bucket)
+        allocate(tensor)
 
-    ParamBucket._allocate = fail_for_the_second  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(_torch, "allocate", fail_for_the_second):
         is_full[0] = not in_backward
         with pytest.raises(torch.OutOfMemoryError):
             loss = model(x).sum()
             is_full[0] = True
             loss.backward()
         left = nbytes_of(model[0])
-    finally:
-        ParamBucket._allocate = allocate  # type: ignore[method-assign]
     model(x).sum().backward()
     gradients = [param.grad.to_local() for param in model.parameters()]
     return [left, all(map(torch.equal, gradients, expected))]
