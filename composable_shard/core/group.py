@@ -7,6 +7,7 @@ exists nowhere but inside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.failures import own_failure
-from composable_shard.core.comms.streams import Pending, compute_stream
+from composable_shard.core.comms.streams import Pending, Waitable, compute_stream
 from composable_shard.core.grads.gradients import GroupGradients
 from composable_shard.core.params.bucket import GatherUnit
 from composable_shard.core.params.freshness import Freshness
@@ -217,19 +218,24 @@ class ParamGroup:
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
         self.context.check_order("all-gather", self)
-        works, owned, act = [], [], ""
+        lane = next((transfer.lane for _, transfer in transfers if transfer.lane is not None), None)
+        owned, act = [tensor for _, transfer in transfers for tensor in transfer.carried], ""
+        works: list[Waitable] = []
         for mesh, channel in self.channels.items():
             members = [transfer for over, transfer in transfers if over is mesh or over == mesh]
             inputs = [tensor for transfer in members for tensor in transfer.inputs]
             if not inputs:
                 continue
             outputs = [tensor for transfer in members for tensor in transfer.outputs]
-            if num_ranks is None:
-                works += channel.gather(outputs, inputs)
-            else:
-                works += channel.regather(outputs, inputs, num_ranks)
+            with nullcontext() if lane is None else lane.behind():
+                if num_ranks is None:
+                    works += channel.gather(outputs, inputs)
+                else:
+                    works += channel.regather(outputs, inputs, num_ranks)
             owned += inputs
             act = channel.gathering
+        if lane is not None:
+            works.append(lane.arrival())
         pending = Pending(works, owned, act)
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.context.emit("all_gather", self)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from composable_shard import _torch
+from composable_shard.core.comms import host_copies
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.failures import own_failure
 from composable_shard.core.comms.streams import Pending, on_stream
@@ -33,6 +34,7 @@ from composable_shard.core.grads.sharded_grad import (
     unreplicated,
 )
 from composable_shard.core.grads.unreduced import UnreducedGradients, take_all_unsharded
+from composable_shard.core.params.offload import copies_beside_compute
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
 from composable_shard.policy import MixedPrecisionPolicy
@@ -257,6 +259,7 @@ class MeshGradients:
         if route.params is not None and not self._holds and all(wanted):
             deliver_all(route.params, shards, route.specs(dtypes))
             return
+        host_copies.settle()  # what follows reads the shards
         inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for place, ((param, name), shard) in enumerate(zip(route.members, shards, strict=True)):
             if not wanted[place] and not (self._settings.hook is not None and shard.any()):
@@ -288,5 +291,9 @@ class MeshGradients:
         for param, grad in zip(params, grads, strict=True):
             if grad is None:
                 continue
-            grad = grad.to(param.device, dtype_for_users(param, self._policy.grad_dtype))
-            deliver(param, grad if scale is None else grad / scale)
+            grad = grad.to(dtype_for_users(param, self._policy.grad_dtype))
+            if scale is not None:
+                grad = grad / scale
+            if copies_beside_compute(param.offload, self._mesh.device):
+                grad = host_copies.download(grad)
+            deliver(param, grad.to(param.device))

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from composable_shard import _torch
+from composable_shard.core.comms import host_copies
 from composable_shard.core.grads.grad_bucket import GradBucket
 from composable_shard.core.grads.sharded_grad import dtype_for_users
+from composable_shard.core.params.offload import copies_beside_compute
 from composable_shard.core.params.param import ShardedParam
 
 
@@ -42,6 +44,9 @@ class Route:
         self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
         devices = {param.device for param, _ in self.members}
         self._device = devices.pop() if len(devices) == 1 else None
+        self._is_carried = self._device is not None and all(
+            copies_beside_compute(param.offload, param.mesh.device) for param, _ in self.members
+        )
 
     def enter(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Pick the members' tensors, as they lie in memory, out of the gradients of all."""
@@ -76,10 +81,14 @@ class Route:
     def converted_shards(self, flat: torch.Tensor, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
         """Return the shards on the devices of the parameters, each in its dtype.
 
-        They are converted in one kernel if they all go the same way.
+        They are converted in one kernel if they all go the same way. They may be under way to the
+        host; see :func:`~composable_shard.core.comms.host_copies.settle`.
         """
         if self._device is not None and dtypes.count(dtypes[0]) == len(dtypes):
-            return self.shards(flat.to(self._device, dtypes[0]))
+            flat = flat.to(dtypes[0])
+            if self._is_carried:
+                flat = host_copies.download(flat)
+            return self.shards(flat.to(self._device))
         return [
             shard.to(param.device, dtype)
             for shard, (param, _), dtype in zip(

@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 
 from composable_shard import _torch
+from composable_shard.core.comms.host_copies import Lane, upload
 from composable_shard.core.params.layout import plan_bucket
-from composable_shard.core.params.offload import pins
+from composable_shard.core.params.offload import copies_beside_compute, pins
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.params.staging import Staging
 from composable_shard.mesh import ShardMesh
@@ -23,10 +24,19 @@ from composable_shard.mesh import ShardMesh
 
 @dataclass
 class Transfer:
-    """What one unit puts into a collective launch: pairs of buffers, [num_ranks * n] and [n]."""
+    """What one unit puts into a collective launch: pairs of buffers, [num_ranks * n] and [n].
+
+    Attributes:
+        outputs: What to receive.
+        inputs: What to send.
+        lane: What brings the inputs from the host, or the output where nothing is sent, if any.
+        carried: What the lane uses.
+    """
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
+    lane: Lane | None = None
+    carried: list[torch.Tensor] = field(default_factory=list)
 
 
 class GatherUnit(Protocol):
@@ -85,10 +95,11 @@ class ParamBucket:
             mesh.num_shards == 1 and dtype == compute_dtype and device == mesh.device
         )
         offload = params[0].offload
-        self._is_pinned = device.type == "cpu" and offload is not None and pins(offload)
+        is_pinned = device.type == "cpu" and offload is not None and pins(offload)
+        self._is_carried = device.type == "cpu" and copies_beside_compute(offload, mesh.device)
         with torch.inference_mode(False):
             self.sharded = torch.zeros(
-                self.layout.shard_numel, dtype=dtype, device=device, pin_memory=self._is_pinned
+                self.layout.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned
             )
         self.unsharded: torch.Tensor | None = self.sharded if self.shares_storage else None
         self._compute_dtype = compute_dtype
@@ -114,22 +125,30 @@ class ParamBucket:
             _torch.allocate(self.unsharded)
         assert self.unsharded is not None
         layout = self.layout
-        if self.mesh.num_shards == 1:
-            if not self.shares_storage:
-                source = self.sharded[: layout.unsharded_numel]
-                self.unsharded.copy_(source, non_blocking=self._is_pinned)
-            return Transfer()
-        inputs = self._inputs
-        source = self.sharded
-        if source.device != self.mesh.device:
-            source = source.to(self.mesh.device, non_blocking=self._is_pinned)
-        if source.dtype != self._compute_dtype:
-            source = source.to(self._compute_dtype)
-        if source is not self.sharded:
-            inputs = self._messages(source)
         if self._staging is not None:
             self._staging.allocate()
+        if self.mesh.num_shards == 1:
+            return self._fill(self.unsharded)
+        if self._is_carried:
+            source = self.sharded.new_empty(
+                layout.shard_numel, dtype=self._compute_dtype, device=self.mesh.device
+            )
+            lane, carried = upload(self.sharded, source)
+            return Transfer(self._outputs, self._messages(source), lane, carried)
+        source = self.sharded.to(self.mesh.device).to(self._compute_dtype)
+        inputs = self._inputs if source is self.sharded else self._messages(source)
         return Transfer(self._outputs, inputs)
+
+    def _fill(self, unsharded: torch.Tensor) -> Transfer:
+        """Bring the parameters of one shard; nothing is sent."""
+        if self.shares_storage:
+            return Transfer()
+        source = self.sharded[: unsharded.numel()]
+        if self._is_carried:
+            lane, carried = upload(source, unsharded)
+            return Transfer(lane=lane, carried=carried)
+        unsharded.copy_(source)
+        return Transfer()
 
     def finish_gather(self, transfer: Transfer) -> None:
         if self._staging is not None:

@@ -53,6 +53,14 @@ def pins(policy: CPUOffloadPolicy) -> bool:
     return False
 
 
+def copies_beside_compute(policy: CPUOffloadPolicy | None, device: torch.device) -> bool:
+    """Tell whether what ``policy`` keeps on the CPU is copied beside what ``device`` computes.
+
+    That takes memory that is pinned; other copies are waited for.
+    """
+    return device.type != "cpu" and policy is not None and pins(policy)
+
+
 @cache
 def _warn_not_pinned() -> None:
     warnings.warn(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from composable_shard.core.agreement import agree_on_model
-from composable_shard.core.comms import offers
+from composable_shard.core.comms import host_copies, offers
 from composable_shard.core.comms.streams import wait_for_event
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.params.freed import FreedParameters
@@ -102,8 +102,12 @@ class Context:
             }
 
     def wait_until_read(self) -> None:
-        """Wait until the other ranks have read what they read out of this one's memory."""
+        """Wait until the other ranks, and the device, have read what they read of this rank's.
+
+        Gradients that are copied to the host are there, too.
+        """
         self.note("begin_wait_for_readers", self.root)
+        host_copies.settle()
         offers.settle(self._acts)
         for group in self.groups:
             group.gradients.release()
