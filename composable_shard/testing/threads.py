@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -100,6 +101,9 @@ def _threaded_world() -> Iterator[Callable[[BaseException], None]]:
 
     backend: Any = multi_threaded_pg  # neither module is typed
     bindings: Any = _distributed_c10d
+    if not hasattr(backend.ThreadLocalWorld, "comms"):  # torch 2.11 looks for it and has none
+        backend.ThreadLocalWorld.comms = []
+    _enter_fake_mode()
     bindings._set_thread_isolation_mode(True)
     backend._install_threaded_pg()
     try:
@@ -108,6 +112,20 @@ def _threaded_world() -> Iterator[Callable[[BaseException], None]]:
         backend.ProcessLocalGroup.reset()
         backend._uninstall_threaded_pg()
         bindings._set_thread_isolation_mode(False)
+
+
+@functools.cache
+def _enter_fake_mode() -> None:
+    """Enter torch's fake mode once, in one thread.
+
+    Hazard: where torch is built for CUDA and there is no device, the first entry replaces what
+    guards devices; several threads that do so at once, in the first operations on DTensors, crash
+    the process. Guard: the first entry is before them.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        pass
 
 
 def _join(

@@ -23,6 +23,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as taken_before
 from torch.distributed.tensor import Shard
+from torch_versions import IS_OLD, needs_newer_torch
 
 import composable_shard
 from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall
@@ -168,6 +169,7 @@ def test_an_error_of_ours_is_raised_with_its_text() -> None:
     )
 
 
+@needs_newer_torch("no class for the result of a placement function")
 def test_a_placement_may_be_the_result_of_torch() -> None:
     common = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
     with fake_ranks(4), install():
@@ -186,6 +188,7 @@ def test_a_placement_may_be_the_result_of_torch() -> None:
         assert model.bias.device_mesh == mesh["dp"]
 
 
+@needs_newer_torch("no class for the names of axes")
 def test_axes_may_be_named_by_the_class_of_torch() -> None:
     with fake_ranks(4), install():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -423,8 +426,8 @@ def test_every_public_function_has_an_example() -> None:
 
 def test_a_torch_without_some_of_the_names_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Older ones have no `share_comm_ctx` and no `DataParallelMeshDims`; private modules move."""
-    monkeypatch.delattr(fsdp, "share_comm_ctx")
-    monkeypatch.delattr(fsdp, "DataParallelMeshDims")
+    monkeypatch.delattr(fsdp, "share_comm_ctx", raising=not IS_OLD)
+    monkeypatch.delattr(fsdp, "DataParallelMeshDims", raising=not IS_OLD)
     monkeypatch.setitem(sys.modules, "torch.distributed._composable.fsdp.fully_shard", None)
     spec = importlib.util.spec_from_file_location("functions_on_old_torch", functions.__file__)
     assert spec is not None and spec.loader is not None

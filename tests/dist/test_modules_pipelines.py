@@ -29,6 +29,7 @@ from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import Block, full
+from torch_versions import needs_newer_torch
 
 WIDTH = 6
 NUM_RANKS_OF_PIPELINE = 2
@@ -186,7 +187,17 @@ def test_schedules_with_whole_backwards(
         steps_on_ranks(schedule, reshard)
 
 
-@pytest.mark.parametrize("schedule", ["zero bubble", "zbv", "dual pipe v"])
+needs_self_sends = needs_newer_torch("a V-shaped schedule sends to its own rank by gloo")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "zero bubble",
+        pytest.param("zbv", marks=needs_self_sends),
+        pytest.param("dual pipe v", marks=needs_self_sends),
+    ],
+)
 def test_schedules_that_split_backward(schedule: str) -> None:
     """The gradients of inputs and of weights come from two calls of ``torch.autograd.grad``."""
     assert {num_gathers for num_gathers, *_ in steps_on_ranks(schedule, False)} == {3}

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from composable_shard import _torch
 
@@ -73,8 +73,7 @@ def _runs(
     if all(placement.is_replicate() for placement in placements):
         return [(0, length)]
     numbers = torch.arange(length, device=mesh.device_type)
-    whole = DTensor.from_local(numbers, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    own = whole.redistribute(placements=placements).to_local().cpu()
+    own = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local().cpu()
     if not len(own):
         return []
     breaks = (torch.nonzero(own.diff() != 1).flatten() + 1).tolist()
