@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard.core.comms import host_copies
 from composable_shard.testing import fake_ranks
 
 pytestmark = [
@@ -72,6 +73,68 @@ def test_a_pinned_input_may_be_overwritten_when_forward_returns(nccl_rank: None)
         output = model(x)
         x.zero_()
     assert torch.equal(output, expected)
+
+
+def test_offloaded_shards_may_be_written_when_forward_returns(nccl_rank: None) -> None:
+    model: Any = fully_shard(nn.Linear(8, 8, bias=False), offload_policy=CPUOffloadPolicy())
+    x = torch.ones(2, 8, device="cuda")
+    with torch.no_grad():
+        expected = model(x).clone()
+        torch.cuda._sleep(LONG)
+        output = model(x)
+        model.weight.to_local().zero_()
+    assert torch.equal(output, expected)
+
+
+def test_offloaded_gradients_may_be_read_when_backward_returns(nccl_rank: None) -> None:
+    model: Any = fully_shard(nn.Linear(8, 8, bias=False), offload_policy=CPUOffloadPolicy())
+    x = torch.ones(2, 8, device="cuda")
+    for _ in range(2):
+        loss = model(x).sum()
+        torch.cuda._sleep(LONG)
+        loss.backward()
+        local = model.weight.grad.to_local()
+        assert local.is_pinned() and torch.equal(local, torch.full((8, 8), 2.0))
+        model.zero_grad()
+
+
+def test_offloaded_shards_are_copied_beside_compute(nccl_rank: None) -> None:
+    model: Any = fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy())
+    model.unshard()
+    model.reshard()
+    torch.cuda.synchronize()
+    handle = model.unshard(async_op=True)
+    torch.cuda._sleep(LONG)
+    host_copies.settle()
+    assert not torch.cuda.current_stream().query()
+    handle.wait()
+
+
+@pytest.mark.parametrize("policy", [None, LOW])
+def test_offloaded_training_is_that_on_the_device(
+    nccl_rank: None, policy: MixedPrecisionPolicy | None
+) -> None:
+    """Steps of one half: on a device and on the host they are rounded once."""
+    there = blocks(mp_policy=policy)
+    here: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in there))
+    with torch.no_grad():
+        for mine, other in zip(here.parameters(), there.parameters(), strict=True):
+            mine.copy_(other.to_local())
+    for block in here:
+        fully_shard(block, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    fully_shard(here, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (here, there)]
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(4, 64, device="cuda")
+        for model, optimizer in zip((here, there), optimizers, strict=True):
+            for _ in range(2):  # the second gradient is added on the host
+                model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, other in zip(here.parameters(), there.parameters(), strict=True):
+            assert mine.to_local().device.type == "cpu"
+            assert torch.equal(mine.to_local(), other.to_local().cpu())
 
 
 @pytest.mark.parametrize("policy", [None, LOW])
