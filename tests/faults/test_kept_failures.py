@@ -6,14 +6,18 @@ have taken note of its failure, which may be after the caller has been told.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist.models import Net, assert_parity, own_input, train_step, two_nets
 
+from composable_shard.core.comms import direct
 from composable_shard.core.passes.hooks import owner_of
+from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
 Keep = Callable[[Net, list[object]], None]
@@ -101,3 +105,29 @@ def backward_again() -> None:
 
 def test_the_same_backward_may_be_tried_again() -> None:
     run_ranks(backward_again, 2)
+
+
+class LateMessage:
+    """Stands for the work of a message that does not come within the time-out."""
+
+    @staticmethod
+    def wait() -> None:
+        raise RuntimeError("time-out")
+
+
+def works_kept() -> int:
+    """Count the works of two messages that somebody still holds who holds the error."""
+    group, works = dist.group.WORLD, [LateMessage(), LateMessage()]
+    assert group is not None
+    left = [weakref.ref(work) for work in works]
+    messages = direct._Messages(group, 0)
+    messages._works = [(cast(Any, work), 0) for work in works]
+    works.clear()
+    with pytest.raises(ShardError) as caught:
+        messages.wait()
+    assert caught.value.__cause__ is not None
+    return sum(work() is not None for work in left)
+
+
+def test_what_writes_a_late_message_is_not_kept() -> None:
+    assert run_ranks(works_kept, 1, timeout=30) == [0]

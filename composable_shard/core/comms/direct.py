@@ -85,13 +85,19 @@ class _Messages:
         self._failures.append((lost(self._group, peer, f"the error '{error}'"), error))
 
     def wait(self) -> bool:
-        """Wait for all, also if one fails: the others are still written to."""
-        works, self._works = self._works, []
-        for work, peer in works:
+        """Wait for all, also if one fails: the others are still written to.
+
+        Hazard: a message that comes after its time-out is written into memory that was freed
+        meanwhile. Guard: no work is kept, and gloo writes for none that is gone.
+        """
+        works, self._works = self._works[::-1], []
+        while works:
+            work, peer = works.pop()
             try:
                 work.wait()
             except RuntimeError as error:
                 self._note(error, peer)
+            del work
         for failure, cause in self._failures:
             raise failure from cause
         return True
