@@ -19,6 +19,7 @@ from composable_shard._torch.autograd import (
 from composable_shard._torch.dtensors import (
     DTensorSpec,
     TensorMeta,
+    clear_sharding_cache,
     cloned,
     concatenate_meshes,
     cut,
@@ -120,6 +121,7 @@ __all__ = [
     "call_post_accumulate_grad_hooks",
     "carried",
     "chunk_cat_into",
+    "clear_sharding_cache",
     "cloned",
     "concatenate_meshes",
     "copy_all_",

@@ -129,6 +129,15 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
 
+def clear_sharding_cache() -> None:
+    """Forget how DTensor ops of this thread were sharded before.
+
+    Hazard: DTensor frees that when the thread ends, tensors and all, under a lock. A thread that
+    waits for the lock meanwhile, with the interpreter's, waits for ever. Guard: it is freed before.
+    """
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
 def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that a tensor subclass is made of; of a plain one, itself."""
     if not is_wrapper_subclass(tensor):

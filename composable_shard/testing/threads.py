@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from composable_shard import _torch
 from composable_shard.testing.rank_errors import PackedFailure, RankError, RankFailure, RankTimeout
 
 Result = TypeVar("Result")
@@ -63,6 +64,8 @@ def run_threads(
             except BaseException as error:  # noqa: BLE001 (the caller shall see it)
                 outcome.failures.append(PackedFailure.pack(error).unpack(rank))
                 release(error)
+            finally:
+                _torch.clear_sharding_cache()
 
         threads = [
             threading.Thread(target=run_rank, args=(rank,), daemon=True, name=f"rank{rank}")
@@ -122,9 +125,7 @@ def _enter_fake_mode() -> None:
     guards devices; several threads that do so at once, in the first operations on DTensors, crash
     the process. Guard: the first entry is before them.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
+    with _torch.fake_tensors():
         pass
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
 from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
 from composable_shard.core.params.staging import Staging, matching_pieces
+from composable_shard.insight.groups.plan import GatherPlan, Members
 from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 5)
@@ -180,3 +182,29 @@ def test_a_dense_even_gradient_in_the_reduce_dtype_is_the_message_itself() -> No
     transfer = GradBucket([layout], 2, torch.float32, torch.device("cpu")).start_reduce([grad])
     assert transfer.inputs[0].data_ptr() == grad.data_ptr()
     assert transfer.inputs[0].shape == (layout.numel,)
+
+
+@pytest.mark.parametrize(("fuses", "numel"), [(False, 3072 + 4), (True, 2 * 3072)])
+def test_small_parameters_are_copied_without_those_of_ranks_that_have_none(
+    fuses: bool, numel: int
+) -> None:
+    """A kernel that is fused takes as many ranks' of each."""
+    params = tuple(ParamLayout((rows,), 0, 4096) for rows in (3072, 4))
+    bucket = plan_bucket(params, 4096, 4)
+    flat = torch.zeros(bucket.unsharded_numel)
+    regions = {
+        index: flat[start : start + param.gathered_numel]
+        for index, (param, start) in enumerate(zip(params, bucket.unsharded_offsets, strict=True))
+    }
+    staging = Staging(bucket, regions, fuses=fuses)
+    copied = staging._unpacked if fuses else staging._into
+    assert sum(tensor.numel() for tensor in copied) == numel
+    plan = GatherPlan(
+        Members(("a", "b"), bucket, (False, False)),
+        torch.float32,
+        torch.float32,
+        False,
+        False,
+        fuses,
+    )
+    assert plan.packed_nbytes == 4 * numel

@@ -91,6 +91,11 @@ class ParamLayout:
         return self.rows // self.rows_per_shard if self.rows else 0
 
     @cached_property
+    def num_nonempty_shards(self) -> int:
+        """Shards that have rows: the first ones."""
+        return self.num_full_shards + (self.num_remaining_rows > 0)
+
+    @cached_property
     def num_remaining_rows(self) -> int:
         """Rows of the one shard that is neither full nor empty, or 0."""
         return self.rows - self.num_full_shards * self.rows_per_shard
@@ -164,8 +169,7 @@ class BucketLayout:
     @cached_property
     def num_packed_shards(self) -> int:
         """How many ranks have elements of packed parameters; the last ones may have padding."""
-        packed = [self.params[index] for index in self.packed]
-        return max((p.num_full_shards + (p.num_remaining_rows > 0) for p in packed), default=0)
+        return max((self.params[index].num_nonempty_shards for index in self.packed), default=0)
 
     @cached_property
     def staged_numels(self) -> list[int]:

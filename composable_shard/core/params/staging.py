@@ -39,18 +39,19 @@ class Staging:
             for piece in matching_pieces(layout.params[index], regions[index], message)
         ]
         self._packed: torch.Tensor | None = None
-        if layout.packed_numel:
-            rows = self.messages[-1].view(layout.num_shards, -1)
-            self._packed = rows[: layout.num_packed_shards]
         self._numels = layout.packed_shard_numels
-        self._unpacked = [
-            regions[index].view(layout.num_shards, -1)[: layout.num_packed_shards]
-            for index in layout.packed
-        ]
-        self._fuses = fuses and self._packed is not None
-        if self._packed is not None and not fuses:
-            columns = self._packed.split_with_sizes(self._numels, dim=1)
-            pieces += zip(self._unpacked, columns, strict=True)
+        if layout.packed_numel:
+            packed = self.messages[-1].view(layout.num_shards, -1)
+            unpacked = [regions[index].view(layout.num_shards, -1) for index in layout.packed]
+            if fuses:
+                count = layout.num_packed_shards
+                self._packed = packed[:count]
+                self._unpacked = [rows[:count] for rows in unpacked]
+            else:
+                columns = packed.split_with_sizes(self._numels, dim=1)
+                counts = [layout.params[index].num_nonempty_shards for index in layout.packed]
+                for rows, column, count in zip(unpacked, columns, counts, strict=True):
+                    pieces.append((rows[:count], column[:count]))
         self._into = [full for full, _ in pieces]
         self._sources = [shards for _, shards in pieces]
 
@@ -62,8 +63,7 @@ class Staging:
         """Put what has arrived into place."""
         if self._into:
             _torch.copy_all_(self._into, self._sources)
-        if self._fuses:
-            assert self._packed is not None
+        if self._packed is not None:
             torch.split_with_sizes_copy(self._packed, self._numels, dim=1, out=self._unpacked)
 
     def free(self) -> None:

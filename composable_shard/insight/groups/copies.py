@@ -84,7 +84,7 @@ def _of_gather(bucket: GatherPlan, times: int) -> Iterator[Copy]:
         yield Copy(
             "packed",
             bucket.members.named(layout.packed),
-            layout.num_packed_shards * layout.packed_numel * itemsize,
+            bucket.packed_nbytes,
             times,
             "too small to be worth a message of their own: they share one and are copied out of it",
         )

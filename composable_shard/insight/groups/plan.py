@@ -53,6 +53,7 @@ class GatherPlan:
         compute_dtype: In which they travel and compute.
         crosses: Whether the shards are on another device than compute.
         offloads: Whether they are kept on the CPU.
+        pads: Whether small ones are copied out by one kernel, the padding of some with them.
     """
 
     members: Members
@@ -60,6 +61,7 @@ class GatherPlan:
     compute_dtype: torch.dtype
     crosses: bool
     offloads: bool
+    pads: bool = False
 
     @property
     def layout(self) -> BucketLayout:
@@ -84,16 +86,23 @@ class GatherPlan:
         return self.layout.unsharded_numel * self.compute_dtype.itemsize
 
     @property
+    def packed_nbytes(self) -> int:
+        """Bytes that are written to copy small parameters out of their message."""
+        layout = self.layout
+        packed = [layout.params[index] for index in layout.packed]
+        numel = sum(param.num_nonempty_shards * param.shard_numel for param in packed)
+        if self.pads:
+            numel = layout.num_packed_shards * layout.packed_numel
+        return numel * self.compute_dtype.itemsize
+
+    @property
     def staging_nbytes(self) -> int:
         """Bytes that are there only while a gather is under way, beside the gathered ones."""
         if self.layout.num_shards == 1:
-            return 0
-        nbytes = self.layout.staging_numel * self.compute_dtype.itemsize
-        if self.crosses:
-            nbytes += self.sharded_nbytes
-        if self.dtype != self.compute_dtype:
-            nbytes += self.layout.shard_numel * self.compute_dtype.itemsize
-        return nbytes
+            return self.sharded_nbytes if self.crosses and self.dtype != self.compute_dtype else 0
+        is_cast = self.dtype != self.compute_dtype
+        numel = self.layout.staging_numel + self.layout.shard_numel * is_cast
+        return numel * self.compute_dtype.itemsize + self.sharded_nbytes * self.crosses
 
     @property
     def sent(self) -> tuple[int, ...]:

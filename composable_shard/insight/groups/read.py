@@ -94,6 +94,7 @@ def _read_unit(
             compute_dtype=policy.compute_dtype(unit.sharded.dtype),
             crosses=unit.sharded.device.type not in ("meta", unit.mesh.device.type),
             offloads=first.offload is not None,
+            pads=unit.mesh.device.type != "cpu",
         )
     assert isinstance(unit, ExtensionGather), unit
     local = unit.param.local
