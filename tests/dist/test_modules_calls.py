@@ -470,3 +470,53 @@ def test_chunks_in_the_training_loop_are_gathered_and_reduced_once(retains: bool
         assert events_of.count("gather body") <= 1
         assert events_of.count("reduce body") == 1
         assert events_of.count("accumulate body") == 3
+
+
+class Partial(nn.Module):
+    """A layer of whose parameters one is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class PartialStep(nn.Module):
+    """Runs a backward in its forward, whose end alone tells that no more gradients come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Partial()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.layer(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+
+def train_partly_inside() -> None:
+    torch.manual_seed(0)
+    reference = PartialStep()
+    model = copy.deepcopy(reference)
+    fully_shard(model.layer)
+    fully_shard(model)
+    for step in range(3):
+        for one in (model, reference):
+            one(own_input(step))
+        average_gradients(reference.parameters())
+        assert model.layer.unused.grad is None
+        for mine, other in zip(
+            model.layer.linear.parameters(), reference.layer.linear.parameters(), strict=True
+        ):
+            assert mine.grad is not None and other.grad is not None
+            assert_same(full(mine.grad), other.grad)
+        for one in (model, reference):
+            one.zero_grad()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_a_backward_inside_forward_that_none_completes(ranks: int) -> None:
+    run_ranks(train_partly_inside, ranks)
