@@ -91,25 +91,22 @@ class Comparison:
             return []
         off = (got.double() - wanted.double()).abs().max().item()
         most = max(self.oracle.largest.get(name, 0.0), wanted.double().abs().max().item())
-        allowed = self._allowed(wanted.dtype)
+        allowed = self._allowed(wanted.dtype, name)
         if off <= allowed * most:
             return []
         limit = f"at most {allowed:.3g} of it" if allowed else "the same bits"
         return [f"{what}: off by {off:.3g} of {most:.3g}, expected {limit}"]
 
-    def _allowed(self, dtype: torch.dtype) -> float:
+    def _allowed(self, dtype: torch.dtype, name: str) -> float:
         if self.tolerance is not None:
             return self.tolerance
         if self.is_exact and not self.oracle.has_folded:
             return 0.0
         policy = self.oracle.policy
-        dtypes = {
-            policy.compute_dtype(dtype),
-            policy.reduction_dtype(dtype),
-            policy.output_dtype or dtype,
-            policy.grad_dtype or dtype,
-            dtype,
-        }
+        params = dict(self.oracle.master.named_parameters())
+        dtypes = {dtype, policy.output_dtype or dtype, policy.grad_dtype or dtype}
+        for param in [params[name]] if name in params else params.values():
+            dtypes |= {policy.compute_dtype(param.dtype), policy.reduction_dtype(param.dtype)}
         return 4 * max(RELATIVE.get(dtype, 0.0) for dtype in dtypes)
 
 

@@ -41,7 +41,7 @@ def shard_encoded(model: Tree, **options: Any) -> Tree:
     """Shard a tree of which every trainable parameter but scalars encodes its gradient."""
     encoded: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if not param.requires_grad or not param.ndim:
                 continue
             if param not in encoded:

@@ -127,13 +127,19 @@ class Unsharded:
         """Whether any rank has gradients that are not reduced."""
         return bool(self._means)
 
-    def totals(self) -> dict[str, torch.Tensor]:
-        """Return what the gradients would be if everything was reduced now."""
+    def totals(self, casts: bool = True) -> dict[str, torch.Tensor]:
+        """Return what the gradients would be if everything was reduced now.
+
+        Args:
+            casts: Whether what waits is cast to the dtype of gradients, as when a backward reduces
+                it; it is not where an optimizer takes it as it is.
+        """
         totals = {}
         for name, param in self.model.named_parameters():
             mean, reduced = self._means.get(name), self.reduced.get(name)
-            if mean is not None:
+            if mean is not None and casts:
                 mean = mean.to(self.policy.grad_dtype or param.dtype)
+            if mean is not None:
                 reduced = mean if reduced is None else reduced + mean
             if reduced is not None:
                 totals[name] = reduced
@@ -156,10 +162,9 @@ class Unsharded:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer step with the totals."""
-        totals = self.totals()
+        totals = self.totals(casts=False)
         for name, param in self.model.named_parameters():
-            if self.policy.grad_dtype is not None:
-                param.grad_dtype = None
+            param.grad_dtype = None  # any
             param.grad = totals.get(name)
         optimizer.step()
         optimizer.zero_grad()

@@ -40,10 +40,12 @@ POLICIES = {
 SYNC: tuple[AccumulationStep, ...] = ("sync", "step", "zero_grad", "sync", "step", "eval")
 NO_SYNC: tuple[AccumulationStep, ...] = ("no_sync", "no_sync", "sync", "step", "zero_grad", "sync")
 FOLDED: tuple[AccumulationStep, ...] = ("sync", "no_sync", "sync", "step", "sync")
+UNREDUCED: tuple[AccumulationStep, ...] = ("no_sync", "step", "sync")
 
 
 @pytest.mark.parametrize(
-    ("steps", "ranks"), [(SYNC, 1), (SYNC, 2), (NO_SYNC, 2), (FOLDED, 2), (FOLDED, 3)]
+    ("steps", "ranks"),
+    [(SYNC, 1), (SYNC, 2), (NO_SYNC, 2), (FOLDED, 2), (FOLDED, 3), (UNREDUCED, 2)],
 )
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_policy_trains_as_casts_by_hand(
