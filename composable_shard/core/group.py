@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from composable_shard import _torch
+from composable_shard.core.comms import host_copies
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.failures import own_failure
 from composable_shard.core.comms.streams import Pending, Waitable, compute_stream
@@ -31,6 +33,7 @@ from composable_shard.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from composable_shard.core.passes.context import Context
+    from composable_shard.core.passes.countdown import Boundary
     from composable_shard.core.passes.hooks import Call
 
 
@@ -91,6 +94,7 @@ class ParamGroup:
         gradients: The way back.
         state: Sharded, being gathered or unsharded.
         calls: The calls of its modules that are under way, the innermost last.
+        boundaries: What lies in front of all calls whose graph is alive.
         shows_sharded: Whether the sharded parameters are registered though it is unsharded.
         on_gradient: Called when a backward has accumulated into one of the parameters.
         to_arrive: By the number of each backward that waits for the group, how many nodes of
@@ -118,6 +122,7 @@ class ParamGroup:
         self.gradients: GroupGradients
         self._create_gradients()
         self.calls: list[Call] = []
+        self.boundaries: WeakSet[Boundary] = WeakSet()
         self.shows_sharded = False
         self.on_gradient: Callable[[torch.Tensor], None]
         self.to_arrive: dict[int, int] = {}
@@ -213,14 +218,15 @@ class ParamGroup:
         try:
             return allocate()
         except BaseException:
+            host_copies.settle()  # what is freed may be on its way
             self.units.free()
             raise
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
         self.context.check_order("all-gather", self)
         lane = next((transfer.lane for _, transfer in transfers if transfer.lane is not None), None)
-        owned, act = [tensor for _, transfer in transfers for tensor in transfer.carried], ""
         works: list[Waitable] = []
+        owned, act = [], ""
         for mesh, channel in self.channels.items():
             members = [transfer for over, transfer in transfers if over is mesh or over == mesh]
             inputs = [tensor for transfer in members for tensor in transfer.inputs]
@@ -234,8 +240,8 @@ class ParamGroup:
                     works += channel.regather(outputs, inputs, num_ranks)
             owned += inputs
             act = channel.gathering
-        if lane is not None:
-            works.append(lane.arrival())
+        if lane is not None:  # before the gathers, which may read on the compute stream
+            works.insert(0, lane.arrival())
         pending = Pending(works, owned, act)
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.context.emit("all_gather", self)

@@ -6,11 +6,13 @@ import gc
 import weakref
 
 import torch
+from extensions.test_encoded_trees import shard_encoded
 from torch import nn
 
-from composable_shard import fully_shard
+from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import (
     ParamSpec,
+    TreeLoss,
     TreeSpec,
     assert_trains_like_unsharded,
     fake_ranks,
@@ -33,6 +35,25 @@ def test_a_reduction_under_way_when_backward_failed_is_not_delivered_by_a_sync()
     """`synchronize_gradients` waited for it, after gradients had been cleared."""
     tree = TreeSpec((), (TreeSpec((ParamSpec((1,)),)), TreeSpec((ParamSpec((1,)),))))
     assert_trains_like_unsharded(tree, ["backward", "backward", "fail_backward", "sync"])
+
+
+def test_ranks_of_which_one_uses_nothing_of_a_module_that_is_called_twice() -> None:
+    """That one was done after a call, gathered for the other again, alone, and waited for ever."""
+    children = TreeSpec((ParamSpec((3,)),)), TreeSpec()
+    tree = TreeSpec((ParamSpec((3,)),), children, together=True)
+    loss = TreeLoss(used=((True, True), (True, False)))
+    assert_trains_like_unsharded(tree, ["backward", "step", "backward"], loss=loss, timeout=20)
+
+
+def test_gradients_wider_than_their_sums_are_compared_as_the_sums_are() -> None:
+    """Encoded fp32 gradients, summed over three ranks in another order, were held to 4e-12."""
+    assert_trains_like_unsharded(
+        TreeSpec((ParamSpec((17, 2048)),)),
+        ["backward"],
+        mesh=(3,),
+        policy=MixedPrecisionPolicy(grad_dtype=torch.float64),
+        shard=shard_encoded,
+    )
 
 
 def models_alive() -> int:

@@ -9,12 +9,11 @@ not reach takes its turn with zeros, because another rank's loss may reach it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.passes.countdown import Boundary, Countdown, Countdowns, End, Token
+from composable_shard.core.passes.countdown import Countdown, Countdowns, End, Token
 from composable_shard.core.passes.in_flight import InFlight
 from composable_shard.core.passes.schedule import OrderRecord
 
@@ -67,15 +66,15 @@ class BackwardPass:
         self._to_reduce.clear()
         self._to_need.clear()
 
-    def need(self, group: ParamGroup, boundaries: Sequence[Boundary] = ()) -> None:
+    def need(self, group: ParamGroup, *, is_bounded: bool = False) -> None:
         """Gather ``group``, whose outputs have a gradient; prefetch who comes next.
 
         Args:
             group: The group.
-            boundaries: What lies in front of the call that gave these outputs.
+            is_bounded: Whether boundaries lie in front of the call that gave these outputs.
         """
         self._enter(group)
-        self._countdown(group).expect(_torch.current_backward(), boundaries)
+        self._countdown(group).expect(_torch.current_backward(), is_bounded=is_bounded)
         if group not in self._needed:
             self._pass_by_until(group)
         if group not in self._needed or (group.is_read_in_backward and not group.is_unsharded):

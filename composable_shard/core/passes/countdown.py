@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch.autograd.graph import Node
 
@@ -41,7 +41,7 @@ class Boundary:
     node itself refers to the token alone, or it would keep itself alive.
     """
 
-    __slots__ = ("node", "token")
+    __slots__ = ("__weakref__", "node", "token")
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -72,6 +72,7 @@ class Countdown:
     def __init__(self, group: ParamGroup) -> None:
         self.is_bounded = True
         self.left: dict[int, int] = {}
+        self._boundaries = group.boundaries
         self._params = group.units.all
         self._num_params = len(group.params)
         self._is_partial = False  # some parameter gets no gradient from the innermost backward
@@ -85,17 +86,25 @@ class Countdown:
             self.left[backward] = self.num_to_arrive()
             self._is_partial = self.left[backward] < self._num_params
 
-    def expect(self, backward: int, boundaries: Sequence[Boundary]) -> None:
-        """Wait for the boundaries of one call of the module.
+    def expect(self, backward: int, *, is_bounded: bool) -> None:
+        """Wait for the boundaries of all calls, as one call of the module has been reached.
 
-        Without any, and with a parameter that gets no gradient, nothing tells when autograd is done
-        with that parameter: the group is kept open to the end.
+        Hazard: a rank whose loss uses no parameter would be done after one call, and gather again
+        for the next; another has waited for its gradients, and gathers once. Guard: all calls that
+        the backward goes through are waited for. Test:
+        ``test_ranks_of_which_one_uses_nothing_of_a_module_that_is_called_twice``.
+
+        Args:
+            backward: The backward.
+            is_bounded: Whether the call that was reached has any. If not, and with a parameter that
+                gets no gradient, nothing tells when autograd is done with that parameter: the group
+                is kept open to the end.
         """
-        for boundary in boundaries:
+        for boundary in self._boundaries:
             if boundary.token.backward != backward and _torch.will_run(boundary.node):
                 boundary.token.backward = backward
                 self.left[backward] += 1
-        if not boundaries:
+        if not is_bounded:
             self.is_bounded = False
             if self._is_partial:
                 self.left[backward] = _TO_THE_END

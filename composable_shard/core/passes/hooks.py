@@ -211,6 +211,7 @@ class ModuleHooks:
         boundary = Boundary(node)
         node.register_hook(partial(_arrive_at_boundary, self._group, boundary.token))
         call.boundaries.append(boundary)
+        self._group.boundaries.add(boundary)
         call.outer_bases.append((base, base.grad_fn))
         return inner
 
@@ -221,7 +222,7 @@ class ModuleHooks:
             Whether there is any that may.
         """
         is_watched = False
-        pre_backward = partial(self._pre_backward, call.boundaries)
+        pre_backward = partial(self._pre_backward, call.boundaries)  # keeps them alive
         tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._stored.newly())
         if _torch.is_transforming():
             tensors = [level for tensor in tensors for level in _levels(tensor)]
@@ -238,7 +239,7 @@ class ModuleHooks:
 
     def _pre_backward(self, boundaries: Sequence[Boundary], grad: torch.Tensor) -> None:
         with _torch.apart_from_transforms():
-            self._group.context.backward.need(self._group, boundaries)
+            self._group.context.backward.need(self._group, is_bounded=bool(boundaries))
 
 
 def _map_inputs(
