@@ -123,7 +123,8 @@ def _enter_fake_mode() -> None:
 
     Hazard: where torch is built for CUDA and there is no device, the first entry replaces what
     guards devices; several threads that do so at once, in the first operations on DTensors, crash
-    the process. Guard: the first entry is before them.
+    the process. Guard: the first entry is before them. Test: all of ``run_threads``, on a machine
+    without a device, with a torch that is built for one.
     """
     with _torch.fake_tensors():
         pass

@@ -105,7 +105,9 @@ def test_offloaded_shards_are_copied_beside_compute(nccl_rank: None) -> None:
     torch.cuda.synchronize()
     handle = model.unshard(async_op=True)
     torch.cuda._sleep(LONG)
-    host_copies.settle()
+    (lane,) = host_copies._uploads.values()
+    assert lane.is_busy
+    lane.settle()
     assert not torch.cuda.current_stream().query()
     handle.wait()
 

@@ -7,10 +7,10 @@ writes too early or frees too early gets other numbers than without a lane, or a
 from __future__ import annotations
 
 import contextlib
-import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -19,74 +19,112 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.comms import host_copies
+from composable_shard.core.comms.channel import Channel
 from composable_shard.core.grads import mesh_gradients, route
 from composable_shard.core.params import bucket
 from composable_shard.testing import run_ranks
 
 UNPINNED = CPUOffloadPolicy(pin_memory=False)
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-ALONE = _torch.num_uses(torch.empty(1))
 
 
 class LateLane:
-    """Stands for a lane of a device; copies are made when they are waited for."""
+    """Stands for a lane of a device; what it launches is done when compute waits for it.
 
-    made = 0
+    The host sees what came, and may write what went, when it has waited itself.
+
+    Attributes:
+        launching: The lane behind which something is being launched, if any.
+        num_copies: How many copies all lanes have made.
+        num_waits: How often the host has waited for copies.
+        faults: What was done too early.
+    """
+
+    launching: LateLane | None = None
+    num_copies = 0
+    num_waits = 0
+    faults: ClassVar[list[str]] = []
 
     def __init__(self, device: torch.device) -> None:
-        self.left: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.lent: list[tuple[int, torch.Tensor]] = []
-        self.num_launched = 0
-        self.num_made = 0
+        self.launched: list[Callable[[], object]] = []
+        self.num_done = 0
+        self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        self.left.append((into, source))
-        self.num_launched += 1
-
-    def make(self, num_launched: int) -> None:
-        while self.num_made < num_launched:
-            into, source = self.left.pop(0)
+        def make() -> None:
             for tensor in (into, source):
-                assert tensor.untyped_storage().size() >= tensor.nbytes, "memory was freed"
-                num_names = 4  # here: two, those that are looped over, and the argument below
-                is_kept = sys.getrefcount(tensor) > num_names or _torch.num_uses(tensor) > ALONE
-                assert is_kept, "nobody keeps the memory"
-            into.copy_(source)
-            self.num_made += 1
-            LateLane.made += 1
+                if tensor.untyped_storage().size() < tensor.nbytes:
+                    LateLane.faults.append("memory was freed")
+                    return
+            self.seen.append((into, source, source.clone()))
+            if not self.is_download:
+                into.copy_(source)
+            LateLane.num_copies += 1
+
+        self.launched.append(make)
+
+    @property
+    def is_download(self) -> bool:
+        return self in host_copies._downloads.values()
+
+    def do(self, number: int) -> None:
+        while self.num_done < number:
+            self.num_done += 1
+            self.launched[self.num_done - 1]()
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
-        self.settle()
+        LateLane.launching = self
         yield
+        LateLane.launching = None
 
     def arrival(self) -> Any:
-        return mock.Mock(wait=partial(self.make, self.num_launched))
-
-    def lend(self, source: torch.Tensor) -> None:
-        self.lent.append((self.num_launched, source))
-        if len(self.lent) > host_copies._MOST_LENT:
-            num_launched, _ = self.lent.pop(0)
-            self.make(num_launched)
+        return mock.Mock(wait=partial(self.do, len(self.launched)))
 
     def settle(self) -> None:
-        self.make(self.num_launched)
-        self.lent.clear()
+        self.do(len(self.launched))
+        LateLane.num_waits += bool(self.seen)
+        for into, source, copied in self.seen:
+            if self.is_download:
+                into.copy_(copied)
+            elif source.untyped_storage().size() and not torch.equal(source, copied):
+                LateLane.faults.append("memory was written that a device reads")
+        self.seen.clear()
+
+
+def launch_late(channel: Channel, *args: Any) -> Any:
+    """Gather when the lane behind which it is launched gets there."""
+    lane, works = LateLane.launching, []
+    if lane is None:
+        return gather_from(channel, *args)
+    lane.launched.append(lambda: works.extend(gather_from(channel, *args)))
+    number = len(lane.launched)
+
+    def wait() -> None:
+        lane.do(number)
+        while works:
+            works.pop(0).wait()
+
+    return [mock.Mock(wait=wait)]
+
+
+gather_from = Channel._gather_from
 
 
 @contextlib.contextmanager
 def late_lanes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(host_copies, "Lane", LateLane))
+        stack.enter_context(mock.patch.object(Channel, "_gather_from", launch_late))
         stack.enter_context(mock.patch.dict(host_copies._uploads, clear=True))
         stack.enter_context(mock.patch.dict(host_copies._downloads, clear=True))
         for user in (bucket, route, mesh_gradients):
             stack.enter_context(
                 mock.patch.object(user, "copies_beside_compute", lambda policy, _: bool(policy))
             )
-        LateLane.made = 0
+        LateLane.num_copies, LateLane.num_waits, LateLane.faults = 0, 0, []
         yield
 
 
@@ -117,6 +155,16 @@ def backward_then_another(model: Any, x: torch.Tensor) -> None:
     step(model, x)
 
 
+def mixed_sync_after_another(model: Any, x: torch.Tensor) -> None:
+    """What was reduced is on its way when a backward without sync adds to it."""
+    model.set_is_last_backward(False)
+    step(model, x)
+    model.set_is_last_backward(True)
+    with model.no_sync():
+        step(model, x)
+    step(model, x)
+
+
 def hooks(model: Any, x: torch.Tensor) -> None:
     """Hooks see the gradient, and what they return counts."""
     handles = [param.register_hook(lambda grad: grad * 2) for param in model[0].parameters()]
@@ -144,14 +192,42 @@ def change_after_unshard(model: Any, x: torch.Tensor) -> None:
 
 
 def fail_in_between(model: Any, x: torch.Tensor) -> None:
-    def fail(*_: object) -> None:
-        raise ValueError("on purpose")
-
     handle = model[1].register_forward_pre_hook(fail)
     with pytest.raises(ValueError, match="on purpose"):
         model(x)
     handle.remove()
     step(model, x)
+
+
+def fail_in_backward(model: Any, x: torch.Tensor) -> None:
+    """Gradients that a caller zeroes in place after a failure do not come later."""
+    step(model, x)
+    armed = x.clone().requires_grad_()
+    armed.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        model(armed).square().sum().backward()
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+    step(model, x)
+
+
+def memory_runs_out(model: Any, x: torch.Tensor) -> None:
+    """What was taken is given back, once nothing is on its way into it."""
+    start = bucket.ParamBucket.start_gather
+
+    def run_out(unit: bucket.ParamBucket) -> None:
+        start(unit)
+        raise MemoryError("on purpose")
+
+    out_of_memory = mock.patch.object(bucket.ParamBucket, "start_gather", run_out)
+    with out_of_memory, pytest.raises(MemoryError, match="on purpose"):
+        model(x)
+    step(model, x)
+
+
+def fail(*_: object) -> None:
+    raise ValueError("on purpose")
 
 
 def reduce_over_replicas_later(model: Any, x: torch.Tensor) -> None:
@@ -170,13 +246,16 @@ ACTS = [
     change_after_forward,
     change_after_unshard,
     fail_in_between,
+    fail_in_backward,
+    memory_runs_out,
+    mixed_sync_after_another,
     reduce_over_replicas_later,
 ]
 CASES = [(None, True), (LOW, False)]
 
 
-def outcome(act: Act, policy: MixedPrecisionPolicy | None, reshard: bool) -> list[torch.Tensor]:
-    """Act twice on a new model, with a step after each; return its shards and gradients."""
+def new_model(policy: MixedPrecisionPolicy | None = None, reshard: bool = True) -> Any:
+    """Build three blocks, each a group."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)))
     kwargs: Any = {"mp_policy": policy, "offload_policy": UNPINNED}
@@ -185,7 +264,12 @@ def outcome(act: Act, policy: MixedPrecisionPolicy | None, reshard: bool) -> lis
         kwargs["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     for block in model:
         fully_shard(block, reshard_after_forward=reshard, **kwargs)
-    fully_shard(model, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def outcome(act: Act, policy: MixedPrecisionPolicy | None, reshard: bool) -> list[torch.Tensor]:
+    """Act twice on a new model, with a step after each; return its shards and gradients."""
+    model = new_model(policy, reshard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     seen = []
     for turn in range(2):
@@ -205,10 +289,12 @@ def differences(acts: list[Act]) -> list[str]:
             with late_lanes():
                 got = outcome(act, policy, reshard)
             case = f"{act.__name__}, {'bf16' if policy else 'fp32'}, {reshard=}"
+            found += [f"{case}: {fault}" for fault in LateLane.faults]
             if not all(map(torch.equal, got, expected)):
                 found.append(case)
-            if LateLane.made < 2 * 2 * 3:  # both ways, in two turns, of three groups
-                found.append(f"{case}: {LateLane.made} copies")
+            ways = 1 if act is hooks else 2  # gradients that hooks see are waited for
+            if LateLane.num_copies < ways * 2 * 3:  # in two turns, of three groups
+                found.append(f"{case}: {LateLane.num_copies} copies")
     return found
 
 
@@ -222,25 +308,116 @@ def test_copies_may_be_late_on_a_hybrid_mesh() -> None:
     assert run_ranks(differences, 4, acts, timeout=60) == [[]] * 4
 
 
-def sources_kept() -> int:
-    """Return how many gradients of ten groups were kept on the device at the end of backward."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
-    for layer in model:
-        fully_shard(layer, offload_policy=UNPINNED)
-    fully_shard(model)
-    most = 0
-    lend = LateLane.lend
-
-    def count(lane: LateLane, source: torch.Tensor) -> None:
-        nonlocal most
-        lend(lane, source)
-        most = max(most, len(lane.lent))
-
-    with late_lanes(), mock.patch.object(LateLane, "lend", count):
-        model(torch.ones(2, 4)).sum().backward()
-    return most
+def waits_of_a_step() -> tuple[int, int]:
+    with late_lanes():
+        output = new_model(LOW)(torch.ones(2, 5)).sum()
+        after_forward = LateLane.num_waits
+        output.backward()
+        return after_forward, LateLane.num_waits - after_forward
 
 
-def test_few_gradients_wait_on_the_device() -> None:
-    assert run_ranks(sources_kept, 2) == [2, 2]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_host_waits_for_each_way_at_the_end_of_a_pass(ranks: int) -> None:
+    assert run_ranks(waits_of_a_step, ranks) == [(1, 2)] * ranks
+
+
+def order_of_hooks() -> list[str]:
+    seen: list[str] = []
+
+    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: seen.append("backward of the first"))
+
+    with late_lanes():
+        model = new_model()
+        for param in model[2].parameters():
+            param.register_post_accumulate_grad_hook(lambda _: seen.append("gradient of the last"))
+        model[0].register_forward_hook(watch)
+        model(torch.ones(2, 5)).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_on_gradients_are_not_kept_waiting(ranks: int) -> None:
+    expected = ["gradient of the last", "gradient of the last", "backward of the first"]
+    assert run_ranks(order_of_hooks, ranks) == [expected] * ranks
+
+
+# The lane itself, on streams that take notes ----------------------------------------------------
+
+
+class Stream:
+    """Stands for a stream of a device.
+
+    Attributes:
+        events: What was asked of all streams, in order.
+    """
+
+    events: ClassVar[list[str]] = []
+    current: Stream
+
+    def __init__(self, name: object) -> None:
+        self.name = "lane" if isinstance(name, torch.device) else name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.events.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.events.append(f"{self.name} records")
+        return f"event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.events.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.events.append(f"host waits for {self.name}")
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> host_copies.Lane:
+    Stream.events, Stream.current = [], Stream("compute")
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream.current)
+    monkeypatch.setattr(torch.accelerator, "device_index", contextlib.nullcontext)
+    monkeypatch.setattr(
+        torch.accelerator, "set_stream", lambda stream: setattr(Stream, "current", stream)
+    )
+    return host_copies.Lane(torch.device("cpu"))
+
+
+COPY = ["lane waits for compute", "lane records"]
+
+
+def test_a_copy_begins_after_compute_and_compute_continues_after_it(lane: host_copies.Lane) -> None:
+    into, source = torch.zeros(2), torch.ones(2)
+    lane.copy(into, source)
+    assert torch.equal(into, source) and Stream.current.name == "compute"
+    with pytest.raises(ValueError, match="on purpose"), lane.behind():
+        assert Stream.current.name == "lane"
+        fail()
+    assert Stream.current.name == "compute"
+    lane.arrival().wait()
+    lane.settle()
+    lane.settle()
+    assert Stream.events == [
+        *COPY,
+        "lane waits for compute",
+        "lane records",
+        "compute waits for event of lane",
+        "host waits for lane",
+    ]
+
+
+def test_tensors_are_kept_until_compute_continues_after_their_copy(lane: host_copies.Lane) -> None:
+    kept = []
+    for number in range(4):
+        pair = torch.zeros(2), torch.ones(2)
+        kept.append([weakref.ref(tensor) for tensor in pair])
+        lane.copy(*pair)
+        del pair
+        let_go = ["compute waits for event of lane"] if number > 1 else []
+        assert Stream.events == COPY + let_go
+        Stream.events.clear()
+    alive = [all(tensor() is not None for tensor in pair) for pair in kept]
+    assert alive == [False, False, True, True]
+    lane.settle()
+    assert not any(tensor() for pair in kept for tensor in pair)

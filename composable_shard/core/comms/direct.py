@@ -88,7 +88,8 @@ class _Messages:
         """Wait for all, also if one fails: the others are still written to.
 
         Hazard: a message that comes after its time-out is written into memory that was freed
-        meanwhile. Guard: no work is kept, and gloo writes for none that is gone.
+        meanwhile. Guard: no work is kept, and gloo writes for none that is gone. Test:
+        ``test_what_writes_a_late_message_is_not_kept``.
         """
         works, self._works = self._works[::-1], []
         while works:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from composable_shard.core.comms.streams import Waitable, wait_for_event
+from composable_shard.core.comms.streams import Waitable
 
-_MOST_LENT = 2  # downloads whose sources are kept at once
+_NUM_KEPT = 2  # copies whose tensors a lane keeps
 
 _uploads: dict[torch.device, Lane] = {}
 _downloads: dict[torch.device, Lane] = {}
@@ -24,69 +24,71 @@ _downloads: dict[torch.device, Lane] = {}
 class Lane:
     """The copies in one direction of one device, in order, on a stream of their own.
 
-    Memory of the device is allocated and freed on the compute stream, as everywhere.
+    Hazard: memory goes back to the compute stream, where tensors are allocated and freed, while a
+    copy still uses it; after an error, say, when nobody waits for it. Guard: the lane keeps the
+    tensors of the last copies, and compute continues after a copy before its tensors are let go;
+    it is over by then. Test: ``test_tensors_are_kept_until_compute_continues_after_their_copy``.
 
     Args:
         device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.is_busy = False
         self._device = device
         self._stream = torch.Stream(device)
-        self._is_busy = False
-        self._lent: deque[tuple[Waitable, torch.Tensor]] = deque()
+        self._kept: deque[tuple[Waitable, torch.Tensor, torch.Tensor]] = deque()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Launch a copy. The caller keeps both tensors; see :meth:`arrival` and :meth:`lend`."""
-        self._is_busy = True
+        """Launch a copy; memory of the host is another's to use after :meth:`settle`."""
+        self.is_busy = True
         with self.behind():
             into.copy_(source, non_blocking=True)
+        self._kept.append((self.arrival(), into, source))
+        while len(self._kept) > _NUM_KEPT:
+            arrival, *_ = self._kept.popleft()
+            arrival.wait()
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
-        """Let what is launched inside begin after the copies so far, and after compute."""
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            yield
+        """Let what is launched inside begin after the copies so far, and after compute.
+
+        What is allocated inside belongs to the lane; used on the compute stream, it may be freed
+        all the same, since whatever takes its memory next is launched behind compute again.
+        """
+        with torch.accelerator.device_index(self._device.index):
+            compute = torch.accelerator.current_stream(self._device)
+            self._stream.wait_stream(compute)
+            torch.accelerator.set_stream(self._stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(compute)
 
     def arrival(self) -> Waitable:
-        """Return what makes the compute stream continue after the copies so far.
-
-        Then the memory of the device that they use may be freed.
-        """
+        """Return what makes the compute stream continue after all that was launched so far."""
         return _Arrival(self._stream.record_event(), self._device)
-
-    def lend(self, source: torch.Tensor) -> None:
-        """Keep the source of the copy that was launched last as long as it is read.
-
-        Hazard: gradients of a whole model wait on the device for the end of backward. Guard: when
-        there are more than a few, compute continues after the oldest copy, which is over by then.
-        """
-        self._lent.append((self.arrival(), source))
-        while len(self._lent) > _MOST_LENT:
-            arrival, _ = self._lent.popleft()
-            arrival.wait()
 
     def settle(self) -> None:
         """Wait, on the host, until all copies have been made."""
-        if self._is_busy:
+        if self.is_busy:
             self._stream.synchronize()
-            self._lent.clear()
-            self._is_busy = False
+            self._kept.clear()
+            self.is_busy = False
 
 
 @dataclass
 class _Arrival:
-    """The moment when some copies have been made."""
+    """The moment when what a lane had launched is done."""
 
     event: torch.Event
     device: torch.device
 
     def wait(self) -> None:
-        wait_for_event(self.event, self.device)
+        torch.accelerator.current_stream(self.device).wait_event(self.event)
 
 
-def upload(source: torch.Tensor, into: torch.Tensor) -> tuple[Lane, list[torch.Tensor]]:
+def upload(source: torch.Tensor, into: torch.Tensor) -> Lane:
     """Copy pinned memory to a device; it is cast there.
 
     Args:
@@ -94,40 +96,36 @@ def upload(source: torch.Tensor, into: torch.Tensor) -> tuple[Lane, list[torch.T
         into: On the device, of any dtype.
 
     Returns:
-        The lane of the copy, and the tensors to keep until compute continues after it.
+        The lane of the copy.
     """
     lane = _lane(_uploads, into.device)
     if source.dtype == into.dtype:
         lane.copy(into, source)
-        return lane, [into]
-    staged = torch.empty_like(source, device=into.device)
-    lane.copy(staged, source)
-    lane.copy(into, staged)
-    return lane, [staged, into]
+    else:
+        staged = torch.empty_like(source, device=into.device)
+        lane.copy(staged, source)
+        lane.copy(into, staged)
+    return lane
 
 
 def download(source: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of a device to pinned memory; it is complete after :func:`settle`."""
-    lane = _lane(_downloads, source.device)
-    into = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type != "cpu")
-    lane.copy(into, source)
-    lane.lend(source)
+    is_pinned = source.device.type != "cpu"
+    into = torch.empty_like(source, device="cpu", pin_memory=is_pinned)
+    _lane(_downloads, source.device).copy(into, source)
     return into
 
 
 def settle() -> None:
     """Wait, on the host, until what was launched so far has been copied, both ways.
 
-    Hazard: code of the user's writes shards that a device is still to read, or reads gradients that
-    have not come. Guard: every pass ends with this.
+    Hazard: code of the user's writes shards that a device is still to read. Guard: every pass ends
+    with this. Test: ``test_copies_may_be_late``.
     """
     for lanes in (_uploads, _downloads):
-        for lane in lanes.values():
+        for lane in list(lanes.values()):
             lane.settle()
 
 
 def _lane(lanes: dict[torch.device, Lane], device: torch.device) -> Lane:
-    lane = lanes.get(device)
-    if lane is None:
-        lane = lanes[device] = Lane(device)
-    return lane
+    return lanes.get(device) or lanes.setdefault(device, Lane(device))

@@ -3,7 +3,8 @@
 All memory is allocated and freed on the compute stream. A collective is launched from it, so the
 backend's own stream starts after whatever the memory was used for before; :meth:`Pending.wait`
 makes the compute stream continue after the collective, so the memory may be freed then. On the CPU
-streams do nothing and the works do the waiting; the code is the same.
+streams do nothing and the works do the waiting; the code is the same. What is offloaded has streams
+of its own: see ``host_copies.py``.
 """
 
 from __future__ import annotations

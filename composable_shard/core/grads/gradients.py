@@ -68,6 +68,16 @@ class GroupGradients:
         for one in self._meshes:
             one.finish()
 
+    def start_return(self) -> None:
+        """Wait for the launched reduction; its results may be on their way to the host then."""
+        for one in self._meshes:
+            one.start_return()
+
+    def end_return(self) -> None:
+        """Put on the sharded parameters what was on its way to the host."""
+        for one in self._meshes:
+            one.end_return()
+
     def release(self) -> None:
         """Free what other ranks were reading when reductions were finished, and have read now."""
         for one in self._meshes:

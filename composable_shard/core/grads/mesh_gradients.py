@@ -6,8 +6,9 @@ all-reduce over those that hold the same shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class MeshGradients:
         self._scales: dict[Any, ReductionScale] = {}
         self._recipes = GradRecipes(channel.mesh)
         self._plan = RoutePlan(channel.mesh, policy, self._recipes)
+        self._returning: list[Callable[[], None]] = []  # deliver what is on its way to the host
 
     def accumulate(self) -> None:
         """Add the unsharded gradients to what is not yet reduced; alone, they are the sum.
@@ -155,6 +157,14 @@ class MeshGradients:
 
     def finish(self) -> None:
         """Wait for the launched reduction and put its results on the sharded parameters."""
+        self.start_return()
+        self.end_return()
+
+    def start_return(self) -> None:
+        """Wait for the launched reduction and send its results to the sharded parameters.
+
+        Those on their way to the host are not there before :meth:`end_return`.
+        """
         if self.pending is None:
             return
         self.start_all_reduce()
@@ -166,6 +176,13 @@ class MeshGradients:
             self._release_inputs(reduction)
             self._call_hook(reduction)
             self._hand_out(reduction)
+
+    def end_return(self) -> None:
+        """Put on the sharded parameters what was on its way to the host."""
+        if self._returning:
+            host_copies.settle()
+            while self._returning:
+                self._returning.pop(0)()
 
     def release(self) -> None:
         """Free what other ranks were reading when reductions were finished, and have read now."""
@@ -179,6 +196,7 @@ class MeshGradients:
         for reduction in self._reductions:
             self._release_inputs(reduction)
         self._reductions.clear()
+        self._returning.clear()
         take_all_unsharded(self._params)
 
     # What goes in ---------------------------------------------------------------------------
@@ -257,9 +275,15 @@ class MeshGradients:
             dtypes = route.grad_dtypes(self._policy.grad_dtype)
         shards = route.converted_shards(transfer.result, dtypes)
         if route.params is not None and not self._holds and all(wanted):
-            deliver_all(route.params, shards, route.specs(dtypes))
+            give = partial(deliver_all, route.params, shards, route.specs(dtypes))
+            if route.is_carried and not any(map(has_hooks, route.params)):
+                self._returning.append(give)
+                return
+            if route.is_carried:
+                host_copies.settle()
+            give()
             return
-        host_copies.settle()  # what follows reads the shards
+        host_copies.settle()
         inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for place, ((param, name), shard) in enumerate(zip(route.members, shards, strict=True)):
             if not wanted[place] and not (self._settings.hook is not None and shard.any()):
@@ -294,6 +318,8 @@ class MeshGradients:
             grad = grad.to(dtype_for_users(param, self._policy.grad_dtype))
             if scale is not None:
                 grad = grad / scale
-            if copies_beside_compute(param.offload, self._mesh.device):
-                grad = host_copies.download(grad)
-            deliver(param, grad.to(param.device))
+            is_carried = copies_beside_compute(param.offload, self._mesh.device)
+            if is_carried and type(grad) is torch.Tensor and not has_hooks(param):
+                self._returning.append(partial(deliver, param, host_copies.download(grad)))
+            else:
+                deliver(param, grad.to(param.device))

@@ -21,6 +21,7 @@ class Route:
         bucket: Where they are packed.
         members: For each its parameter, and the name of the inner tensor (``None``: all of it).
         params: The parameters, if all members are whole gradients; else ``None``.
+        is_carried: Whether their shards go to the host beside compute.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Route:
         self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
         devices = {param.device for param, _ in self.members}
         self._device = devices.pop() if len(devices) == 1 else None
-        self._is_carried = self._device is not None and all(
+        self.is_carried = self._device is not None and all(
             copies_beside_compute(param.offload, param.mesh.device) for param, _ in self.members
         )
 
@@ -86,7 +87,7 @@ class Route:
         """
         if self._device is not None and dtypes.count(dtypes[0]) == len(dtypes):
             flat = flat.to(dtypes[0])
-            if self._is_carried:
+            if self.is_carried:
                 flat = host_copies.download(flat)
             return self.shards(flat.to(self._device))
         return [

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.comms import host_copies
 from composable_shard.core.params.param import ShardedParam
 
 _grad_of = attrgetter("grad")
@@ -109,15 +108,13 @@ def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
 
     Args:
         param: The parameter.
-        shard: On its device, in the dtype that was asked of its gradients; it may be under way
-            to the host.
+        shard: On its device, in the dtype that was asked of its gradients.
     """
     sharded = param.sharded
     grad: torch.Tensor = _torch.from_local(shard, param.spec_of_grad("sharded", shard.dtype))
     if not _torch.has_grad_hooks(sharded):
         _add(sharded, grad)
         return
-    host_copies.settle()
     with torch.no_grad():
         grad = _torch.call_grad_hooks(sharded, grad)
         _add(sharded, grad)
@@ -160,7 +157,6 @@ def _add(param: nn.Parameter, grad: torch.Tensor) -> None:
     if present is None:
         assign_grad(param, grad)
     else:
-        host_copies.settle()
         with torch.no_grad():
             _torch.local_tensor(present).add_(_torch.local_tensor(grad))
 

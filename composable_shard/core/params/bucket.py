@@ -18,7 +18,7 @@ from composable_shard.core.comms.host_copies import Lane, upload
 from composable_shard.core.params.layout import plan_bucket
 from composable_shard.core.params.offload import copies_beside_compute, pins
 from composable_shard.core.params.param import ShardedParam
-from composable_shard.core.params.staging import Staging
+from composable_shard.core.params.staging import Staging, fuses_on
 from composable_shard.mesh import ShardMesh
 
 
@@ -30,13 +30,11 @@ class Transfer:
         outputs: What to receive.
         inputs: What to send.
         lane: What brings the inputs from the host, or the output where nothing is sent, if any.
-        carried: What the lane uses.
     """
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
     lane: Lane | None = None
-    carried: list[torch.Tensor] = field(default_factory=list)
 
 
 class GatherUnit(Protocol):
@@ -133,8 +131,8 @@ class ParamBucket:
             source = self.sharded.new_empty(
                 layout.shard_numel, dtype=self._compute_dtype, device=self.mesh.device
             )
-            lane, carried = upload(self.sharded, source)
-            return Transfer(self._outputs, self._messages(source), lane, carried)
+            lane = upload(self.sharded, source)
+            return Transfer(self._outputs, self._messages(source), lane)
         source = self.sharded.to(self.mesh.device).to(self._compute_dtype)
         inputs = self._inputs if source is self.sharded else self._messages(source)
         return Transfer(self._outputs, inputs)
@@ -145,8 +143,7 @@ class ParamBucket:
             return Transfer()
         source = self.sharded[: unsharded.numel()]
         if self._is_carried:
-            lane, carried = upload(source, unsharded)
-            return Transfer(lane=lane, carried=carried)
+            return Transfer(lane=upload(source, unsharded))
         unsharded.copy_(source)
         return Transfer()
 
@@ -185,7 +182,7 @@ class ParamBucket:
             self._outputs = [self._unsharded_region(index) for index in layout.direct]
             if layout.staging_numel:
                 regions = {i: self._unsharded_region(i) for i in layout.permuted + layout.packed}
-                self._staging = Staging(layout, regions, fuses=self.mesh.device.type != "cpu")
+                self._staging = Staging(layout, regions, fuses=fuses_on(self.mesh.device))
                 self._outputs += self._staging.messages
 
     def create_unsharded_params(self) -> None:

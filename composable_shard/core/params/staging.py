@@ -71,6 +71,11 @@ class Staging:
         _torch.free(self._flat)
 
 
+def fuses_on(device: torch.device) -> bool:
+    """Tell whether one kernel copies packed parameters out: where each copy costs a launch."""
+    return device.type != "cpu"
+
+
 def matching_pieces(
     layout: ParamLayout, full: torch.Tensor, shards: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:

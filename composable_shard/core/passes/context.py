@@ -108,6 +108,7 @@ class Context:
         """
         self.note("begin_wait_for_readers", self.root)
         host_copies.settle()
+        self.backward.in_flight.end_returns()
         offers.settle(self._acts)
         for group in self.groups:
             group.gradients.release()

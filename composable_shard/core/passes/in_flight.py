@@ -16,11 +16,13 @@ class InFlight:
 
     Attributes:
         groups: Whose reductions over the shards are under way.
+        returning: Whose results may be on their way to the host.
     """
 
     def __init__(self) -> None:
         self.groups: deque[ParamGroup] = deque()
         self._all_reducing: ParamGroup | None = None
+        self.returning: list[ParamGroup] = []
 
     def add(self, group: ParamGroup) -> None:
         """Note that the reduction of ``group`` has been launched."""
@@ -37,17 +39,25 @@ class InFlight:
         self.leave_room(1)
         self._wait_for_replicas()
 
+    def end_returns(self) -> None:
+        """Put on the sharded parameters what was on its way to the host."""
+        while self.returning:
+            self.returning.pop(0).gradients.end_return()
+
     def drop(self, groups: Iterable[ParamGroup]) -> None:
         """Forget the reductions of ``groups``, whose backward failed."""
         for group in groups:
             if group in self.groups:
                 self.groups.remove(group)
+            if group in self.returning:
+                self.returning.remove(group)
             if group is self._all_reducing:
                 self._all_reducing = None
 
     def take_over(self, other: InFlight) -> None:
         """Add what another tree has launched, which from now on shares this."""
         self.groups.extend(other.groups)
+        self.returning += other.returning
 
     def _wait_for_oldest(self) -> None:
         """Wait for a reduction over the shards; let that over the replicas overlap what follows."""
@@ -59,15 +69,19 @@ class InFlight:
             self._wait_for_replicas()
             self._all_reducing = group
         else:
-            group.gradients.finish()
+            self._return(group)
             group.context.emit("wait_for_reduce_scatter", group)
 
     def _wait_for_replicas(self) -> None:
         group, self._all_reducing = self._all_reducing, None
         if group is not None:
             self._wait(group, "all_reduce")
-            group.gradients.finish()
+            self._return(group)
             group.context.emit("wait_for_all_reduce", group)
+
+    def _return(self, group: ParamGroup) -> None:
+        group.gradients.start_return()
+        self.returning.append(group)
 
     def _wait(self, group: ParamGroup, stage: str) -> None:
         group.context.note(f"begin_wait_for_{stage}", group)

@@ -18,6 +18,7 @@ from composable_shard.core.params.extension import Format, flatten, has_extensio
 from composable_shard.core.params.extension_gather import ExtensionGather
 from composable_shard.core.params.layout import BucketLayout
 from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.params.staging import fuses_on
 from composable_shard.insight.groups.plan import (
     GatherPlan,
     GroupPlan,
@@ -94,7 +95,7 @@ def _read_unit(
             compute_dtype=policy.compute_dtype(unit.sharded.dtype),
             crosses=unit.sharded.device.type not in ("meta", unit.mesh.device.type),
             offloads=first.offload is not None,
-            pads=unit.mesh.device.type != "cpu",
+            pads=fuses_on(unit.mesh.device),
         )
     assert isinstance(unit, ExtensionGather), unit
     local = unit.param.local
