@@ -172,7 +172,9 @@ class ModuleSettings(HasGroup):
             >>> model[0].weight.grad.placements
             (Shard(dim=0),)
         """
-        self._group().context.backward.is_last = checked_bool("is_last_backward", is_last_backward)
+        self._group().context.backward.reductions.is_last = checked_bool(
+            "is_last_backward", is_last_backward
+        )
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

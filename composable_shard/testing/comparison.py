@@ -62,8 +62,7 @@ class Comparison:
 
     def grads(self, sharded: dict[str, nn.Parameter]) -> list[str]:
         """Compare all gradients, but for sums whose reduced part this rank cannot tell apart."""
-        waits_somewhere = {name for waiting in self.oracle.waiting for name in waiting}
-        if waits_somewhere and self.oracle.has_folded:
+        if self.oracle.waits_somewhere and self.oracle.has_folded:
             return []
         found = []
         for name, param in sharded.items():

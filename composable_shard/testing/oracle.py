@@ -134,6 +134,11 @@ class Unsharded:
         if reduces or alone:
             self.reduce()
 
+    @property
+    def waits_somewhere(self) -> bool:
+        """Whether any rank has gradients that are not reduced."""
+        return any(self.waiting)
+
     def reduce(self) -> None:
         """Average what waits over the ranks, in their order; a rank without one counts as zeros."""
         for name, param in self.master.named_parameters():

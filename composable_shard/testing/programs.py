@@ -31,7 +31,8 @@ Step = Literal[
 - `accumulate`: the same without reduction (`no_sync`);
 - `sync`: reduce what was accumulated, without another backward (`synchronize_gradients`);
 - `zero_grad`: clear the gradients, by the module or by the optimizer in turn;
-- `step`: take an optimizer step; losses kept are let go, and gradients stay until `zero_grad`;
+- `step`: reduce what was accumulated, and take an optimizer step; losses kept are let go, and
+  gradients stay until `zero_grad`;
 - `evaluate`: run a forward in evaluation mode and under `no_grad`;
 - `reshard`: free the unsharded parameters of all groups;
 - `checkpoint`: save the states of model and optimizer, build both anew with other values, load;

@@ -149,6 +149,8 @@ class Rehearsal:
 
     def _step(self) -> None:
         self._kept = []
+        if self.oracle.waits_somewhere:
+            self._sync()
         # What was summed in another order leaves its last bits in the parameters.
         self.comparison.is_exact &= not self.oracle.has_folded
         self.optimizer.step()

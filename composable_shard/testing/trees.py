@@ -80,7 +80,8 @@ Known = dict[tuple[tuple[int, ...], torch.dtype], nn.Parameter]
 class Tree(nn.Module):
     """Uses every parameter, of whatever shape, so that each element has its own gradient.
 
-    With `skips_unused` a child none of whose parameters are used does not run at all.
+    Of a child none of whose parameters are used only the input goes on, at every second place past
+    the child, so that no gradient reaches it. With `skips_unused` it does not run at all.
 
     Args:
         spec: What to build.
@@ -118,12 +119,14 @@ class Tree(nn.Module):
             if param is not None and (used is None or used[index]):
                 x = mix(x, param)
         start = len(own)
-        for child in self.inner:
+        for place, child in enumerate(self.inner):
             assert isinstance(child, Tree)
             end = start + child.num_params
             theirs = None if used is None else used[start:end]
-            if theirs is None or any(theirs) or not self.skips_unused:
-                x = child(x, theirs)
+            is_used = theirs is None or any(theirs)
+            if is_used or not self.skips_unused:
+                output = child(x, theirs)
+                x = output if is_used or place % 2 == 0 else x
             start = end
         return x
 
@@ -210,6 +213,11 @@ def _params_with_specs(model: Tree) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
         yield from _params_with_specs(child)
 
 
+def _first_trained(model: Tree) -> int:
+    trained = (place for place, (p, _) in enumerate(_params_with_specs(model)) if p.requires_grad)
+    return next(trained, 0)
+
+
 @dataclass(frozen=True)
 class TreeLoss:
     """The loss of a tree on a random batch, with some of its parameters.
@@ -217,7 +225,7 @@ class TreeLoss:
     Args:
         used: Which parameters forwards use, one tuple for each rank: rank `r` uses
             `used[(step + r) % len(used)]` in a step, so ranks and steps differ. Empty: all
-            parameters. The first parameter is used by all, so that there is something to train.
+            parameters. The first parameter that is trained is used by all, so that all go back.
 
     Example:
         >>> loss = TreeLoss(((True, True), (True, False)))
@@ -231,7 +239,10 @@ class TreeLoss:
 
     def __call__(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
         """Return the mean square of the output."""
+        assert isinstance(model, Tree)
         used = None
         if self.used:
-            used = (True, *self.used[(step + rank) % len(self.used)][1:])
+            first = _first_trained(model)
+            own = enumerate(self.used[(step + rank) % len(self.used)])
+            used = [is_used or place == first for place, is_used in own]
         return model(torch.randn(BATCH, WIDTH), used).float().square().mean()

@@ -37,6 +37,12 @@ def test_a_reduction_under_way_when_backward_failed_is_not_delivered_by_a_sync()
     assert_trains_like_unsharded(tree, ["backward", "backward", "fail_backward", "sync"])
 
 
+def test_a_step_reduces_what_was_accumulated() -> None:
+    """A program by hand, with no reduction before its step, was said to train otherwise."""
+    tree = TreeSpec((ParamSpec((3,)), ParamSpec((4, 2))))
+    assert_trains_like_unsharded(tree, ["accumulate", "step", "backward", "step"])
+
+
 def test_ranks_of_which_one_uses_nothing_of_a_module_that_is_called_twice() -> None:
     """That one was done after a call, gathered for the other again, alone, and waited for ever."""
     children = TreeSpec((ParamSpec((3,)),)), TreeSpec()

@@ -87,6 +87,8 @@ def follow(program: Program) -> list[str]:
             comparison.exact &= not oracle.has_folded
             optimizers[0].step()
             oracle.step(optimizers[1])
+        elif step == "reset" and oracle.waits_somewhere and not placements:
+            continue  # drops what was reduced, of all parameters, whether or not they were used
         elif step == "reset":
             model.reset_iter_state()
             oracle.drop_unreduced()

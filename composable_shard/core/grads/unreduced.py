@@ -54,7 +54,7 @@ class UnreducedGradients:
                 set_unreduced(param, grad.to(self._dtype(param)))
             else:
                 total.add_(grad.to(total.device))
-        self._fold_narrow()
+        self._fold_alike()
 
     def with_earlier(self, param: ShardedParam, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Take away what earlier microbatches left; return the sum with ``grad``."""
@@ -101,15 +101,18 @@ class UnreducedGradients:
             place.mul_(self._mesh.num_shards)
         set_unreduced(param, full)
 
-    def _fold_narrow(self) -> None:
-        """Fold the reduced gradients that the next reduction would round.
+    def _fold_alike(self) -> None:
+        """Fold the reduced gradients that all ranks must fold, or none.
 
         Which parameters a rank used may differ between ranks; the dtype of the next reduction must
-        not, so they are folded whether or not this rank added to them.
+        not, so what it would round is folded whether or not this rank added to it. So is what every
+        rank has all of, as the mean over ranks would miss those that had not folded.
         """
         for param in self._params:
             shard = reduced(param)
-            if shard is not None and self._dtype(param) != shard.dtype:
+            if shard is None:
+                continue
+            if param.form.is_replicated or self._dtype(param) != shard.dtype:
                 self._fold(param)
 
 

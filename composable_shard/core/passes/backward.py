@@ -1,4 +1,4 @@
-"""A backward pass: who is gathered, whose gradients are complete, what is reduced in which order.
+"""A backward pass: who is gathered, and whose gradients are complete.
 
 A group is complete when autograd has run all of its nodes that this backward will run: the
 accumulation into each parameter, and the boundaries at the module's inputs. Reductions are
@@ -8,14 +8,17 @@ not reach takes its turn with zeros, because another rank's loss may reach it.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.passes.countdown import Countdown, Countdowns, End, Token
-from composable_shard.core.passes.in_flight import InFlight
+from composable_shard.core.passes.reductions import Reductions
 from composable_shard.core.passes.schedule import OrderRecord
+from composable_shard.core.passes.trail import Trail
+from composable_shard.errors import StaleParameterError
 
 if TYPE_CHECKING:
     from composable_shard.core.passes.context import Context
@@ -26,45 +29,48 @@ class BackwardPass:
 
     Attributes:
         order: In which order groups were needed.
-        is_last: Whether the end of the backward waits for the reductions.
-        in_flight: The reductions under way, perhaps with those of other trees.
+        reductions: What is reduced, and when.
     """
 
     def __init__(self, context: Context) -> None:
         self.order: OrderRecord[ParamGroup] = OrderRecord()
-        self.is_last = True
-        self.in_flight = InFlight()
+        self.reductions = Reductions(context)
         self._context = context
         self._end: weakref.ref[End] | None = None
         self._id = -1
         self._countdowns = Countdowns()
-        self._to_reduce: dict[ParamGroup, None] = {}  # ran forward, by when they were entered
-        self._to_need: dict[ParamGroup, None] = {}  # the same, by when they were left
-        self._owing: dict[ParamGroup, None] = {}  # accumulated without sync
-        self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
+        self._trail = Trail()
         self._needed: set[ParamGroup] = set()
-        self._complete: set[ParamGroup] = set()
-        self._limit: int | None = None  # reductions under way at once, while a backward runs
+        self._missed: set[ParamGroup] = set()  # gathered, as another rank may need them
         self._is_inside = False  # the running backward lies within a forward
         self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
 
     # Told by the hooks ----------------------------------------------------------------------
 
-    def join(self, group: ParamGroup) -> None:
-        """Note that ``group`` is entered by a forward that may have a backward."""
-        if group not in self._to_reduce and group.is_trainable:
-            self._to_reduce[group] = None
+    def join(self, group: ParamGroup, *, opens: bool) -> None:
+        """Note that ``group`` is entered by a forward that may have a backward.
 
-    def expect(self, group: ParamGroup) -> None:
-        """Note that ``group`` is left by a forward that may have a backward."""
-        if group in self._to_reduce:
-            self._to_need.pop(group, None)
-            self._to_need[group] = None
+        Args:
+            group: The group.
+            opens: Whether the forward begins with it.
+        """
+        self._trail.enter(group, begins=opens)
+        self.reductions.expect(group)
+
+    def expect(self, group: ParamGroup, *, is_watched: bool) -> None:
+        """Note that ``group`` is left by a forward that may have a backward.
+
+        Args:
+            group: The group.
+            is_watched: Whether it has outputs that may get a gradient; a frozen group is read then.
+        """
+        if self.reductions.expects(group) or (is_watched and group.params):
+            self._trail.leave(group)
 
     def forget_forwards(self) -> None:
         """Expect no backward of the forwards so far; one that comes all the same works."""
-        self._to_reduce.clear()
-        self._to_need.clear()
+        self.reductions.forget_forwards()
+        self._trail.clear()
 
     def need(self, group: ParamGroup, *, is_bounded: bool = False) -> None:
         """Gather ``group``, whose outputs have a gradient; prefetch who comes next.
@@ -74,6 +80,7 @@ class BackwardPass:
             is_bounded: Whether boundaries lie in front of the call that gave these outputs.
         """
         self._enter(group)
+        self._missed.discard(group)
         self._countdown(group).expect(_torch.current_backward(), is_bounded=is_bounded)
         if group not in self._needed:
             self._pass_by_until(group)
@@ -95,7 +102,8 @@ class BackwardPass:
         explicit = group.settings.backward_prefetch
         for target in explicit or ([expected] if expected is not None else []):
             if target.is_sharded and target.is_read_in_backward:
-                target.unshard()
+                with contextlib.suppress(StaleParameterError):  # raised where it is needed, if ever
+                    target.unshard()
 
     def _pass_by_until(self, group: ParamGroup | None) -> None:
         """Let the groups that this loss does not reach before ``group`` take their turns.
@@ -106,27 +114,27 @@ class BackwardPass:
         """
         if self._is_inside or _torch.current_backward() != self._id:
             return  # a backward within forward or backward sees only a part of the graph
-        if group is not None and group not in self._to_need:
-            return
-        while self._to_need:
-            missed, _ = self._to_need.popitem()
-            if missed is group:
-                return
-            if missed in self._needed:
-                continue
-            self._enter(missed)
-            self._gather(missed)
-            if group is not None and self._context.encloses(missed, group):
-                continue  # it is not missed: they may share an output, whose inner hook runs first
-            if self._will_arrive(missed):
-                continue  # nor is one that comes later than its place, as in a double backward
-            self._countdown(missed).left.clear()
-            self._finish_group(missed)
+        for missed, side in self._trail.back_to(group):
+            if side == "left" and missed not in self._needed:
+                self._pass_by(missed, group)
+            elif side == "entered" and missed in self._missed:
+                self._countdown(missed).left.clear()
+                self._finish_group(missed)
+
+    def _pass_by(self, missed: ParamGroup, group: ParamGroup | None) -> None:
+        self._enter(missed)
+        # they may share an output, whose inner hook runs first
+        comes = group is not None and self._context.encloses(missed, group)
+        # or it comes later than its place, as in a double backward
+        comes = comes or self._will_arrive(missed)
+        if not comes:
+            self._missed.add(missed)
+            missed.freshness.forget_forward()  # perhaps of a loss that was let go
+        self._gather(missed)
 
     def arrive_at_boundary(self, group: ParamGroup, token: Token) -> None:
         """Note that autograd has run a boundary; it counts if somebody waits for it."""
         if token.backward == _torch.current_backward():
-            token.backward = -1
             self.arrive(group)
 
     def arrive(self, group: ParamGroup) -> None:
@@ -138,7 +146,7 @@ class BackwardPass:
             countdown = self._countdown(group)
         if self._is_inside:
             self._ran_inside[group] = None
-            self._to_need.pop(group, None)
+            self._trail.forget(group)
         if countdown.arrive(backward):
             self._finish_group(group)
 
@@ -152,12 +160,13 @@ class BackwardPass:
             if self.was_aborted:
                 self._context.clean_up()
             self._begin()
-        self.join(group)
+        self.reductions.expect(group)
         self._countdown(group).enter(_torch.current_backward())
 
     def _begin(self) -> None:
         self._countdowns.clear()
         self._needed.clear()
+        self._missed.clear()
         end = End(self.end)
         self._end, self._id = weakref.ref(end), _torch.current_backward()
         _torch.on_backward_end(end)
@@ -167,7 +176,7 @@ class BackwardPass:
             return
         for group in list(self._ran_inside):
             if not self._will_arrive(group):
-                self._take_turn(group)
+                self.reductions.complete(group)
 
     def _will_arrive(self, group: ParamGroup) -> bool:
         """Tell whether the running backward accumulates into a parameter of ``group``."""
@@ -181,45 +190,8 @@ class BackwardPass:
             return
         if group.settings.reshard_after_backward and self._countdown(group).is_bounded:
             group.reshard()
-        self._take_turn(group)
-        self._launch_in_order()
-
-    def _take_turn(self, group: ParamGroup) -> None:
-        if group.settings.requires_gradient_sync:
-            self._complete.add(group)
-        else:
-            self._accumulate(group)
-
-    def _accumulate(self, group: ParamGroup) -> None:
-        self._to_reduce.pop(group, None)
-        self._owing.setdefault(group)
-        self._context.emit("accumulate", group)
-        group.gradients.accumulate()
-
-    def _launch_in_order(self) -> None:
-        while self._to_reduce:
-            group = next(reversed(self._to_reduce))
-            if group not in self._complete:
-                return
-            self._launch(group)
-
-    def _launch(self, group: ParamGroup) -> None:
-        self._to_reduce.pop(group, None)
-        self._owing.pop(group, None)
-        self._complete.discard(group)
-        if not group.is_trainable:
-            return
-        if self._limit is None:
-            self._limit = max(g.settings.max_reductions for g in self._context.groups)
-        self.in_flight.leave_room(self._limit)
-        self._context.check_order("reduction", group)
-        if group.settings.reduction.all_reduces:
-            self._unreplicated.pop(group, None)
-        elif any(mesh.num_replicas > 1 for mesh in group.channels):
-            self._unreplicated[group] = None
-        self._context.note("begin_reduce_scatter", group)
-        group.gradients.reduce()
-        self.in_flight.add(group)
+        self.reductions.complete(group)
+        self.reductions.launch_in_order()
 
     # The end --------------------------------------------------------------------------------
 
@@ -265,21 +237,9 @@ class BackwardPass:
         if self._ran_inside:
             self.settle()
 
-    @property
-    def owing(self) -> list[ParamGroup]:
-        """The groups that accumulated without sync and were not reduced since."""
-        return list(self._owing)
-
     def synchronize(self) -> None:
         """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle."""
-        left = [*reversed(self._to_reduce), *reversed(self._owing), *reversed(self._unreplicated)]
-        for group in dict.fromkeys(left):
-            reduction = group.settings.reduction
-            before, reduction.all_reduces = reduction.all_reduces, True
-            self._launch(group)
-            self.in_flight.leave_room(1)
-            reduction.all_reduces = before
-        self.in_flight.wait()
+        self.reductions.synchronize()
         self._context.wait_until_read()
 
     def settle(self) -> None:
@@ -287,13 +247,7 @@ class BackwardPass:
 
         Collective: a reduction of each group that ran forward or owes, but those without sync.
         """
-        for group in dict.fromkeys([*reversed(self._to_reduce), *reversed(self._owing)]):
-            if group.settings.requires_gradient_sync:
-                self._launch(group)
-            else:
-                self._accumulate(group)
-        if self.is_last:
-            self.in_flight.wait()
+        self.reductions.settle()
         for group in self._context.groups:
             if group.settings.reshard_after_backward and not self._context.forward.holds(group):
                 group.reshard()
@@ -307,16 +261,7 @@ class BackwardPass:
             if countdown.left:
                 countdown.left.clear()
                 self._finish_group(group)
-        for group in [*reversed(list(self._to_reduce)), *reversed(list(self._owing))]:
-            if group.settings.requires_gradient_sync:
-                self._launch(group)
-            elif group in self._to_reduce:
-                self._accumulate(group)
-        for group in list(reversed(self._unreplicated)):
-            if group.settings.reduction.all_reduces and group.settings.requires_gradient_sync:
-                self._launch(group)
-        if self.is_last:
-            self.in_flight.wait()
+        self.reductions.end_backward()
         self._context.check_order("end of a backward", self._context.root)
         for group in self._context.groups:
             if group.settings.reshard_after_backward:
@@ -330,14 +275,14 @@ class BackwardPass:
         """Forget a backward that failed, and what forwards left for it to do."""
         self.order.abandon()
         self.forget_forwards()
-        self.in_flight.drop(self._context.groups)
+        self.reductions.abandon()
         self._reset()
 
     def _reset(self) -> None:
         self._end, self._id, self._is_inside = None, -1, False
-        self._limit = None
         self._ran_inside.clear()
-        self.forget_forwards()
+        self.reductions.reset()
+        self._trail.clear()
         self._countdowns.clear()
         self._needed.clear()
-        self._complete.clear()
+        self._missed.clear()

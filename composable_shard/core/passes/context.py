@@ -108,7 +108,7 @@ class Context:
         """
         self.note("begin_wait_for_readers", self.root)
         host_copies.settle()
-        self.backward.in_flight.end_returns()
+        self.backward.reductions.in_flight.end_returns()
         offers.settle(self._acts)
         for group in self.groups:
             group.gradients.release()
@@ -138,11 +138,11 @@ class Context:
 
 def share_reductions(contexts: Sequence[Context]) -> None:
     """Let trees that train together count their reductions in flight as one."""
-    shared = contexts[0].backward.in_flight if contexts else None
+    shared = contexts[0].backward.reductions.in_flight if contexts else None
     for context in contexts[1:]:
-        if shared is not None and context.backward.in_flight is not shared:
-            shared.take_over(context.backward.in_flight)
-            context.backward.in_flight = shared
+        if shared is not None and context.backward.reductions.in_flight is not shared:
+            shared.take_over(context.backward.reductions.in_flight)
+            context.backward.reductions.in_flight = shared
 
 
 def join_tree(root: ParamGroup, group_of: Callable[[nn.Module], ParamGroup | None]) -> Context:

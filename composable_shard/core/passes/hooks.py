@@ -145,7 +145,7 @@ class ModuleHooks:
         if dtype is not None and group.policy.cast_forward_inputs:
             args, kwargs = _map_inputs(partial(_cast, dtype), args, kwargs)
         if torch.is_grad_enabled() and group.params:
-            context.backward.join(group)
+            context.backward.join(group, opens=opens)
             args, kwargs = _map_inputs(partial(self._put_boundary, call), args, kwargs)
         return args, kwargs
 
@@ -178,7 +178,7 @@ class ModuleHooks:
         is_watched = self._watch(call, output) if has_grad else False
         if _torch.current_backward() == -1:
             if has_grad:
-                group.context.backward.expect(group)
+                group.context.backward.expect(group, is_watched=is_watched)
             group.context.forward.leave(group, module, failed=failed, has_backward=is_watched)
         return output
 

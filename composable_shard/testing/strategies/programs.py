@@ -35,10 +35,8 @@ def training_programs(
 ) -> st.SearchStrategy[list[Step]]:
     """Programs for ``assert_trains_like_unsharded``; they shrink to the fewest and plainest steps.
 
-    Before an optimizer step what was accumulated is reduced, as a training loop would.
-
     Args:
-        max_steps: Length of the longest program, but for the reductions put in.
+        max_steps: Length of the longest program.
         without: Steps to leave out.
 
     Example:
@@ -49,23 +47,7 @@ def training_programs(
         ['step', 'accumulate']
     """
     left = [step for step in STEPS if step not in without]
-    steps = st.lists(st.sampled_from(left), min_size=1, max_size=max_steps)
-    return steps.map(_reduced_before_steps)
-
-
-def _reduced_before_steps(steps: list[Step]) -> list[Step]:
-    found: list[Step] = []
-    waits = False
-    for step in steps:
-        if step == "step" and waits:
-            found.append("sync")
-            waits = False
-        found.append(step)
-        if step == "accumulate":
-            waits = True
-        elif step in ("backward", "sync", "zero_grad", "checkpoint", "fail_backward"):
-            waits = False
-    return found
+    return st.lists(st.sampled_from(left), min_size=1, max_size=max_steps)
 
 
 def accumulation_programs(
