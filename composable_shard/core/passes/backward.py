@@ -47,14 +47,13 @@ class BackwardPass:
 
     # Told by the hooks ----------------------------------------------------------------------
 
-    def join(self, group: ParamGroup, *, opens: bool) -> None:
-        """Note that ``group`` is entered by a forward that may have a backward.
+    def begin_forward(self) -> None:
+        """Note that a forward begins."""
+        self._trail.begin()
 
-        Args:
-            group: The group.
-            opens: Whether the forward begins with it.
-        """
-        self._trail.enter(group, begins=opens)
+    def join(self, group: ParamGroup) -> None:
+        """Note that ``group`` is entered by a forward that may have a backward."""
+        self._trail.enter(group)
         self.reductions.expect(group)
 
     def expect(self, group: ParamGroup, *, is_watched: bool) -> None:

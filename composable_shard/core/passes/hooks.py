@@ -135,6 +135,7 @@ class ModuleHooks:
         if call.lent is Lent.SHARDED:
             context.forward.frees_all = True  # before functional_call takes them out again
         if opens:
+            context.backward.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
         if not group.calls:
             self._take_back()  # what an interrupt left lent
@@ -145,7 +146,7 @@ class ModuleHooks:
         if dtype is not None and group.policy.cast_forward_inputs:
             args, kwargs = _map_inputs(partial(_cast, dtype), args, kwargs)
         if torch.is_grad_enabled() and group.params:
-            context.backward.join(group, opens=opens)
+            context.backward.join(group)
             args, kwargs = _map_inputs(partial(self._put_boundary, call), args, kwargs)
         return args, kwargs
 

@@ -26,15 +26,12 @@ class Trail:
         self._places: dict[Place, None] = {}
         self._running: set[ParamGroup] = set()  # entered by the forward that is running
 
-    def enter(self, group: ParamGroup, *, begins: bool) -> None:
-        """Note that ``group`` is entered.
+    def begin(self) -> None:
+        """Note that a forward begins: where it enters groups counts, not where others did."""
+        self._running.clear()
 
-        Args:
-            group: The group.
-            begins: Whether a forward begins: where it enters groups counts, not where others did.
-        """
-        if begins:
-            self._running.clear()
+    def enter(self, group: ParamGroup) -> None:
+        """Note that ``group`` is entered."""
         if group not in self._running:
             self._running.add(group)
             self._put(Place(group, "entered"))
