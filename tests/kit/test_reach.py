@@ -56,6 +56,17 @@ class Around(nn.Module):
         return output
 
 
+class InPlace(nn.Module):
+    """Changes what its part gives: backward computes it again before it comes to the part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu_(self.part(x))
+
+
 class Recomputed(nn.Module):
     """Computes its parts again in backward."""
 
@@ -110,7 +121,9 @@ def called_twice() -> nn.Module:
 
 
 def recomputed() -> nn.Module:
-    return Model(linear(), Recomputed(linear(), linear()), linear())
+    return Model(
+        Recomputed(InPlace()), Recomputed(linear(), linear(trains=False), linear()), linear()
+    )
 
 
 def shard_all(model: nn.Module, **options: Any) -> nn.Module:

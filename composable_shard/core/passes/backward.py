@@ -86,6 +86,12 @@ class BackwardPass:
         if group not in self._needed or (group.is_read_in_backward and not group.is_unsharded):
             self._gather(group)
 
+    def recompute(self, group: ParamGroup) -> None:
+        """Note that ``group`` computes again: those left later take their turns before."""
+        if group in self._trail and group not in self._needed:
+            self._begin_unless_running()
+            self._pass_by_until(group)
+
     def _gather(self, group: ParamGroup) -> None:
         self._needed.add(group)
         self._context.emit("pre_backward", group)
@@ -124,8 +130,8 @@ class BackwardPass:
         self._enter(missed)
         # they may share an output, whose inner hook runs first
         comes = group is not None and self._context.encloses(missed, group)
-        # or it comes later than its place, as in a double backward
-        comes = comes or self._will_arrive(missed)
+        # or it comes later than its place, as in a double backward or a checkpoint over several
+        comes = comes or self._will_arrive(missed) or self._will_pass(missed)
         if not comes:
             self._missed.add(missed)
             missed.freshness.forget_forward()  # perhaps of a loss that was let go
@@ -155,12 +161,16 @@ class BackwardPass:
         return self._countdowns.of(group, is_inside=self._is_inside)
 
     def _enter(self, group: ParamGroup) -> None:
-        if not self._is_running:
-            if self.was_aborted:
-                self._context.clean_up()
-            self._begin()
+        self._begin_unless_running()
         self.reductions.expect(group)
         self._countdown(group).enter(_torch.current_backward())
+
+    def _begin_unless_running(self) -> None:
+        if self._is_running:
+            return
+        if self.was_aborted:
+            self._context.clean_up()
+        self._begin()
 
     def _begin(self) -> None:
         self._countdowns.clear()
@@ -180,6 +190,10 @@ class BackwardPass:
     def _will_arrive(self, group: ParamGroup) -> bool:
         """Tell whether the running backward accumulates into a parameter of ``group``."""
         return self._countdown(group).num_to_arrive() > 0
+
+    def _will_pass(self, group: ParamGroup) -> bool:
+        """Tell whether the running backward goes through a call of ``group``."""
+        return any(_torch.will_run(boundary.node) for boundary in group.boundaries)
 
     def _finish_group(self, group: ParamGroup) -> None:
         self._context.emit("post_backward", group)

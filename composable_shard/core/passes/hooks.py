@@ -188,7 +188,8 @@ class ModuleHooks:
         group = self._group
         if _torch.current_backward() == -1:
             return group.context.forward.enter(group)
-        group.unshard()  # recomputation by an activation checkpoint
+        group.context.backward.recompute(group)  # by an activation checkpoint
+        group.unshard()
         group.wait_for_unshard()
         return False
 

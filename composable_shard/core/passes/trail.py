@@ -40,6 +40,10 @@ class Trail:
         """Note that ``group`` is left."""
         self._put(Place(group, "left"))
 
+    def __contains__(self, group: ParamGroup) -> bool:
+        """Tell whether ``group`` was left and not walked over since."""
+        return Place(group, "left") in self._places
+
     def forget(self, group: ParamGroup) -> None:
         """Forget where ``group`` was left."""
         self._places.pop(Place(group, "left"), None)
