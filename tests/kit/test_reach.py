@@ -104,6 +104,10 @@ def plain() -> nn.Module:
     return Model(linear(), linear(), linear())
 
 
+def around_frozen() -> nn.Module:
+    return Model(Around(linear(trains=False)), Around(linear(), linear(trains=False)), linear())
+
+
 def frozen() -> nn.Module:
     return Model(linear(trains=False), linear(), linear(trains=False))
 
@@ -134,6 +138,15 @@ def shard_all(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+def shard_together(model: Any, **options: Any) -> nn.Module:
+    """Make the first two parts one group, around groups of their own."""
+    for part in model.parts:
+        for inner in part.parts if isinstance(part, Around) else ():
+            fully_shard(inner, **options)
+    fully_shard(list(model.parts[:2]), **options)
+    return fully_shard(model, **options)
+
+
 @dataclass(frozen=True)
 class Loss:
     """For each rank, which parts its loss reaches; the next step takes what the next rank took."""
@@ -148,7 +161,7 @@ class Loss:
 
 PROGRAMS = [
     ["backward", "step", "backward", "step"],
-    ["accumulate", "sync", "step", "backward"],
+    ["accumulate", "sync", "step", "forward", "sync", "backward"],
     ["backward", "accumulate", "sync", "accumulate", "accumulate", "backward", "step"],
 ]
 
@@ -160,6 +173,15 @@ def test_ranks_that_reach_other_parts_train_alike(build: Build, program: list[st
     for ranks in (2, 3):
         assert_trains_like_unsharded(
             build, program, world_size=ranks, shard=shard_all, loss=Loss(reached), timeout=20
+        )
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids="-".join)
+def test_ranks_that_reach_other_modules_of_a_group_train_alike(program: list[str]) -> None:
+    loss = Loss(("+++", "-++", "+-+"))
+    for ranks in (2, 3):
+        assert_trains_like_unsharded(
+            around_frozen, program, world_size=ranks, shard=shard_together, loss=loss, timeout=20
         )
 
 

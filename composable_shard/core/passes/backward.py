@@ -63,8 +63,10 @@ class BackwardPass:
             group: The group.
             is_watched: Whether it has outputs that may get a gradient; a frozen group is read then.
         """
-        if self.reductions.expects(group) or (is_watched and group.params):
+        if group.is_trainable or (is_watched and group.params):
             self._trail.leave(group)
+        elif group not in self._trail:
+            self.reductions.forget(group)
 
     def forget_forwards(self) -> None:
         """Expect no backward of the forwards so far; one that comes all the same works."""
@@ -162,7 +164,8 @@ class BackwardPass:
 
     def _enter(self, group: ParamGroup) -> None:
         self._begin_unless_running()
-        self.reductions.expect(group)
+        if group.is_trainable:
+            self.reductions.expect(group)
         self._countdown(group).enter(_torch.current_backward())
 
     def _begin_unless_running(self) -> None:

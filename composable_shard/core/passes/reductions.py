@@ -41,13 +41,16 @@ class Reductions:
         return [group for group in self._context.groups if group in self._owing]
 
     def expect(self, group: ParamGroup) -> None:
-        """Note that ``group`` is to take a turn, before those that do so already."""
-        if group not in self._expected and group.is_trainable:
-            self._expected[group] = None
+        """Note that ``group`` is to take a turn, after those that were entered later.
 
-    def expects(self, group: ParamGroup) -> bool:
-        """Tell whether ``group`` is to take a turn."""
-        return group in self._expected
+        So is a frozen one, though it reduces nothing: others wait until it has been gathered where
+        it was needed, so that all ranks do both in the same order.
+        """
+        self._expected.setdefault(group)
+
+    def forget(self, group: ParamGroup) -> None:
+        """Expect no turn of ``group``."""
+        self._expected.pop(group, None)
 
     def complete(self, group: ParamGroup) -> None:
         """Note that the gradients of ``group`` are complete; without sync, accumulate them."""
@@ -94,7 +97,11 @@ class Reductions:
             self.in_flight.wait()
 
     def synchronize(self) -> None:
-        """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle."""
+        """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle.
+
+        A backward that is still to come of forwards so far finds them expected as before.
+        """
+        expected = self._expected.copy()
         left = [*reversed(self._expected), *self.owing, *reversed(self._unreplicated)]
         for group in dict.fromkeys(left):
             reduction = group.settings.reduction
@@ -102,6 +109,7 @@ class Reductions:
             self._launch(group)
             self.in_flight.leave_room(1)
             reduction.all_reduces = before
+        self._expected = expected
         self.in_flight.wait()
 
     def forget_forwards(self) -> None:
