@@ -176,6 +176,14 @@ def test_ranks_that_reach_other_parts_train_alike(build: Build, program: list[st
         )
 
 
+def test_ranks_of_replicas_that_reach_other_scalars_train_alike() -> None:
+    loss = Loss(("+++", "---", "+-+", "-+-"))
+    for program in (PROGRAMS[-1], ["backward", "accumulate", "sync", "step"]):
+        assert_trains_like_unsharded(
+            scalars, program, mesh=(2, 2), shard=shard_all, loss=loss, timeout=20
+        )
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids="-".join)
 def test_ranks_that_reach_other_modules_of_a_group_train_alike(program: list[str]) -> None:
     loss = Loss(("+++", "-++", "+-+"))

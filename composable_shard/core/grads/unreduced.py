@@ -110,9 +110,11 @@ class UnreducedGradients:
         """
         for param in self._params:
             shard = reduced(param)
-            if shard is None:
-                continue
-            if param.form.is_replicated or self._dtype(param) != shard.dtype:
+            if param.form.is_replicated:
+                folds = shard is not None or unreplicated(param) is not None
+            else:
+                folds = shard is not None and self._dtype(param) != shard.dtype
+            if folds:
                 self._fold(param)
 
 
