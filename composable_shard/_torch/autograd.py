@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
 from composable_shard._torch.dtensors import is_wrapper_subclass
 
@@ -34,6 +37,45 @@ def num_to_run(nodes: Sequence[Node]) -> int:
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward has finished; drop it if it fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def notes_of_checkpoints() -> list[dict[Any, Any]]:
+    """Return a dict for each kind of checkpoint around the running forward, to keep notes with it.
+
+    Of those within each other, the outermost of a kind: it computes all of them again in backward.
+    A reentrant one counts if it has an input that needs a gradient; others have no backward.
+    """
+    found: list[Any] = []
+    hooks = _saved_tensors_hooks()
+    found += [pack for pack, _ in hooks if pack.__module__ == CheckpointFunction.__module__][:1]
+    if not torch.is_grad_enabled():
+        outermost: Any = None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                outermost = frame.f_locals["ctx"]
+            frame = frame.f_back
+        if outermost is not None and any(outermost.needs_input_grad):
+            found.append(outermost)
+    for holder in found:
+        if not hasattr(holder, _NOTES):
+            setattr(holder, _NOTES, {})
+    return [getattr(holder, _NOTES) for holder in found]
+
+
+_NOTES = "_composable_shard_notes"
+
+
+def _saved_tensors_hooks() -> list[tuple[Any, Any]]:
+    """Return the hooks for saved tensors that are in force, the outermost first."""
+    functions = torch._C._autograd
+    hooks: list[tuple[Any, Any]] = []
+    while (top := functions._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.insert(0, top)
+        functions._pop_saved_tensors_default_hooks()
+    for pack, unpack in hooks:
+        functions._push_saved_tensors_default_hooks(pack, unpack)
+    return hooks
 
 
 def gradient_hooks(param: torch.Tensor) -> Iterable[Any]:

@@ -33,7 +33,7 @@ from composable_shard.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from composable_shard.core.passes.context import Context
-    from composable_shard.core.passes.countdown import Boundary
+    from composable_shard.core.passes.group_run import InputMarker
     from composable_shard.core.passes.hooks import Call
 
 
@@ -94,7 +94,7 @@ class ParamGroup:
         gradients: The way back.
         state: Sharded, being gathered or unsharded.
         calls: The calls of its modules that are under way, the innermost last.
-        boundaries: What lies in front of all calls whose graph is alive.
+        input_markers: What lies in front of all calls whose graph is alive.
         shows_sharded: Whether the sharded parameters are registered though it is unsharded.
         on_gradient: Called when a backward has accumulated into one of the parameters.
         to_arrive: By the number of each backward that waits for the group, how many nodes of
@@ -122,7 +122,7 @@ class ParamGroup:
         self.gradients: GroupGradients
         self._create_gradients()
         self.calls: list[Call] = []
-        self.boundaries: WeakSet[Boundary] = WeakSet()
+        self.input_markers: WeakSet[InputMarker] = WeakSet()
         self.shows_sharded = False
         self.on_gradient: Callable[[torch.Tensor], None]
         self.to_arrive: dict[int, int] = {}

@@ -68,28 +68,23 @@ FIRST_FORWARD = """
     pre_forward 0, gather 0, wait 0, post_forward 0, free 0,
     pre_forward 1, gather 1, wait 1, post_forward 1, free 1,
     post_forward root"""
-FIRST_BACKWARD = """
-    pre_backward root,
-    pre_backward 1, gather 1, wait 1, post_backward 1, free 1, reduce 1,
-    pre_backward 0, gather 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
-    post_backward root, finish 0, reduce root, finish root, free root"""
 NEXT_FORWARD = """
     pre_forward root, gather root, wait root, gather 0,
     pre_forward 0, wait 0, gather 1, post_forward 0, free 0,
     pre_forward 1, wait 1, post_forward 1, free 1,
     post_forward root"""
-NEXT_BACKWARD = """
+BACKWARD = """
     pre_backward root, gather 1,
     pre_backward 1, wait 1, gather 0, post_backward 1, free 1, reduce 1,
     pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
     post_backward root, finish 0, reduce root, finish root, free root"""
 
 
-def test_the_second_iteration_gathers_ahead_in_the_order_of_the_first() -> None:
+def test_backward_gathers_ahead_at_once_and_forward_from_the_second_iteration_on() -> None:
     first_forward, first_backward, *rest = on_ranks(iterations, 3)
     assert first_forward == events(FIRST_FORWARD)
-    assert first_backward == events(FIRST_BACKWARD)
-    assert rest == [events(NEXT_FORWARD), events(NEXT_BACKWARD)] * 2
+    assert first_backward == events(BACKWARD)
+    assert rest == [events(NEXT_FORWARD), events(BACKWARD)] * 2
 
 
 KEPT_FORWARD = """
@@ -118,11 +113,11 @@ def test_with_reshard_after_forward_the_root_is_freed_too() -> None:
     )
     assert first_forward == events(FIRST_FORWARD + ", free root")
     assert first_backward == events(
-        FIRST_BACKWARD.replace("pre_backward root,", "pre_backward root, gather root, wait root,")
+        BACKWARD.replace("pre_backward root,", "pre_backward root, gather root, wait root,")
     )
     assert second_forward == events(NEXT_FORWARD + ", free root")
     assert second_backward == events(
-        NEXT_BACKWARD.replace("pre_backward root,", "pre_backward root, gather root, wait root,")
+        BACKWARD.replace("pre_backward root,", "pre_backward root, gather root, wait root,")
     )
 
 
@@ -140,7 +135,7 @@ def set_before_and_after_first_forward(when: int) -> list[list[str]]:
 def test_set_reshard_after_forward_acts_at_any_time(when: int) -> None:
     parts = on_ranks(set_before_and_after_first_forward, when)
     if when:
-        assert parts[:2] == [events(FIRST_FORWARD), events(FIRST_BACKWARD)]
+        assert parts[:2] == [events(FIRST_FORWARD), events(BACKWARD)]
     assert parts[4:] == [events(KEPT_FORWARD), events(KEPT_BACKWARD)]
 
 

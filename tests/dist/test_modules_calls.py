@@ -195,7 +195,7 @@ INSIDE_FORWARD = """
     pre_forward head, post_forward head, pre_backward head, post_backward head, free head,
     post_forward root"""
 INSIDE_BACKWARD = """
-    pre_backward root, gather body, post_backward root, reduce head,
+    pre_backward root, gather body, reduce head, post_backward root,
     pre_backward body, wait body, post_backward body,
     finish head, reduce body, finish body, reduce root, finish root, free root, free body"""
 

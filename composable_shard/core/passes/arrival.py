@@ -51,4 +51,4 @@ class Arrival:
             left[backward] = more - 1
             return
         with _torch.apart_from_transforms():
-            group.context.backward.arrive(group)
+            group.context.backward.count(group)

@@ -1,23 +1,24 @@
 """A backward pass: who is gathered, and whose gradients are complete.
 
-A group is complete when autograd has run all of its nodes that this backward will run: the
-accumulation into each parameter, and the boundaries at the module's inputs. Reductions are
-launched in the reverse order of forward, on every rank alike: a group that this rank's loss does
-not reach takes its turn with zeros, because another rank's loss may reach it.
+The steps of a backward are read off the forward (``order.py``), the same on all ranks. What
+autograd tells, that an output has a gradient or that a node has run, says how far the steps may be
+taken: a group that this rank's loss does not reach is gathered and reduced in its turn, with zeros,
+because another rank's loss may reach it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.passes.countdown import Countdown, Countdowns, End, Token
+from composable_shard.core.passes.group_run import End, GroupRun, Token
+from composable_shard.core.passes.order import ExecutionOrder, Interval, Step
 from composable_shard.core.passes.reductions import Reductions
 from composable_shard.core.passes.schedule import OrderRecord
-from composable_shard.core.passes.trail import Trail
 from composable_shard.errors import StaleParameterError
 
 if TYPE_CHECKING:
@@ -27,21 +28,31 @@ if TYPE_CHECKING:
 class BackwardPass:
     """The backward that is running in one tree, if any, and what the last ones left to do.
 
+    A group is complete when autograd has run all of its nodes that this backward will run: the
+    accumulation into each parameter, and the markers at the module's inputs. It is reduced when it
+    is complete and all steps before have been taken.
+
     Attributes:
-        order: In which order groups were needed.
-        reductions: What is reduced, and when.
+        order: What forwards have done since the last backward.
+        record: In which order the last backward gathered.
+        reductions: What is reduced.
     """
 
     def __init__(self, context: Context) -> None:
-        self.order: OrderRecord[ParamGroup] = OrderRecord()
+        self.order: ExecutionOrder[ParamGroup] = ExecutionOrder()
+        self.record: OrderRecord[ParamGroup] = OrderRecord()
         self.reductions = Reductions(context)
         self._context = context
         self._end: weakref.ref[End] | None = None
         self._id = -1
-        self._countdowns = Countdowns()
-        self._trail = Trail()
-        self._needed: set[ParamGroup] = set()
-        self._missed: set[ParamGroup] = set()  # gathered, as another rank may need them
+        self._runs: dict[ParamGroup, GroupRun] = {}
+        self._steps: list[Step[ParamGroup]] = []  # to be taken, the next one last
+        self._to_gather: set[ParamGroup] = set()  # those with a step that gathers among them
+        self._planned: set[ParamGroup] = set()  # those with a step that reduces, taken or not
+        self._to_reduce: deque[ParamGroup] = deque()  # their turn has come
+        self._to_free: list[ParamGroup] = []  # reduced, but a checkpoint may compute them again
+        self._last_steps: list[Step[ParamGroup]] = []
+        self._last_forward = 0  # the latest forward that the last backward could go through
         self._is_inside = False  # the running backward lies within a forward
         self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
 
@@ -49,136 +60,203 @@ class BackwardPass:
 
     def begin_forward(self) -> None:
         """Note that a forward begins."""
-        self._trail.begin()
+        self.order.begin()
 
-    def join(self, group: ParamGroup) -> None:
-        """Note that ``group`` is entered by a forward that may have a backward."""
-        self._trail.enter(group)
-        self.reductions.expect(group)
-
-    def expect(self, group: ParamGroup, *, is_watched: bool) -> None:
-        """Note that ``group`` is left by a forward that may have a backward.
+    def leave(self, group: ParamGroup, interval: Interval | None, *, is_watched: bool) -> None:
+        """Note that a forward leaves ``group``.
 
         Args:
             group: The group.
+            interval: What the execution order returned when it was entered; ``None`` if the call
+                cannot have a backward.
             is_watched: Whether it has outputs that may get a gradient; a frozen group is read then.
         """
-        if group.is_trainable or (is_watched and group.params):
-            self._trail.leave(group)
-        elif group not in self._trail:
-            self.reductions.forget(group)
+        if interval is not None:
+            self.order.leave(group, interval, trains=group.is_trainable, is_watched=is_watched)
 
     def forget_forwards(self) -> None:
         """Expect no backward of the forwards so far; one that comes all the same works."""
-        self.reductions.forget_forwards()
-        self._trail.clear()
+        self.order.clear()
 
-    def need(self, group: ParamGroup, *, is_bounded: bool = False) -> None:
-        """Gather ``group``, whose outputs have a gradient; prefetch who comes next.
+    def need(
+        self, group: ParamGroup, *, forward: int | None = None, is_bounded: bool = False
+    ) -> None:
+        """Gather ``group``, whose outputs have a gradient; prefetch the next one.
 
         Args:
             group: The group.
-            is_bounded: Whether boundaries lie in front of the call that gave these outputs.
+            forward: The number of the forward that gave these outputs, if it was one.
+            is_bounded: Whether input markers lie in front of the call that gave them.
         """
-        self._enter(group)
-        self._missed.discard(group)
-        self._countdown(group).expect(_torch.current_backward(), is_bounded=is_bounded)
-        if group not in self._needed:
-            self._pass_by_until(group)
-        if group not in self._needed or (group.is_read_in_backward and not group.is_unsharded):
-            self._gather(group)
+        run = self._enter(group, forward)
+        if not run.is_complete:
+            run.expect_markers(_torch.current_backward())
+            run.is_bounded = run.is_bounded and is_bounded
+        self._come_to(group, run)
 
     def recompute(self, group: ParamGroup) -> None:
-        """Note that ``group`` computes again: those left later take their turns before."""
-        if group in self._trail and group not in self._needed:
-            self._begin_unless_running()
-            self._pass_by_until(group)
+        """Note that a checkpoint computes ``group`` again: steps before it are taken."""
+        if group in self._runs or group in self.order:
+            self._begin_unless_running(None)
+        if self._is_inside or not (group in self._runs or group in self._to_gather):
+            return
+        run = self._enter(group)
+        run.compute_again()
+        if group in self._to_gather:
+            self._come_to(group, run)
 
-    def _gather(self, group: ParamGroup) -> None:
-        self._needed.add(group)
+    def pass_marker(self, group: ParamGroup, token: Token) -> None:
+        """Note that autograd has run an input marker; it counts if somebody waits for it."""
+        if token.backward == _torch.current_backward():
+            self.count(group)
+
+    def count(self, group: ParamGroup) -> None:
+        """Note that autograd has run one of the nodes that are waited for."""
+        run = self._enter(group)
+        if run.is_complete:
+            self._open_again(group, run)
+        if self._is_inside:
+            self._ran_inside[group] = None
+            self.order.forget(group)
+        if run.count(_torch.current_backward()):
+            self._complete(group, run)
+            self._reduce_in_order()
+
+    # Steps ----------------------------------------------------------------------------------
+
+    def _come_to(self, group: ParamGroup, run: GroupRun) -> None:
+        """Take the steps up to that which gathers ``group``; gather it now if there is none."""
+        if group in self._to_gather and _torch.current_backward() == self._id:
+            self._take_steps(group)
+        elif not run.is_gathered or (group.is_read_in_backward and not group.is_unsharded):
+            self._gather(group, run)
+
+    def _take_steps(self, until: ParamGroup | None) -> None:
+        """Take the steps up to that which gathers ``until``, or all.
+
+        Autograd goes back in the order of forward. So a group that was left later than ``until``,
+        and has not been needed, will not be, and one that was entered later is complete, unless
+        autograd says that it has nodes to run.
+        """
+        self._free_computed()
+        while self._steps and (until is None or until in self._to_gather):
+            group, gathers = self._steps.pop()
+            if not gathers:
+                self._take_turn(group).stop_expecting_inner()
+                self._reduce_complete()
+                continue
+            self._to_gather.discard(group)
+            run = self._enter(group)
+            if group is not until and not run.is_gathered:
+                self._pass_by(group, run)
+            if not run.is_gathered or (group.is_read_in_backward and not group.is_unsharded):
+                self._gather(group, run)
+        self._reduce_in_order()
+
+    def _free_computed(self) -> None:
+        """Free groups in checkpoints that the backward has come past."""
+        for group in self._to_free:
+            group.reshard()
+        self._to_free.clear()
+
+    def _pass_by(self, group: ParamGroup, run: GroupRun) -> None:
+        """Prepare a group that this loss has not reached where it was left."""
+        num_markers = 0 if run.is_complete else run.expect_markers(_torch.current_backward())
+        if not run.is_waiting:
+            group.freshness.forget_forward()  # perhaps of a loss that was let go
+        elif not num_markers:
+            run.is_bounded = False
+
+    def _gather(self, group: ParamGroup, run: GroupRun) -> None:
+        run.is_gathered = True
         self._context.emit("pre_backward", group)
         if not group.params:
             return
         if self._is_inside:
             self._context.forward.gather(group)
             return
-        expected = self.order.advance(group)
+        self.record.advance(group)
         if group.is_read_in_backward:
             group.unshard()
             group.wait_for_unshard()
-        explicit = group.settings.backward_prefetch
-        for target in explicit or ([expected] if expected is not None else []):
-            if target.is_sharded and target.is_read_in_backward:
+        for target in group.settings.backward_prefetch or self._next_to_gather():
+            was_gathered = target in self._runs and self._runs[target].is_gathered
+            if target.is_sharded and target.is_read_in_backward and not was_gathered:
                 with contextlib.suppress(StaleParameterError):  # raised where it is needed, if ever
                     target.unshard()
 
-    def _pass_by_until(self, group: ParamGroup | None) -> None:
-        """Let the groups that this loss does not reach before ``group`` take their turns.
+    def _next_to_gather(self) -> list[ParamGroup]:
+        for group, gathers in reversed(self._steps):
+            if gathers and group.params:
+                return [group]
+        return []
 
-        Autograd goes back in the order of forward, so a group that was left later and has not been
-        needed yet will not be. Another rank's loss may reach it; gathering it, and reducing zeros,
-        keeps all ranks calling the same collectives in the same order.
-        """
-        if self._is_inside or _torch.current_backward() != self._id:
-            return  # a backward within forward or backward sees only a part of the graph
-        for missed, side in self._trail.back_to(group):
-            if side == "left" and missed not in self._needed:
-                self._pass_by(missed, group)
-            elif side == "entered" and missed in self._missed:
-                self._countdown(missed).left.clear()
-                self._finish_group(missed)
+    def _take_turn(self, group: ParamGroup) -> GroupRun:
+        run = self._runs.get(group) or self._enter(group)
+        run.is_reduced = True
+        self._to_reduce.append(group)
+        return run
 
-    def _pass_by(self, missed: ParamGroup, group: ParamGroup | None) -> None:
-        self._enter(missed)
-        # they may share an output, whose inner hook runs first
-        comes = group is not None and self._context.encloses(missed, group)
-        # or it comes later than its place, as in a double backward or a checkpoint over several
-        comes = comes or self._will_arrive(missed) or self._will_pass(missed)
-        if not comes:
-            self._missed.add(missed)
-            missed.freshness.forget_forward()  # perhaps of a loss that was let go
-        self._gather(missed)
-
-    def arrive_at_boundary(self, group: ParamGroup, token: Token) -> None:
-        """Note that autograd has run a boundary; it counts if somebody waits for it."""
-        if token.backward == _torch.current_backward():
-            self.arrive(group)
-
-    def arrive(self, group: ParamGroup) -> None:
-        """Note that autograd has run one of the nodes that are waited for."""
-        backward = _torch.current_backward()
-        countdown = self._countdowns.get(group)
-        if countdown is None or backward not in countdown.left:
-            self._enter(group)
-            countdown = self._countdown(group)
+    def _reduce_in_order(self) -> None:
+        """Take the next steps that reduce, of groups that are complete."""
         if self._is_inside:
-            self._ran_inside[group] = None
-            self._trail.forget(group)
-        if countdown.arrive(backward):
-            self._finish_group(group)
+            return
+        self._reduce_complete()
+        while self._steps and not self._steps[-1].gathers and self._is_over(self._steps[-1].group):
+            self._take_turn(self._steps.pop().group)
+            self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
+        """Reduce the groups whose turn has come, up to the first that is not complete."""
+        while self._to_reduce and self._is_over(self._to_reduce[0]):
+            group = self._to_reduce.popleft()
+            run = self._runs[group]
+            self._complete(group, run)
+            self._free_if_over(group, run)
+            if group.settings.requires_gradient_sync:
+                self.reductions.launch(group)
+
+    def _is_over(self, group: ParamGroup) -> bool:
+        run = self._runs.get(group) or self._enter(group)
+        return not run.is_waiting
 
     # Completion -----------------------------------------------------------------------------
 
-    def _countdown(self, group: ParamGroup) -> Countdown:
-        return self._countdowns.of(group, is_inside=self._is_inside)
+    def _enter(self, group: ParamGroup, forward: int | None = None) -> GroupRun:
+        """Return the run of a group, of which something happens in the running backward."""
+        self._begin_unless_running(forward)
+        run = self._runs.get(group)
+        if run is None:
+            run = self._runs[group] = GroupRun(group, is_inside=self._is_inside)
+            self._plan_reduction(group)
+        if not run.is_complete:
+            run.enter(_torch.current_backward())
+        return run
 
-    def _enter(self, group: ParamGroup) -> None:
-        self._begin_unless_running()
-        if group.is_trainable:
-            self.reductions.expect(group)
-        self._countdown(group).enter(_torch.current_backward())
+    def _plan_reduction(self, group: ParamGroup) -> None:
+        """Have ``group`` reduced next if no step does, as in a backward of a backward."""
+        if group.params and group not in self._planned and not self._is_inside:
+            self._planned.add(group)
+            self._steps.append(Step(group, gathers=False))
 
-    def _begin_unless_running(self) -> None:
+    def _open_again(self, group: ParamGroup, run: GroupRun) -> None:
+        """Wait for a node of a complete group, whose parameters are used outside of its modules."""
+        run.is_complete = False
+        run.pending[_torch.current_backward()] = 1
+        if run.is_reduced:
+            run.is_reduced = False
+            self._planned.discard(group)
+            self._plan_reduction(group)
+
+    def _begin_unless_running(self, forward: int | None) -> None:
         if self._is_running:
             return
         if self.was_aborted:
             self._context.clean_up()
-        self._begin()
+        self._begin(forward)
 
-    def _begin(self) -> None:
-        self._countdowns.clear()
-        self._needed.clear()
-        self._missed.clear()
+    def _begin(self, forward: int | None) -> None:
+        self._forget_runs()
         end = End(self.end)
         self._end, self._id = weakref.ref(end), _torch.current_backward()
         _torch.on_backward_end(end)
@@ -186,28 +264,57 @@ class BackwardPass:
         self._is_inside = self._context.forward.is_running
         if self._is_inside:
             return
-        for group in list(self._ran_inside):
-            if not self._will_arrive(group):
-                self.reductions.complete(group)
+        if self.order:
+            is_whole = self.order.has_earlier() and self._reaches_earlier_forwards()
+            self._last_steps = self.order.steps(_is_trainable, is_whole=is_whole)
+            self._last_forward = self.order.forward
+            self._steps = self._last_steps.copy()
+        elif forward is not None and forward <= self._last_forward:
+            self._steps = self._last_steps.copy()  # again through what the last one went through
+        self._to_gather = {group for group, gathers in self._steps if gathers}
+        self._planned = {group for group, gathers in self._steps if not gathers}
+        for group in self._ran_inside:
+            run = self._enter(group)
+            if not run.is_waiting:  # complete since its own backward within forward
+                run.is_complete = True
+                self._accumulate_unless_synced(group)
 
-    def _will_arrive(self, group: ParamGroup) -> bool:
-        """Tell whether the running backward accumulates into a parameter of ``group``."""
-        return self._countdown(group).num_to_arrive() > 0
+    def _reaches_earlier_forwards(self) -> bool:
+        """Tell whether the running backward goes through a forward before the latest one."""
+        latest = self.order.forward
+        return any(
+            marker.forward < latest and _torch.will_run(marker.node)
+            for group in self._context.groups
+            for marker in group.input_markers
+        )
 
-    def _will_pass(self, group: ParamGroup) -> bool:
-        """Tell whether the running backward goes through a call of ``group``."""
-        return any(_torch.will_run(boundary.node) for boundary in group.boundaries)
-
-    def _finish_group(self, group: ParamGroup) -> None:
+    def _complete(self, group: ParamGroup, run: GroupRun) -> None:
+        """Note that all gradients of ``group`` are there; without sync, accumulate them."""
+        if run.is_complete:
+            return
+        run.is_complete = True
+        run.pending.clear()
         self._context.emit("post_backward", group)
         if self._is_inside:
-            if self._countdown(group).is_bounded:
+            if run.is_bounded:
                 self._context.forward.release(group)
             return
-        if group.settings.reshard_after_backward and self._countdown(group).is_bounded:
+        self._free_if_over(group, run)
+        self._accumulate_unless_synced(group)
+
+    def _accumulate_unless_synced(self, group: ParamGroup) -> None:
+        if not group.settings.requires_gradient_sync and group.is_trainable:
+            self.reductions.accumulate(group)
+
+    def _free_if_over(self, group: ParamGroup, run: GroupRun) -> None:
+        """Free a complete group unless something may read it, or other ranks gather it later."""
+        if not group.settings.reshard_after_backward or not run.is_bounded:
+            return
+        if run.num_computed_again < self.order.num_checkpoints(group):
+            if run.is_reduced:
+                self._to_free.append(group)
+        elif group not in self._to_gather:
             group.reshard()
-        self.reductions.complete(group)
-        self.reductions.launch_in_order()
 
     # The end --------------------------------------------------------------------------------
 
@@ -240,11 +347,9 @@ class BackwardPass:
         if not self._is_inside:
             self.close()
             return
-        for group, countdown in list(self._countdowns.items()):
-            if countdown.left:
-                countdown.left.clear()
-                self._finish_group(group)
-            if not countdown.is_bounded:
+        for group, run in list(self._runs.items()):
+            self._complete(group, run)
+            if not run.is_bounded:
                 self._context.forward.release(group)
         self._end, self._id, self._is_inside = None, -1, False
 
@@ -255,15 +360,30 @@ class BackwardPass:
 
     def synchronize(self) -> None:
         """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle."""
-        self.reductions.synchronize()
+        self.reductions.synchronize(self._ran())
         self._context.wait_until_read()
+
+    def _ran(self) -> list[ParamGroup]:
+        """Return the groups that may have gradients of which no backward has told."""
+        return [
+            group
+            for group in dict.fromkeys([*self.order.last_entered_first(), *self._ran_inside])
+            if group.is_trainable
+        ]
 
     def settle(self) -> None:
         """Reduce what backwards have left, without another; wait, and free.
 
-        Collective: a reduction of each group that ran forward or owes, but those without sync.
+        Collective: a reduction of each group that ran forward or is not synchronized, but those
+            without sync.
         """
-        self.reductions.settle()
+        for group in dict.fromkeys([*self._ran(), *self.reductions.unsynced]):
+            if group.settings.requires_gradient_sync:
+                self.reductions.launch(group)
+            else:
+                self.reductions.accumulate(group)
+        if self.reductions.is_last:
+            self.reductions.in_flight.wait()
         for group in self._context.groups:
             if group.settings.reshard_after_backward and not self._context.forward.holds(group):
                 group.reshard()
@@ -271,12 +391,11 @@ class BackwardPass:
         self._reset()
 
     def close(self) -> None:
-        """End the backward: complete the rest, reduce what is owed, wait, free."""
-        self._pass_by_until(None)
-        for group, countdown in self._countdowns.items():
-            if countdown.left:
-                countdown.left.clear()
-                self._finish_group(group)
+        """End the backward: take the steps that are left, reduce what is unsynced, wait, free."""
+        self._take_steps(None)
+        for group, run in list(self._runs.items()):
+            self._complete(group, run)  # autograd may have given it undefined gradients
+        self._reduce_in_order()
         self.reductions.end_backward()
         self._context.check_order("end of a backward", self._context.root)
         for group in self._context.groups:
@@ -284,13 +403,13 @@ class BackwardPass:
                 group.reshard()
             group.freshness.forget_forward()
         self._context.wait_until_read()
-        self.order.finish()
+        self.record.finish()
         self._reset()
 
     def abandon(self) -> None:
         """Forget a backward that failed, and what forwards left for it to do."""
-        self.order.abandon()
-        self.forget_forwards()
+        self.record.abandon()
+        self._last_forward = 0
         self.reductions.abandon()
         self._reset()
 
@@ -298,7 +417,19 @@ class BackwardPass:
         self._end, self._id, self._is_inside = None, -1, False
         self._ran_inside.clear()
         self.reductions.reset()
-        self._trail.clear()
-        self._countdowns.clear()
-        self._needed.clear()
-        self._missed.clear()
+        self.order.clear()
+        self._forget_runs()
+
+    def _forget_runs(self) -> None:
+        for group in self._runs:
+            group.to_arrive = {}
+        self._runs.clear()
+        self._steps.clear()
+        self._to_gather.clear()
+        self._planned.clear()
+        self._to_reduce.clear()
+        self._to_free.clear()
+
+
+def _is_trainable(group: ParamGroup) -> bool:
+    return group.is_trainable

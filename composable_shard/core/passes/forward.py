@@ -25,6 +25,7 @@ class ForwardPass:
 
     Attributes:
         frees_all: Whether nothing stays unsharded when the running pass closes.
+        has_graph: Whether the running pass began where it may get a backward.
     """
 
     def __init__(self, context: Context) -> None:
@@ -37,6 +38,7 @@ class ForwardPass:
         self._prefetched: dict[ParamGroup, None] = {}
         self._kept: dict[ParamGroup, None] = {}
         self.frees_all = False
+        self.has_graph = False
 
     @property
     def is_running(self) -> bool:
@@ -58,6 +60,7 @@ class ForwardPass:
         if opens:
             context.check_owners()
             self._outermost, self._frame = group, _torch.module_call_frame()
+            self.has_graph = torch.is_grad_enabled() or bool(_torch.notes_of_checkpoints())
         self._depths[group] = self._depths.get(group, 0) + 1
         if len(group.modules) > 1:
             self._to_run.setdefault(group, set(group.modules))
@@ -160,7 +163,7 @@ class ForwardPass:
         if not torch.is_grad_enabled() or self._outermost is None:
             return False
         order = self._orders.get(self._outermost)
-        return order is not None and stays_for_backward(group, order, self._context.backward.order)
+        return order is not None and stays_for_backward(group, order, self._context.backward.record)
 
     def _close(self) -> None:
         """End the pass: finish groups that ran in part, drop gathers that nobody used."""

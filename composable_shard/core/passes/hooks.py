@@ -21,9 +21,10 @@ from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.passes.arrival import Arrival
 from composable_shard.core.passes.buffers import CastBuffers, PreciseNormWeights
-from composable_shard.core.passes.countdown import Boundary, Token
+from composable_shard.core.passes.group_run import InputMarker, Token
 from composable_shard.core.passes.lent import Lent, find_lent
 from composable_shard.core.passes.nested import map_tensors, tensors_in
+from composable_shard.core.passes.order import Interval
 from composable_shard.core.passes.stored import StoredTensors
 from composable_shard.errors import ShardError
 
@@ -85,14 +86,18 @@ class Call:
     """One call of a module, between its two hooks.
 
     Attributes:
-        boundaries: What was put before the inputs that need a gradient.
+        input_markers: What was put before the inputs that need a gradient.
         outer_bases: The tensors that those inputs are views of, and the nodes they had.
         lent: Whether it computes with parameters of somebody else.
+        forward: The number of the forward that it is part of; ``None`` within a backward.
+        interval: Where it stands in the execution order, if it may have a backward.
     """
 
-    boundaries: list[Boundary] = field(default_factory=list)
+    input_markers: list[InputMarker] = field(default_factory=list)
     outer_bases: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
     lent: Lent = Lent.NOTHING
+    forward: int | None = None
+    interval: Interval | None = None
 
     def came_in(self, base: torch.Tensor) -> bool:
         """Tell whether ``base`` was made outside, and not changed in place by the call."""
@@ -145,10 +150,21 @@ class ModuleHooks:
         dtype = group.policy.param_dtype
         if dtype is not None and group.policy.cast_forward_inputs:
             args, kwargs = _map_inputs(partial(_cast, dtype), args, kwargs)
-        if torch.is_grad_enabled() and group.params:
-            context.backward.join(group)
-            args, kwargs = _map_inputs(partial(self._put_boundary, call), args, kwargs)
+        if group.params:
+            self._join(call)
+            if torch.is_grad_enabled():
+                args, kwargs = _map_inputs(partial(self._put_marker, call), args, kwargs)
         return args, kwargs
+
+    def _join(self, call: Call) -> None:
+        """Note a call that may have a backward in the execution order."""
+        context = self._group.context
+        if not context.forward.has_graph or _torch.current_backward() != -1:
+            return
+        checkpoints = _torch.notes_of_checkpoints()
+        if checkpoints or torch.is_grad_enabled():
+            call.forward = context.backward.order.forward
+            call.interval = context.backward.order.enter(self._group, checkpoints)
 
     @torch.compiler.disable
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
@@ -178,9 +194,9 @@ class ModuleHooks:
         group, has_grad = self._group, torch.is_grad_enabled()
         is_watched = self._watch(call, output) if has_grad else False
         if _torch.current_backward() == -1:
-            if has_grad:
-                group.context.backward.expect(group, is_watched=is_watched)
-            group.context.forward.leave(group, module, failed=failed, has_backward=is_watched)
+            group.context.backward.leave(group, call.interval, is_watched=is_watched)
+            has_backward = is_watched or (call.interval is not None and not has_grad)
+            group.context.forward.leave(group, module, failed=failed, has_backward=has_backward)
         return output
 
     def _gather(self) -> bool:
@@ -203,17 +219,17 @@ class ModuleHooks:
             return args, kwargs
         return _map_inputs(partial(_moved, device), args, kwargs)
 
-    def _put_boundary(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
+    def _put_marker(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         """Put an identity before the module, whose backward runs after all of the module's."""
         if not tensor.requires_grad:
             return tensor
         inner = tensor.view_as(tensor)
         node, base = inner.grad_fn, inner._base
         assert node is not None and base is not None
-        boundary = Boundary(node)
-        node.register_hook(partial(_arrive_at_boundary, self._group, boundary.token))
-        call.boundaries.append(boundary)
-        self._group.boundaries.add(boundary)
+        marker = InputMarker(node, -1 if call.forward is None else call.forward)
+        node.register_hook(partial(_pass_marker, self._group, marker.token))
+        call.input_markers.append(marker)
+        self._group.input_markers.add(marker)
         call.outer_bases.append((base, base.grad_fn))
         return inner
 
@@ -224,7 +240,7 @@ class ModuleHooks:
             Whether there is any that may.
         """
         is_watched = False
-        pre_backward = partial(self._pre_backward, call.boundaries)  # keeps them alive
+        pre_backward = partial(self._pre_backward, call.forward, call.input_markers)
         tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._stored.newly())
         if _torch.is_transforming():
             tensors = [level for tensor in tensors for level in _levels(tensor)]
@@ -239,9 +255,14 @@ class ModuleHooks:
                 base.register_hook(pre_backward)
         return is_watched
 
-    def _pre_backward(self, boundaries: Sequence[Boundary], grad: torch.Tensor) -> None:
+    def _pre_backward(
+        self, forward: int | None, markers: Sequence[InputMarker], grad: torch.Tensor
+    ) -> None:
+        """Gather the group; the hook that this is keeps the markers alive."""
         with _torch.apart_from_transforms():
-            self._group.context.backward.need(self._group, is_bounded=bool(boundaries))
+            self._group.context.backward.need(
+                self._group, forward=forward, is_bounded=bool(markers)
+            )
 
 
 def _map_inputs(
@@ -274,11 +295,11 @@ def _check_can_run_opened(group: ParamGroup) -> None:
             )
 
 
-def _arrive_at_boundary(
+def _pass_marker(
     group: ParamGroup, token: Token, grads: Sequence[torch.Tensor | None], *_: object
 ) -> None:
     with _torch.apart_from_transforms():
-        group.context.backward.arrive_at_boundary(group, token)
+        group.context.backward.pass_marker(group, token)
     if torch.is_grad_enabled():  # with create_graph: a backward may start from these gradients
         for grad in grads:
             for tensor in () if grad is None else _levels(grad):

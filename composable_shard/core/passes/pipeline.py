@@ -39,7 +39,7 @@ class PipelineState:
         Collective: the reductions of a backward.
         """
         context = self._group.context
-        for group in reversed(context.backward.reductions.owing):
+        for group in reversed(context.backward.reductions.unsynced):
             if group.is_trainable and not any(map(_has_gradient, group.params)):
                 raise ShardError(
                     f"Expected gradients of {group.label} after the microbatches of a pipeline "

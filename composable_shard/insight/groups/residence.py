@@ -57,7 +57,7 @@ def residence_of(group: ParamGroup) -> Residence:
 def _ends_forward_and_opens_backward(group: ParamGroup) -> bool:
     forward, backward = OrderRecord[ParamGroup](), OrderRecord[ParamGroup]()
     forward.recorded = group.context.forward.recorded(group.context.root)
-    backward.recorded = group.context.backward.order.recorded
+    backward.recorded = group.context.backward.record.recorded
     if not forward.recorded or not backward.recorded:
         forward.recorded = tuple(_with_params(group))
         backward.recorded = _opening_backward(group)
@@ -77,7 +77,7 @@ def _opening_backward(group: ParamGroup) -> tuple[ParamGroup, ...]:
 
 
 def _has_backward(group: ParamGroup) -> bool:
-    recorded = group.context.backward.order.recorded
+    recorded = group.context.backward.record.recorded
     if recorded:
         return group in recorded
     return any(_is_trained(param) for param in _before_the_end_of(group))

@@ -1,0 +1,176 @@
+"""In which order a backward gathers and reduces groups: the reverse of forward, on all ranks. Pure.
+
+A forward notes where it enters and leaves each group. All ranks run the same forward, so they
+derive the same steps from it, whatever part of the graph the loss of each reaches. A backward takes
+every step in this order and none twice; autograd only tells how far it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Step(NamedTuple, Generic[Key]):
+    """Something that every rank does once in a backward.
+
+    Attributes:
+        group: For which group.
+        gathers: Whether its parameters are gathered; if not, its gradients are reduced.
+    """
+
+    group: Key
+    gathers: bool
+
+
+class Interval:
+    """From when to when a forward needed a group, for one call or for all in a checkpoint."""
+
+    __slots__ = ("end", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = self.end = start
+
+
+class _Visit:
+    """What forwards have done with one group since the last backward.
+
+    Attributes:
+        forward: The number of the latest forward that entered it.
+        earliest: Its first call of all.
+        entered: Its first call in that forward.
+        place: When that call began.
+        left: Its last call that a backward reads it for, if any.
+        checkpoints: The outermost checkpoints around its calls in that forward.
+        num_before: How many there were around calls in earlier forwards.
+    """
+
+    __slots__ = (*("checkpoints", "earliest", "entered", "forward", "left", "num_before", "place"),)
+
+    def __init__(self, interval: Interval, place: int, forward: int) -> None:
+        self.earliest = self.entered = interval
+        self.place = place
+        self.forward = forward
+        self.left: Interval | None = None
+        self.checkpoints: set[Interval] = set()
+        self.num_before = 0
+
+
+class ExecutionOrder(Generic[Key]):
+    """Where the forwards since the last backward have entered and left groups.
+
+    A group is gathered where it was left last and reduced where it was entered first: in between,
+    a backward may read it. An activation checkpoint computes all of its groups again at once, so
+    all are gathered where the checkpoint was left, in the order of forward, and reduced where it
+    began.
+
+    Attributes:
+        forward: The number of the latest forward.
+    """
+
+    def __init__(self) -> None:
+        self.forward = 0
+        self._now = 0
+        self._has_trained = False  # the latest forward has left a group that trains
+        self._visits: dict[Key, _Visit] = {}
+
+    def begin(self) -> None:
+        """Note that a forward begins."""
+        self.forward += 1
+        self._has_trained = False
+
+    def enter(self, group: Key, checkpoints: Iterable[dict[Any, Any]] = ()) -> Interval:
+        """Note that a call of ``group`` begins.
+
+        Args:
+            group: The group.
+            checkpoints: For each checkpoint around the call, what the callers keep with it.
+
+        Returns:
+            To be passed to :meth:`leave`.
+        """
+        self._now += 1
+        interval = self._interval(checkpoints)
+        visit = self._visits.get(group)
+        if visit is None:
+            visit = self._visits[group] = _Visit(interval, self._now, self.forward)
+        elif visit.forward != self.forward:
+            visit.entered, visit.place, visit.forward = interval, self._now, self.forward
+            visit.num_before += len(visit.checkpoints)
+            visit.checkpoints.clear()
+        if checkpoints:
+            visit.checkpoints.add(interval)
+        return interval
+
+    def _interval(self, checkpoints: Iterable[dict[Any, Any]]) -> Interval:
+        kept = [one for notes in checkpoints if (one := notes.get(self)) is not None]
+        interval = kept[0] if kept else Interval(self._now)
+        for notes in checkpoints:  # those within each other share the interval of the outermost
+            notes[self] = interval
+        return interval
+
+    def leave(self, group: Key, interval: Interval, *, trains: bool, is_watched: bool) -> None:
+        """Note that a call of ``group`` ends.
+
+        Args:
+            group: The group.
+            interval: What :meth:`enter` has returned.
+            trains: Whether the group has trainable parameters.
+            is_watched: Whether outputs of the call may get a gradient. One of a frozen group may on
+                another rank only, if a trainable group has run before; it counts on all ranks then.
+        """
+        self._now += 1
+        interval.end = self._now
+        visit = self._visits.get(group)
+        if visit is not None and (trains or is_watched or self._has_trained):
+            visit.left = interval
+        self._has_trained = self._has_trained or trains
+
+    def forget(self, group: Key) -> None:
+        """Note that no backward will read ``group`` for the calls so far."""
+        visit = self._visits.get(group)
+        if visit is not None:
+            visit.left = None
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._visits.clear()
+
+    def __contains__(self, group: Key) -> bool:
+        return group in self._visits
+
+    def __bool__(self) -> bool:
+        return bool(self._visits)
+
+    def num_checkpoints(self, group: Key) -> int:
+        """Return how many checkpoints compute ``group`` again."""
+        visit = self._visits.get(group)
+        return 0 if visit is None else visit.num_before + len(visit.checkpoints)
+
+    def has_earlier(self) -> bool:
+        """Tell whether any group was entered by more forwards than the latest of its own."""
+        return any(visit.earliest is not visit.entered for visit in self._visits.values())
+
+    def last_entered_first(self) -> list[Key]:
+        """Return all groups, those that were entered later before others."""
+        return sorted(self._visits, key=lambda group: -self._visits[group].place)
+
+    def steps(self, reduces: Callable[[Key], bool], *, is_whole: bool = False) -> list[Step[Key]]:
+        """Return the steps of a backward, the first one last, so that it can be popped.
+
+        Args:
+            reduces: Tells whether a group has gradients to be reduced.
+            is_whole: Whether the backward goes through earlier forwards, too, in which a group
+                ran that the latest one ran again.
+        """
+        found: list[tuple[int, int, Step[Key]]] = []
+        for group, visit in self._visits.items():
+            first = visit.earliest if is_whole else visit.entered
+            if visit.left is not None:
+                found.append((visit.left.end, -visit.place, Step(group, gathers=True)))
+            if visit.left is not None or reduces(group):
+                found.append((first.start, visit.place, Step(group, gathers=False)))
+        found.sort(key=lambda entry: entry[:2])
+        return [step for _, _, step in found]
