@@ -39,11 +39,14 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def notes_of_checkpoints() -> list[dict[Any, Any]]:
+def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
     """Return a dict for each kind of checkpoint around the running forward, to keep notes with it.
 
     Of those within each other, the outermost of a kind: it computes all of them again in backward.
-    A reentrant one counts if it has an input that needs a gradient; others have no backward.
+
+    Args:
+        with_graph_around: Whether gradients are enabled outside of the checkpoints. Where that is
+            not known, a reentrant one counts if it has an input that needs a gradient.
     """
     found: list[Any] = []
     hooks = _saved_tensors_hooks()
@@ -55,7 +58,7 @@ def notes_of_checkpoints() -> list[dict[Any, Any]]:
             if frame.f_code is CheckpointFunction.forward.__code__:
                 outermost = frame.f_locals["ctx"]
             frame = frame.f_back
-        if outermost is not None and any(outermost.needs_input_grad):
+        if outermost is not None and (with_graph_around or any(outermost.needs_input_grad)):
             found.append(outermost)
     for holder in found:
         if not hasattr(holder, _NOTES):

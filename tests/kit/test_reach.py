@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -235,3 +238,192 @@ def changed_between() -> list[bool]:
 def test_a_loss_that_was_let_go_does_not_keep_parameters_from_changing() -> None:
     """A part that the next loss skips, as layers that are dropped, was held against the change."""
     assert run_ranks(changed_between, 2) == [[True] * 8] * 2
+
+
+class Pair(nn.Module):
+    """Uses one of its two parameters, both, or none with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.rand(WIDTH, WIDTH))
+        self.b = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        a = self.a if "a" in used else self.a.detach()
+        b = self.b if "b" in used else self.b.detach()
+        return torch.tanh(x @ a + b)
+
+
+class Towers(nn.Module):
+    """Adds up parts, of which some read their input detached, so that nothing goes on behind them.
+
+    In every step the parts run in another order.
+    """
+
+    def __init__(self, detached: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleDict({name: Pair() for name in "pqrs"})
+        self.detached = detached
+
+    def forward(self, x: torch.Tensor, used: str, order: str) -> torch.Tensor:
+        x = self.first(x)
+        uses = dict(zip("pqrs", used.split(), strict=True))
+        for name in order:
+            output = self.parts[name](x.detach() if name in self.detached else x, uses[name])
+            x = x + (output.detach() if uses[name] == "-" else output)
+        return x
+
+
+@dataclass(frozen=True)
+class TowerLoss:
+    """For each rank, what of each part its loss reaches: ``-`` nothing, ``0`` no parameter."""
+
+    used: tuple[str, ...]
+
+    def __call__(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        used = self.used[(step + rank) % len(self.used)]
+        order = ("pqrs", "pqrs", "srqp", "qsp", "rq")[step % 5]
+        output: torch.Tensor = model(torch.randn(2, WIDTH), used, order)
+        return output.square().mean()
+
+
+TOWERS = [
+    ("ab ab ab -", "ab ab ab a"),
+    ("- - - -", "a b a b", "ab - b 0"),
+    ("a - b 0", "0 b - a", "- - ab ab"),
+]
+
+
+@pytest.mark.parametrize("detached", ["s", "pqrs", "qs", ""])
+@pytest.mark.parametrize("used", TOWERS, ids=" | ".join)
+def test_ranks_that_use_other_parameters_of_parts_without_an_input_gradient_train_alike(
+    used: tuple[str, ...], detached: str
+) -> None:
+    program = ["backward", "step", "backward", "step", "accumulate", "backward", "step", "backward"]
+    for ranks in (2, 3):
+        assert_trains_like_unsharded(
+            partial(Towers, detached),
+            program,
+            world_size=ranks,
+            shard=shard_all,
+            loss=TowerLoss(used),
+            timeout=60,
+        )
+
+
+class Recomputing(nn.Module):
+    """Computes segments of layers again in backward; gives what every layer of a segment gives."""
+
+    def __init__(self, sizes: tuple[int, ...], use_reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.segments = nn.ModuleList(
+            nn.ModuleList(linear() for _ in range(size)) for size in sizes
+        )
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
+        x = self.first(x)
+        for segment, marks in zip(self.segments, reached.split(), strict=True):
+
+            def layers(x: torch.Tensor, segment: Any = segment) -> tuple[torch.Tensor, ...]:
+                outputs = []
+                for layer in segment:
+                    x = torch.tanh(layer(x))
+                    outputs.append(x)
+                return tuple(outputs)
+
+            outputs = checkpoint(layers, x, use_reentrant=self.use_reentrant)
+            for output, mark in zip(outputs, marks, strict=True):
+                x = x + (output if mark == "+" else output.detach())
+        return self.last(x)
+
+
+SEGMENTS = [
+    ((3,), ("---", "+++")),
+    ((3,), ("+--", "--+", "-+-")),
+    ((1, 4, 1), ("+ ---- +", "- ++++ -", "- --+- -")),
+    ((2, 3), ("-- +++", "++ ---", "-- ---")),
+]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize(("sizes", "reached"), SEGMENTS)
+def test_ranks_of_which_some_go_past_a_checkpoint_over_several_groups_train_alike(
+    sizes: tuple[int, ...], reached: tuple[str, ...], use_reentrant: bool
+) -> None:
+    program = ["backward", "step", "backward", "accumulate", "backward", "step", "backward"]
+    for ranks in (2, 3):
+        assert_trains_like_unsharded(
+            partial(Recomputing, sizes, use_reentrant),
+            program,
+            world_size=ranks,
+            shard=shard_all,
+            loss=Loss(reached),
+            timeout=60,
+        )
+
+
+class FrozenBetween(nn.Module):
+    """Has a frozen part whose input needs a gradient, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+        self.frozen = linear(trains=False)
+        self.then = linear()
+        self.last = linear()
+
+    def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
+        x = self.first(x)
+        frozen = self.frozen(x if reached[0] == "+" else x.detach())
+        output = self.then(frozen)
+        return self.last(x + (output if reached[1] == "+" else output.detach()))
+
+
+def test_ranks_of_which_some_need_no_gradient_of_a_frozen_part_train_alike() -> None:
+    for ranks in (2, 3):
+        assert_trains_like_unsharded(
+            FrozenBetween,
+            ["backward", "step", "backward", "accumulate", "backward", "step"],
+            world_size=ranks,
+            shard=shard_all,
+            loss=Loss(("++", "-+", "+-", "--")),
+            timeout=60,
+        )
+
+
+def mixed_order_of_two_forwards() -> list[float]:
+    """Sum the losses of two forwards; one rank's first loss reaches less than the other's."""
+    torch.manual_seed(0)
+    alone = Towers("")
+    model = shard_all(copy.deepcopy(alone))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    uses = [("- - - -", "ab a b -"), ("a - - ab", "- b - -"), ("ab ab - -", "0 - - -")]
+
+    def loss(m: nn.Module, rank: int) -> torch.Tensor:
+        data = torch.Generator().manual_seed(rank)
+        first, second = torch.randn(2, 2, WIDTH, generator=data)
+        used = uses[rank % len(uses)]
+        return m(first, used[0], "pqrs").sum() + m(second, used[1], "sqp").square().sum()
+
+    for _ in range(3):
+        loss(model, rank).backward()
+    for other in range(ranks):
+        (3 * loss(alone, other) / ranks).backward()
+    return [
+        (torch.zeros(()) if wanted.grad is None else got.grad.full_tensor() - wanted.grad)
+        .abs()
+        .max()
+        .item()
+        for got, wanted in zip(model.parameters(), alone.parameters(), strict=True)
+        if (got.grad is None) == (wanted.grad is None) or pytest.fail("None on one side")
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_sum_of_losses_of_several_forwards(num_ranks: int) -> None:
+    for errors in run_ranks(mixed_order_of_two_forwards, num_ranks, timeout=60):
+        assert len(errors) == 10 and max(errors) < 1e-4

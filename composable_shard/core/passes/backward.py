@@ -265,10 +265,11 @@ class BackwardPass:
         if self._is_inside:
             return
         if self.order:
-            is_whole = self.order.has_earlier() and self._reaches_earlier_forwards()
-            self._last_steps = self.order.steps(_is_trainable, is_whole=is_whole)
+            self._last_steps = steps = self.order.steps(_is_trainable)
+            if self.order.has_earlier:
+                self._last_steps = self.order.steps_of_latest(_is_trainable)
+            self._steps = steps.copy()
             self._last_forward = self.order.forward
-            self._steps = self._last_steps.copy()
         elif forward is not None and forward <= self._last_forward:
             self._steps = self._last_steps.copy()  # again through what the last one went through
         self._to_gather = {group for group, gathers in self._steps if gathers}
@@ -278,15 +279,6 @@ class BackwardPass:
             if not run.is_waiting:  # complete since its own backward within forward
                 run.is_complete = True
                 self._accumulate_unless_synced(group)
-
-    def _reaches_earlier_forwards(self) -> bool:
-        """Tell whether the running backward goes through a forward before the latest one."""
-        latest = self.order.forward
-        return any(
-            marker.forward < latest and _torch.will_run(marker.node)
-            for group in self._context.groups
-            for marker in group.input_markers
-        )
 
     def _complete(self, group: ParamGroup, run: GroupRun) -> None:
         """Note that all gradients of ``group`` are there; without sync, accumulate them."""

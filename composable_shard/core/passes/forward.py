@@ -60,7 +60,9 @@ class ForwardPass:
         if opens:
             context.check_owners()
             self._outermost, self._frame = group, _torch.module_call_frame()
-            self.has_graph = torch.is_grad_enabled() or bool(_torch.notes_of_checkpoints())
+            self.has_graph = torch.is_grad_enabled() or bool(
+                _torch.notes_of_checkpoints(with_graph_around=False)
+            )
         self._depths[group] = self._depths.get(group, 0) + 1
         if len(group.modules) > 1:
             self._to_run.setdefault(group, set(group.modules))

@@ -42,15 +42,13 @@ class InputMarker:
 
     Attributes:
         node: The node of the identity.
-        forward: The number of the forward that put it there.
         token: Says in which backward it is waited for.
     """
 
-    __slots__ = ("__weakref__", "forward", "node", "token")
+    __slots__ = ("__weakref__", "node", "token")
 
-    def __init__(self, node: Node, forward: int) -> None:
+    def __init__(self, node: Node) -> None:
         self.node = node
-        self.forward = forward
         self.token = Token()
 
 

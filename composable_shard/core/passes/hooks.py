@@ -161,7 +161,7 @@ class ModuleHooks:
         context = self._group.context
         if not context.forward.has_graph or _torch.current_backward() != -1:
             return
-        checkpoints = _torch.notes_of_checkpoints()
+        checkpoints = _torch.notes_of_checkpoints(with_graph_around=True)
         if checkpoints or torch.is_grad_enabled():
             call.forward = context.backward.order.forward
             call.interval = context.backward.order.enter(self._group, checkpoints)
@@ -226,7 +226,7 @@ class ModuleHooks:
         inner = tensor.view_as(tensor)
         node, base = inner.grad_fn, inner._base
         assert node is not None and base is not None
-        marker = InputMarker(node, -1 if call.forward is None else call.forward)
+        marker = InputMarker(node)
         node.register_hook(partial(_pass_marker, self._group, marker.token))
         call.input_markers.append(marker)
         self._group.input_markers.add(marker)

@@ -68,10 +68,12 @@ class ExecutionOrder(Generic[Key]):
 
     Attributes:
         forward: The number of the latest forward.
+        has_earlier: Whether a group was entered by an earlier forward besides its latest one.
     """
 
     def __init__(self) -> None:
         self.forward = 0
+        self.has_earlier = False
         self._now = 0
         self._has_trained = False  # the latest forward has left a group that trains
         self._visits: dict[Key, _Visit] = {}
@@ -98,6 +100,7 @@ class ExecutionOrder(Generic[Key]):
             visit = self._visits[group] = _Visit(interval, self._now, self.forward)
         elif visit.forward != self.forward:
             visit.entered, visit.place, visit.forward = interval, self._now, self.forward
+            self.has_earlier = True
             visit.num_before += len(visit.checkpoints)
             visit.checkpoints.clear()
         if checkpoints:
@@ -137,6 +140,7 @@ class ExecutionOrder(Generic[Key]):
     def clear(self) -> None:
         """Forget all calls."""
         self._visits.clear()
+        self.has_earlier = False
 
     def __contains__(self, group: Key) -> bool:
         return group in self._visits
@@ -149,28 +153,33 @@ class ExecutionOrder(Generic[Key]):
         visit = self._visits.get(group)
         return 0 if visit is None else visit.num_before + len(visit.checkpoints)
 
-    def has_earlier(self) -> bool:
-        """Tell whether any group was entered by more forwards than the latest of its own."""
-        return any(visit.earliest is not visit.entered for visit in self._visits.values())
-
     def last_entered_first(self) -> list[Key]:
         """Return all groups, those that were entered later before others."""
         return sorted(self._visits, key=lambda group: -self._visits[group].place)
 
-    def steps(self, reduces: Callable[[Key], bool], *, is_whole: bool = False) -> list[Step[Key]]:
-        """Return the steps of a backward, the first one last, so that it can be popped.
+    def steps(self, reduces: Callable[[Key], bool]) -> list[Step[Key]]:
+        """Return the steps of a backward through all forwards, the first one last, to be popped.
+
+        Where several forwards ran before it, a group is reduced where the first of them entered it:
+        the loss may be the sum of theirs, on this rank or on another.
 
         Args:
             reduces: Tells whether a group has gradients to be reduced.
-            is_whole: Whether the backward goes through earlier forwards, too, in which a group
-                ran that the latest one ran again.
         """
+        return self._steps(reduces, lambda visit: visit.earliest)
+
+    def steps_of_latest(self, reduces: Callable[[Key], bool]) -> list[Step[Key]]:
+        """Return the same, for a backward through the latest forward of each group alone."""
+        return self._steps(reduces, lambda visit: visit.entered)
+
+    def _steps(
+        self, reduces: Callable[[Key], bool], first_call: Callable[[_Visit], Interval]
+    ) -> list[Step[Key]]:
         found: list[tuple[int, int, Step[Key]]] = []
         for group, visit in self._visits.items():
-            first = visit.earliest if is_whole else visit.entered
             if visit.left is not None:
                 found.append((visit.left.end, -visit.place, Step(group, gathers=True)))
             if visit.left is not None or reduces(group):
-                found.append((first.start, visit.place, Step(group, gathers=False)))
+                found.append((first_call(visit).start, visit.place, Step(group, gathers=False)))
         found.sort(key=lambda entry: entry[:2])
         return [step for _, _, step in found]
