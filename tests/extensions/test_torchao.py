@@ -23,10 +23,11 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks
+from composable_shard.testing import RankError, run_ranks
 
 pytest.importorskip("torchao", reason="torchao is not installed; it comes with the extra 'test'")
 
+from faults.test_poisoned_memory import FAULTS, planted
 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
 from extensions.torchao_layers import agree_on_scales, averages_by_sum, model_of
@@ -241,3 +242,39 @@ def test_losses_are_those_of_an_unsharded_run_and_of_fsdp2(case: Case) -> None:
         assert off_unsharded <= TOLERANCES[case.kind][case.low]
         # Both quantize alike; more than two ranks are summed in another order.
         assert off_fsdp2 <= (0 if case.mesh[-1] <= 2 else TOLERANCES[case.kind][0])
+
+
+def with_scales_freed(case: Case) -> tuple[float, float]:
+    with planted(FAULTS["saved scales are freed"]):
+        return compare_losses(case)
+
+
+@pytest.mark.parametrize("kind", ["float8", "float8 ahead", "bitnet", "bitnet ahead"])
+def test_freeing_what_autograd_saved_is_seen(kind: str) -> None:
+    """Freeing all that an unsharded tensor shows frees scales; two groups did not show it."""
+    case = Case(kind, EVEN, (2,), False, True, 1, "sgd")
+    for off_unsharded, _ in run_ranks(with_scales_freed, 2, case):
+        assert not off_unsharded <= TOLERANCES[kind][1]
+
+
+def cut_nf4() -> None:
+    model = model_of("nf4", *EVEN)
+    before = [model[0].quantized.weight, type(model[0])]
+    try:
+        fully_shard(model[0])
+    finally:
+        assert [model[0].quantized.weight, type(model[0])] == before
+
+
+def test_nf4_over_three_ranks_is_refused_on_all() -> None:
+    """It is cut into as many equal parts as its rows hold of the asked, with no regard to them."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(cut_nf4, 3, timeout=20)
+    failure = caught.value.agreed()
+    assert (failure.type_name, failure.message) == (
+        "ExtensionError",
+        "Expected parameter 'quantized.weight', a NF4Tensor of shape [64, 128], to be cut into 3 "
+        "shards along dim 0, got: Expected split to return shapes [[22, 128], [22, 128], "
+        "[20, 128]], got [[32, 128], [32, 128]] of NF4Tensor; shard it over a number of ranks that "
+        "its class can be cut for, or pass it in ignored_params",
+    )

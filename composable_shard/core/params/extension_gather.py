@@ -292,6 +292,7 @@ class ExtensionGather:
             if number not in buffers and number not in shard
         }
         self._inner = [_flat(*one) for one in besides.values()]
+        param.parts = [*self._buffers, *self._returned] if param.is_subclass else ()
         kept = {**besides, **self._used_buffers(buffers, inner)}
         self._kept = [_flat(storage, torch.uint8) for storage, _ in kept.values()]
 
