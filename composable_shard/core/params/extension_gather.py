@@ -276,7 +276,7 @@ class ExtensionGather:
         As with torch, that may have rows of padding at the end.
         """
         param, expected = self.param, self.param.form.shape
-        is_padded = tuple(tensor.shape[1:]) == expected[1:] and len(tensor) > expected[0]
+        is_padded = tensor.shape[1:] == expected[1:] and tensor.shape[:1] > expected[:1]
         fitting = tensor[: expected[0]] if is_padded else tensor
         if tuple(fitting.shape) != expected:
             raise ExtensionError(
@@ -292,7 +292,9 @@ class ExtensionGather:
             if number not in buffers and number not in shard
         }
         self._inner = [_flat(*one) for one in besides.values()]
-        param.parts = [*self._buffers, *self._returned] if param.is_subclass else ()
+        if _torch.is_subclass(param.unsharded_local()):
+            leaves, freed = _torch.leaves(param.unsharded_local()), {*buffers, *besides}
+            param.parts = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
         kept = {**besides, **self._used_buffers(buffers, inner)}
         self._kept = [_flat(storage, torch.uint8) for storage, _ in kept.values()]
 
