@@ -22,7 +22,7 @@ help:
 	@echo "make demo     train a small language model on two ranks, with a timeline"
 	@echo "make test     run the tests"
 	@echo "make test-clients  run those with transformers, accelerate, lightning and others"
-	@echo "make test-long  run ten times the generated examples, and the long runs"
+	@echo "make test-long  run ten times the generated examples, all cases, and the long runs"
 	@echo "make lint     check style and types"
 	@echo "make format   bring the code into style"
 	@echo "make docs     build the documentation site into build/site"
@@ -47,7 +47,7 @@ test-clients: $(CLIENTS)/installed
 
 # New examples in every run, hence the longer time-out: they shrink when they fail.
 test-long: $(INSTALLED)
-	PARITY_EXAMPLES=10 $(BIN)/python -m pytest --timeout 6000 $(ARGS)
+	PARITY_EXAMPLES=10 TORCHAO_CASES=all $(BIN)/python -m pytest --timeout 6000 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -82,9 +82,11 @@ def fully_shard(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a module or parameter cannot be sharded. The module is then as it was.
+        ExtensionError: If a tensor subclass cannot be cut on some rank; on all ranks.
 
     Collective: none, but for making process groups for a ``reshard_after_forward`` that is a
-        number and for flattened axes.
+        number and for flattened axes, and for tensor subclasses: an all-gather of a small object
+        over each axis, so that one that cannot be cut is refused on all ranks.
     Memory: this rank's shards; the full parameters are let go.
 
     Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -110,6 +111,11 @@ class ShardMesh:
     def num_ranks(self) -> int:
         """Ranks over which a gradient is averaged."""
         return self.num_shards * self.num_replicas
+
+    @cached_property
+    def shard_axis(self) -> DeviceMesh:
+        """The 1-D mesh of the ranks that share a parameter; of the replicas if none do."""
+        return _torch.last_axis(self.mesh)
 
     @property
     def is_whole(self) -> bool:

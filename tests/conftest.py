@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+# Read when the library is imported, here and in the ranks and programs that tests start: what is
+# read before it was written or after it was freed is NaN then. Tests that count bytes, time or
+# copies turn it off for themselves.
+os.environ.setdefault("COMPOSABLE_SHARD_POISON_MEMORY", "1")
 
 from composable_shard.testing import stop_ranks
 

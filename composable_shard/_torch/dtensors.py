@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from operator import attrgetter
 from typing import cast
 
@@ -107,21 +109,53 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
 
 
+def is_subclass(tensor: torch.Tensor) -> bool:
+    """Tell whether a class decides itself what operations on ``tensor`` do."""
+    plain = torch.Tensor.__torch_dispatch__
+    return is_wrapper_subclass(tensor) or type(tensor).__torch_dispatch__ is not plain
+
+
 def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Return the 1-D mesh of one axis, or of several flattened. Collective: makes its group."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
+def last_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1-D mesh of the last axis. Collective: none."""
+    return mesh if mesh.ndim == 1 else mesh[cast(tuple[str, ...], mesh.mesh_dim_names)[-1]]
+
+
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor bit by bit; to clone a quantized subclass may mean to quantize it again."""
-    if not is_wrapper_subclass(tensor):
+    """Copy a tensor bit by bit; to clone a quantized subclass may mean to quantize it again.
+
+    A class that cannot be rebuilt as torch's compiler does it is copied as torch's ``fully_shard``
+    does: into one of zeros.
+    """
+    if not is_subclass(tensor):
         return tensor.clone()
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: cloned(getattr(tensor, name)) for name in names}
-    rebuilt: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
-        inner, context, tensor.shape, tensor.stride()
-    )
-    return rebuilt
+    if is_wrapper_subclass(tensor) and _rebuilds(type(tensor)):
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: cloned(getattr(tensor, name)) for name in names}
+        rebuilt: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
+            inner, context, tensor.shape, tensor.stride()
+        )
+        if type(rebuilt) is type(tensor):
+            return rebuilt
+    copied = tensor.new_zeros(tensor.shape)
+    copied.copy_(tensor)
+    return copied
+
+
+@lru_cache
+def _rebuilds(kind: type) -> bool:
+    """Tell whether a class takes the arguments with which it is rebuilt from inner tensors."""
+    try:
+        inspect.signature(kind.__tensor_unflatten__).bind(  # type: ignore[attr-defined]
+            "inner", "context", "shape", "stride"
+        )
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -140,8 +174,25 @@ def clear_sharding_cache() -> None:
 
 
 def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that a tensor subclass is made of; of a plain one, itself."""
-    if not is_wrapper_subclass(tensor):
+    """Return the plain tensors that a tensor subclass is made of; of a plain one, itself.
+
+    A subclass that has no memory and does not say what it is made of is made of its attributes.
+    """
+    if is_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [leaf for name in names for leaf in leaves(getattr(tensor, name))]
+    if not is_subclass(tensor) or _has_memory(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [leaf for name in names for leaf in leaves(getattr(tensor, name))]
+    inner = [value for value in vars(tensor).values() if isinstance(value, torch.Tensor)]
+    return [leaf for value in inner for leaf in leaves(value)]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta":  # that of a fake tensor, too
+        return True
+    try:
+        storage.data_ptr()
+    except RuntimeError:  # what torch says of a tensor that is a wrapper
+        return False
+    return True

@@ -72,6 +72,11 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(dist.get_backend(group)).lower()
 
 
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Tell whether the collectives of a group do nothing."""
+    return str(dist.get_backend(group)).lower() == "fake"
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return after how many seconds the collectives of a gloo group give up."""
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())

@@ -34,23 +34,6 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return own.set_(storage, 0, view.shape, view.stride())
 
 
-def allocate(tensor: torch.Tensor) -> None:
-    """Have the memory of a tensor that fills its storage, which may be empty."""
-    storage = tensor.untyped_storage()
-    if storage.size() != tensor.nbytes:
-        storage.resize_(tensor.nbytes)
-
-
-def free(tensor: torch.Tensor) -> None:
-    """Free the memory of a tensor and of all its views, which stay."""
-    tensor.untyped_storage().resize_(0)
-
-
-def num_uses(tensor: torch.Tensor) -> int:
-    """Count who refers to the memory of a tensor: all its views, wherever they are held."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Leave the version counters as they were, whatever is written in between."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))

@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.params.extension import check_keeps_hooks, copied_shard, needs_extension
+from composable_shard.core.params.extension import agree_on_shards, cut_shard, needs_extension
 from composable_shard.core.params.offload import Offload, check_names, offload_of
 from composable_shard.core.params.param import ShardedParam, Slot
 from composable_shard.core.params.ties import owner_of_sharded, remember
 from composable_shard.core.params.units import build_units
+from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementResult, resolve_mesh
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -188,18 +189,39 @@ def build_group(
 ) -> ParamGroup:
     """Copy this rank's shards into buckets and make the sharded parameters; touches no module."""
     originals = list(managed.params)
-    shards = []
-    for param, original in zip(planned, originals, strict=True):
-        shard = param.shard_of(original)
-        check_keeps_hooks(param.name, param.model_part(original), shard)
-        if shard.device.type != "meta":
-            shard = shard.to(param.device)
-        shards.append(copied_shard(shard) if needs_extension(shard) else shard)
+    shards = _own_shards(planned, originals)
     with torch.inference_mode(False):
         units, locals_ = build_units(planned, shards, policy)
         for param, local, original in zip(planned, locals_, originals, strict=True):
             param.create_sharded(local, original)
     return ParamGroup(modules, planned, units, mesh, policy)
+
+
+def _own_shards(
+    planned: Sequence[ShardedParam], originals: Sequence[nn.Parameter]
+) -> list[torch.Tensor]:
+    """Cut this rank's shards; those of tensor subclasses are copies.
+
+    Collective: one small object for each mesh axis if there are tensor subclasses, else none.
+    """
+    shards: list[torch.Tensor] = []
+    meshes: dict[DeviceMesh, None] = {}
+    failure = None
+    for param, original in zip(planned, originals, strict=True):
+        whole = param.model_part(original)
+        if not needs_extension(whole):
+            shard = param.shard_of(original)
+            shards.append(shard if shard.device.type == "meta" else shard.to(param.device))
+            continue
+        meshes[param.placement.mesh] = None
+        try:
+            place = param.form, param.mesh.shard_rank, param.device
+            shards.append(cut_shard(param.name, whole, *place))
+        except ExtensionError as error:
+            failure = failure or error
+    if meshes:
+        agree_on_shards(failure, list(meshes))
+    return shards
 
 
 def commit(group: ParamGroup, managed: Managed) -> None:

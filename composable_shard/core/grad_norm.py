@@ -107,7 +107,9 @@ class _Norms:
             open_axes = [axes for axes in self._parts if ranks in axes]
             own = [self._parts.pop(axes) for axes in open_axes]
             message = torch.cat(own).to(device)
-            gathered = message.new_empty(len(ranks), message.numel())  # [ranks, norms]
+            gathered = _torch.empty(  # [ranks, norms]
+                len(ranks), message.numel(), dtype=message.dtype, device=message.device
+            )
             _torch.all_gather_rows(gathered, message, group)
             combined = torch.linalg.vector_norm(gathered, self._p, dim=0).to(self._device)
             parts = combined.split([len(part) for part in own])

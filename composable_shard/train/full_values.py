@@ -166,7 +166,7 @@ class FullParams:
         if is_subclass:  # only a gather knows what it is made of
             full = full_copy(param).to(dtype)
         else:
-            full = torch.empty(param.shape, dtype=dtype, device=mesh.device_type)
+            full = _torch.empty(*param.shape, dtype=dtype, device=mesh.device_type)
         if _is_first(mesh):
             assert value is not None
             full.copy_(value.detach())

@@ -46,7 +46,8 @@ INT8 = "Int8QuantizedTrainingLinearWeight"
 FLOAT8 = {"compute": with_emulated_float8, "tolerance": 0.1, "shapes": [(8, 16)]}
 CASES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("int8 mixed", {"tolerance": 0.05}, {}),
-    ("moe", {"compute": with_inner}, {}),
+    ("moe float8", {"compute": with_inner}, {}),
+    ("moe mxfp8", {"compute": with_inner}, {}),
     (
         "int8",
         {},

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import MixedPrecisionPolicy, apply_fully_shard, estimate
+from composable_shard._torch import poisoned_memory
 from composable_shard.insight.forecast.result import Estimate
 from composable_shard.insight.groups.blocks import is_repeated_block
 from composable_shard.testing import run_ranks
@@ -49,6 +50,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
+@poisoned_memory(False)  # which keeps memory for a while
 def measure(
     build: Callable[[], nn.Module], kwargs: dict[str, Any], shape: int | tuple[int, int]
 ) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from composable_shard import fully_shard, load_sharded, save_full
+from composable_shard._torch import poisoned_memory
 from composable_shard.testing import run_ranks
 from composable_shard.train.full_values import full_copy
 from composable_shard.train.weights import writing
@@ -120,6 +121,7 @@ def resident(what: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@poisoned_memory(False)  # which keeps memory for a while
 def growth_while_loading(file: Path, dim: int, sends: bool) -> int:
     for _ in range(2):  # the first time, code is loaded too
         model = build(True, dim)

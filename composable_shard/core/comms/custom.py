@@ -203,7 +203,7 @@ class _In(_Allocates):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        return self._memory.allocate(size, dtype, device)
+        return _torch.without_values(self._memory.allocate(size, dtype, device))
 
     def _register(self, *tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
         for tensor in tensors:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composable_shard import _torch
 from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
 from composable_shard.core.comms.failures import lost, refuse_lost
 from composable_shard.core.comms.neighbours import neighbours
@@ -159,7 +160,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
         messages = _Messages(group, tag)
         for peer in far:
             for total, out in zip(sums, outputs, strict=True):
-                total.parts[peer] = torch.empty_like(out)
+                total.parts[peer] = _torch.empty_like(out)
                 messages.receive(total.parts[peer], peer)
         for peer in far:
             for part, out in zip(parts, outputs, strict=True):
@@ -211,7 +212,7 @@ class _RankOrderSum:
         numel = self.out.numel()
         chunk_numel = CHUNK_NUMEL if places else max(numel, 1)
         scratch = {
-            peer: self.out.new_empty(min(chunk_numel, numel), dtype=place.dtype)
+            peer: _torch.empty(min(chunk_numel, numel), dtype=place.dtype, device=self.out.device)
             for peer, place in places.items()
         }
         for start in range(0, numel, chunk_numel):

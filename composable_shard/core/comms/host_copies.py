@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from composable_shard import _torch
 from composable_shard.core.comms.streams import Waitable
 
 _NUM_KEPT = 2  # copies whose tensors a lane keeps
@@ -102,7 +103,7 @@ def upload(source: torch.Tensor, into: torch.Tensor) -> Lane:
     if source.dtype == into.dtype:
         lane.copy(into, source)
     else:
-        staged = torch.empty_like(source, device=into.device)
+        staged = _torch.empty_like(source, device=into.device)
         lane.copy(staged, source)
         lane.copy(into, staged)
     return lane
@@ -111,7 +112,7 @@ def upload(source: torch.Tensor, into: torch.Tensor) -> Lane:
 def download(source: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of a device to pinned memory; it is complete after :func:`settle`."""
     is_pinned = source.device.type != "cpu"
-    into = torch.empty_like(source, device="cpu", pin_memory=is_pinned)
+    into = _torch.empty_like(source, device="cpu", pin_memory=is_pinned)
     _lane(_downloads, source.device).copy(into, source)
     return into
 

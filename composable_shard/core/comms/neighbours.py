@@ -172,10 +172,10 @@ def _try_all(group: dist.ProcessGroup) -> dict[int, Neighbour]:
     secret = torch.tensor([secrets.randbits(63) for _ in range(_NUM_SECRETS)])
     boxes = [LetterBox() for _ in range(num_ranks)]
     own = [os.getpid(), secret.data_ptr(), *secret.tolist(), *(box.address for box in boxes)]
-    cards = torch.empty(num_ranks, len(own), dtype=torch.int64)
+    cards = _torch.empty(num_ranks, len(own), dtype=torch.int64, device="cpu")
     _torch.all_gather_rows(cards, torch.tensor(own), group)
     found = [peer != rank and _knows(cards[peer].tolist()) for peer in range(num_ranks)]
-    pairs = torch.empty(num_ranks, num_ranks, dtype=torch.uint8)
+    pairs = _torch.empty(num_ranks, num_ranks, dtype=torch.uint8, device="cpu")
     _torch.all_gather_rows(pairs, torch.tensor(found).to(torch.uint8), group)
     both = (pairs * pairs.t())[rank].tolist()
     its_boxes = cards[:, 2 + _NUM_SECRETS + rank].tolist()

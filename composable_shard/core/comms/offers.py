@@ -71,6 +71,7 @@ class Offer:
     ) -> None:
         if _abandoned:
             _let_go()
+        _torch.poison_all_when_unused(tensors.values())
         self.tag = tag
         self.is_finished = False
         self.is_abandoned = False

@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from composable_shard import _torch
 from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
 from composable_shard.core.grads.grad_extension import GradExtension, agree_formats, formats_of
 from composable_shard.core.params.extension import GRAD_PRE, Format
@@ -74,7 +75,7 @@ class EncodedBucket(GradBucket):
         present = [grad is not None for grad in grads]
         rows[:, nbytes - len(grads) :] = self._packed.flags.rows(torch.uint8, present)
         result = torch.zeros(self.numel + len(grads), dtype=self.dtype, device=self._mesh.device)
-        return GradTransfer(result, present, [torch.empty_like(rows)], [rows])
+        return GradTransfer(result, present, [_torch.empty_like(rows)], [rows])
 
     @torch.no_grad()
     def settle(self, transfer: GradTransfer, divisor: float) -> None:

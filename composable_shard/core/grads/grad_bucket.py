@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from composable_shard import _torch
 from composable_shard.core.grads.packing import PackedGrads
 from composable_shard.core.params.layout import ParamLayout, plan_bucket
 from composable_shard.core.params.staging import matching_pieces
@@ -151,4 +152,4 @@ class GradBucket:
         return scratch
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self._device)
+        return _torch.empty(*shape, dtype=self.dtype, device=self._device)

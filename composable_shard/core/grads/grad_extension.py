@@ -40,7 +40,7 @@ class GradExtension:
         Args:
             parts: What of the gradient goes to each rank, [num_shards, shard_numel].
         """
-        result = self._hook(GRAD_PRE)(parts, self.param.mesh.mesh)
+        result = self._hook(GRAD_PRE)(parts, self.param.mesh.shard_axis)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise self._broken(GRAD_PRE, "(tensors, metadata)", type(result).__name__)
         tensors, self._metadata = result

@@ -118,7 +118,7 @@ class PackedGrads:
         rows = self._rows
         if rows is None or rows.is_in_use:
             with torch.inference_mode(False):
-                flat = torch.empty(prod(self._shape), dtype=self._dtype, device=self._device)
+                flat = _torch.empty(prod(self._shape), dtype=self._dtype, device=self._device)
                 rows = _Rows(flat, self._shape, self._layout.packed_numel, self._places)
             self._rows = rows
         else:
@@ -127,7 +127,7 @@ class PackedGrads:
 
     def _fused(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
         """Pad, cast and pack in one kernel."""
-        rows = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        rows = _torch.empty(*self._shape, dtype=self._dtype, device=self._device)
         dtypes = {grad.dtype for grad in members if grad is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else self._dtype
         parts = [

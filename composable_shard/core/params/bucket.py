@@ -96,8 +96,10 @@ class ParamBucket:
         is_pinned = device.type == "cpu" and offload is not None and pins(offload)
         self._is_carried = device.type == "cpu" and copies_beside_compute(offload, mesh.device)
         with torch.inference_mode(False):
-            self.sharded = torch.zeros(
-                self.layout.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned
+            self.sharded = _torch.poison_when_unused(
+                torch.zeros(
+                    self.layout.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned
+                )
             )
         self.unsharded: torch.Tensor | None = self.sharded if self.shares_storage else None
         self._compute_dtype = compute_dtype
@@ -128,7 +130,7 @@ class ParamBucket:
         if self.mesh.num_shards == 1:
             return self._fill(self.unsharded)
         if self._is_carried:
-            source = self.sharded.new_empty(
+            source = _torch.empty(
                 layout.shard_numel, dtype=self._compute_dtype, device=self.mesh.device
             )
             lane = upload(self.sharded, source)
@@ -160,7 +162,7 @@ class ParamBucket:
 
     def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
         assert self.unsharded is not None
-        return [self.unsharded.view(num_parts, -1)[part].clone()]
+        return [_torch.poison_when_unused(self.unsharded.view(num_parts, -1)[part].clone())]
 
     def start_regather(self, kept: list[torch.Tensor], num_parts: int) -> Transfer:
         assert self.unsharded is not None
@@ -176,7 +178,7 @@ class ParamBucket:
     def _create_unsharded(self) -> None:
         layout = self.layout
         with torch.inference_mode(False):
-            self.unsharded = torch.empty(
+            self.unsharded = _torch.empty(
                 layout.unsharded_numel, dtype=self._compute_dtype, device=self.mesh.device
             )
             self._outputs = [self._unsharded_region(index) for index in layout.direct]

@@ -7,12 +7,14 @@ A scalar has nothing to cut: it is laid out as one equal row for each rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from composable_shard import _torch
 from composable_shard.core.params.layout import ParamLayout
+from composable_shard.errors import ExtensionError
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,28 @@ class DenseForm:
         """View the rows of ``rank`` in a whole tensor."""
         if self.dim is None:
             return tensor
-        if _torch.is_wrapper_subclass(tensor):
+        layout = self.layout
+        if _torch.is_subclass(tensor):
             # What torch's fully_shard calls, so that subclasses implement it; not all know narrow.
-            shards = tensor.chunk(self.layout.num_shards, self.dim)
+            shards = tensor.chunk(layout.num_shards, self.dim)
+            self._check(shards)
             if rank < len(shards):
                 return shards[rank]
-        return tensor.narrow(self.dim, self.layout.start(rank), self.layout.local_rows(rank))
+        return tensor.narrow(self.dim, layout.start(rank), layout.local_rows(rank))
+
+    def _check(self, shards: Sequence[torch.Tensor]) -> None:
+        """Raise ``ExtensionError`` if a class has cut itself otherwise than a plain tensor is."""
+        dim, count = self.dim, self.layout.num_nonempty_shards
+        assert dim is not None
+        rows = [self.layout.local_rows(rank) for rank in range(max(count, len(shards)))]
+        expected = [(*self.shape[:dim], num, *self.shape[dim + 1 :]) for num in rows]
+        found = [tuple(shard.shape) for shard in shards]
+        if found != expected:
+            kind = type(shards[0]).__name__ if shards else "nothing"
+            raise ExtensionError(
+                f"Expected split to return shapes {list(map(list, expected))}, got "
+                f"{list(map(list, found))} of {kind}"
+            )
 
     def new_zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a whole tensor of zeros, of the kind and on the device of ``like``."""

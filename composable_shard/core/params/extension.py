@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import _torch
+from composable_shard.core.comms.objects import gather_objects
+from composable_shard.core.params.dense import DenseForm
 from composable_shard.errors import ExtensionError
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 GRAD_PRE, GRAD_POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
 
 
@@ -57,7 +62,66 @@ def needs_extension(tensor: torch.Tensor) -> bool:
     return brings_hooks or _torch.is_wrapper_subclass(tensor)
 
 
-def check_keeps_hooks(name: str, whole: torch.Tensor, shard: torch.Tensor) -> None:
+def cut_shard(
+    name: str, whole: torch.Tensor, form: DenseForm, rank: int, device: torch.device
+) -> torch.Tensor:
+    """Copy the shard of one rank out of a tensor subclass.
+
+    Args:
+        name: What messages call the parameter.
+        whole: All of it that is cut.
+        form: How it is cut.
+        rank: Whose shard.
+        device: Where it belongs; one on the meta device stays there.
+
+    Raises:
+        ExtensionError: If the class cannot be cut that way, or copied.
+    """
+    try:
+        shard = form.shard_of(whole, rank).detach()
+        copied = copied_shard(shard if shard.device.type == "meta" else shard.to(device))
+    except Exception as error:
+        is_ours = isinstance(error, ExtensionError)
+        got = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        raise ExtensionError(
+            f"Expected parameter '{name}', a {type(whole).__name__} of shape {list(whole.shape)}, "
+            f"to be cut into {form.layout.num_shards} shards along dim {form.dim}, got: {got}; "
+            "shard it over a number of ranks that its class can be cut for, or pass it in "
+            "ignored_params"
+        ) from error
+    _check_keeps_hooks(name, whole, copied)
+    return copied
+
+
+def agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh]) -> None:
+    """Raise the same error on all ranks of some meshes if one of them could not cut its shards.
+
+    Args:
+        failure: What this rank's attempt raised.
+        meshes: Those of the parameters that are tensor subclasses; the same on all ranks.
+
+    Raises:
+        ExtensionError: On all ranks, with the text of every rank that failed.
+
+    Collective: an all-gather of a small object over each axis.
+    """
+    heard = {dist.get_rank(): None if failure is None else str(failure)}
+    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    for group in dict.fromkeys(groups):
+        if group.size() > 1 and not _torch.is_fake(group):
+            for theirs in gather_objects(heard, group, "agreeing on how tensor subclasses are cut"):
+                heard.update(theirs)
+    failures = {rank: text for rank, text in heard.items() if text is not None}
+    if not failures:
+        return
+    texts = set(failures.values())
+    if len(failures) == len(heard) and len(texts) == 1:
+        raise ExtensionError(texts.pop()) from failure
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    raise ExtensionError(told) from failure
+
+
+def _check_keeps_hooks(name: str, whole: torch.Tensor, shard: torch.Tensor) -> None:
     """Raise ``ExtensionError`` if the class of a parameter has hooks that its shard has lost."""
     for hook in (PRE, GRAD_PRE):
         is_of_class = hasattr(whole, hook) and hook not in whole.__dict__

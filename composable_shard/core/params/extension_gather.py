@@ -2,18 +2,23 @@
 
 The library pads what travels, agrees formats across ranks once, keeps the storage of what arrives,
 and hands the same storage to every later call (``out=``).
+
+Between two uses the memory of what arrives is freed, and that of the inner tensors that the post
+hook returned. What else the unsharded tensor refers to, such as scales, is its own business:
+autograd may have saved it, and nobody would fill it again.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.comms.objects import gather_objects
@@ -21,6 +26,7 @@ from composable_shard.core.params.bucket import Transfer
 from composable_shard.core.params.extension import (
     POST,
     PRE,
+    RELEASE,
     Format,
     bound_hook,
     flatten,
@@ -47,15 +53,21 @@ class ExtensionGather:
         self.mesh = param.mesh
         self.formats: list[tuple[Format, ...]] | None = None
         self._dim = param.form.dim or 0  # as hooks see it; the layout has dims as in memory
+        shape = torch.Size(param.form.shape)
+        self._outer = shape, torch.empty(shape, device="meta").stride()  # of the contiguous whole
         self._policy = policy
         self._device = device
         self._dtype = policy.compute_dtype(param.local.dtype)
-        self._buffers: list[torch.Tensor] = []
+        self._arrived: list[torch.Tensor] = []  # with the padding, flat
+        self._buffers: list[torch.Tensor] = []  # what hooks get, flat; mostly the same
         self._versions: list[int] = []
-        self._memory: list[torch.Tensor] = []
+        self._returned: list[torch.Tensor] = []  # inner tensors, by the post hook
+        self._inner: list[torch.Tensor] = []  # the memory of those, flat
+        self._kept: list[torch.Tensor] = []  # bytes of what is regathered
+        self._out: torch.Tensor  # what the post hook gets to fill
+        self._releases_buffers = False
         self._metadata: Any = None
         self._rebuild: Any = None
-        self._lasting: list[torch.Tensor] = []
         self._sent: list[torch.Tensor] = []
 
     # What travels ---------------------------------------------------------------------------
@@ -76,19 +88,21 @@ class ExtensionGather:
         local = self.param.local
         if not has_extension(local):
             return (local,), None
+        if local.device != self._device:  # offloaded: what hooks compute belongs where it is used
+            moved = local.to(self._device, non_blocking=True)
+            local = moved if has_extension(moved) else local
         hook = bound_hook(getattr(local, PRE), local)
         num_args = len(inspect.signature(hook).parameters)
-        mesh = self.param.mesh.mesh
-        meta = self.param.spec.tensor_meta
-        assert meta is not None
-        full = (mesh, meta.shape, meta.stride, self.param.slots[0].module, self._policy)
+        mesh = self.param.mesh.shard_axis
+        full = (mesh, *self._outer, self.param.slots[0].module, self._policy)
         if num_args not in (0, 1, len(full)):
             raise ExtensionError(
                 f"Expected {PRE} of {self.param.name} to take (mesh) or (mesh, outer_size, "
                 f"outer_stride, module, mp_policy), got {num_args} parameters: "
                 f"{inspect.signature(hook)}"
             )
-        result = hook(*full[:num_args])
+        with torch.inference_mode(False), torch.no_grad():
+            result = hook(*full[:num_args])
         if not (isinstance(result, tuple) and len(result) == 2):
             raise ExtensionError(
                 f"Expected {PRE} of {self.param.name} to return (tensors, metadata), "
@@ -129,24 +143,37 @@ class ExtensionGather:
     def start_gather(self) -> Transfer:
         """Allocate what arrives and name what is sent; :meth:`prepare` must have been called."""
         assert self.formats is not None
-        rank, num_ranks = self.param.mesh.shard_rank, self.param.mesh.num_shards
-        self._check_unchanged(self.formats[rank])
-        padded_rows = [
-            max(theirs[index].shape[0] for theirs in self.formats)
-            for index in range(len(self._sent))
-        ]
+        self._check_unchanged(self.formats[self.param.mesh.shard_rank])
+        padded_rows = [max(rows) for rows in self._rows()]
         inputs = [_padded(t, rows) for t, rows in zip(self._sent, padded_rows, strict=True)]
-        with torch.inference_mode(False):
-            if not self._buffers:
-                self._buffers = [own.new_empty(num_ranks * own.numel()) for own in inputs]
-        self._allocate()
+        if not self._arrived:
+            self._create_buffers(inputs)
+        for memory in (*self._arrived, *self._buffers, *self._inner):
+            _torch.allocate(memory)
         self._versions = [buffer._version for buffer in self._buffers]
         self._sent = []
-        if num_ranks == 1:
+        if self.param.mesh.num_shards == 1:
             for buffer, own in zip(self._buffers, inputs, strict=True):
                 buffer.copy_(own)
             return Transfer()
-        return Transfer(self._buffers, inputs)
+        return Transfer(self._arrived, inputs)
+
+    def _rows(self) -> list[list[int]]:
+        """Return for each tensor how many rows each rank sends of it."""
+        assert self.formats is not None
+        return [[wire.shape[0] for wire in wires] for wires in zip(*self.formats, strict=True)]
+
+    def _create_buffers(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Make what is received; what ends with the padding of the last ranks is used in place."""
+        num_ranks = self.param.mesh.num_shards
+        with torch.inference_mode(False):
+            for own, rows in zip(inputs, self._rows(), strict=True):
+                make = partial(_torch.empty, dtype=own.dtype, device=own.device)
+                arrived = make(num_ranks * own.numel())
+                row_numel = own.numel() // max(max(rows), 1)
+                ends_in_order = all(b == 0 or a == max(rows) for a, b in pairwise(rows))
+                self._arrived.append(arrived)
+                self._buffers.append(arrived if ends_in_order else make(sum(rows) * row_numel))
 
     def _check_unchanged(self, agreed: tuple[Format, ...]) -> None:
         now = tuple(Format(tensor.dtype, tuple(tensor.shape)) for tensor in self._sent)
@@ -158,104 +185,154 @@ class ExtensionGather:
 
     def finish_gather(self, transfer: Transfer) -> None:
         """Call the post-all-gather hook on what arrived, without the padding."""
+        outputs = self._rebuild([self._unpadded(index) for index in range(len(self._buffers))])
         # Refilling is no change of inner tensors, which autograd may have saved by themselves.
         _torch.set_versions(self._buffers, self._versions)
-        outputs = self._rebuild([self._unpadded(index) for index in range(len(self._buffers))])
         self._rebuild = None
         local, param = self.param.local, self.param
         metadata, self._metadata = self._metadata, None
-        if not has_extension(local):
+        with torch.inference_mode(False), torch.no_grad():
+            if not has_extension(local):
+                if param.unsharded is None:
+                    whole = outputs[0].to(self._dtype)
+                    self._create_unsharded(whole, _torch.leaves(whole))
+                else:
+                    self._overwrite(lambda out: _copy_unless_same(out, outputs[0]))
+                return
+            hook = bound_hook(getattr(local, POST), local)
             if param.unsharded is None:
-                self._create_unsharded(outputs[0].to(self._dtype), ())
+                result = self._checked(hook(outputs, metadata, self._dtype))
+                self._releases_buffers = self._asks_to_release()
+                self._create_unsharded(*result)
             else:
-                self._overwrite(lambda out: _copy_unless_same(out, outputs[0]))
-            return
-        hook = bound_hook(getattr(local, POST), local)
-        if param.unsharded is not None:
-            self._overwrite(lambda out: hook(outputs, metadata, self._dtype, out=out))
-            return
-        result = hook(outputs, metadata, self._dtype)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise ExtensionError(
-                f"Expected {POST} of {param.name} to return (tensor, inner tensors) when out is "
-                f"None, got {type(result).__name__}"
-            )
-        self._create_unsharded(*result)
+                self._overwrite(lambda out: hook(outputs, metadata, self._dtype, out=out))
+            if self._releases_buffers:
+                self._free(self._buffers)
+
+    def _checked(self, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return what the post hook returned if it is a tensor and its inner tensors."""
+        got = type(result).__name__
+        if isinstance(result, tuple) and len(result) == 2:
+            tensor, inner = result
+            is_sequence = isinstance(inner, Sequence) and all(map(torch.is_tensor, inner))
+            if torch.is_tensor(tensor) and is_sequence:
+                return tensor, inner
+            got = f"({type(tensor).__name__}, {type(inner).__name__})"
+        raise ExtensionError(
+            f"Expected {POST} of {self.param.name} to return (tensor, inner tensors) when out is "
+            f"None, got {got}"
+        )
 
     def free(self) -> None:
-        for memory in self._memory:
-            _torch.free(memory)
+        self._free([*self._arrived, *self._buffers, *self._inner])
+
+    def _free(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            _torch.free(tensor)
 
     def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
-        """Copy one part of what the unsharded parameter is made of."""
+        """Copy one part of what was freed otherwise and the unsharded parameter may refer to."""
         kept = []
-        for whole in self._lasting:
+        for whole in self._kept:
             numel = -(-whole.numel() // num_parts)
             mine = whole[part * numel : (part + 1) * numel]
-            kept.append(_padded(mine, numel) if mine.numel() < numel else mine.clone())
+            copied = _padded(mine, numel) if mine.numel() < numel else mine.clone()
+            kept.append(_torch.poison_when_unused(copied))
         return kept
 
     def start_regather(self, kept: list[torch.Tensor], num_parts: int) -> Transfer:
         """Allocate what arrives; what does not divide evenly arrives beside its place."""
-        self._allocate()
+        for whole in self._kept:
+            _torch.allocate(whole)
         outputs = [
             whole if whole.numel() == num_parts * part.numel() else part.repeat(num_parts)
-            for whole, part in zip(self._lasting, kept, strict=True)
+            for whole, part in zip(self._kept, kept, strict=True)
         ]
         return Transfer(outputs, kept)
 
     def finish_regather(self, transfer: Transfer) -> None:
         """Copy what arrived beside its place; no hook is called."""
-        for whole, arrived in zip(self._lasting, transfer.outputs, strict=True):
+        for whole, arrived in zip(self._kept, transfer.outputs, strict=True):
             if arrived is not whole:
                 whole.copy_(arrived[: whole.numel()])
 
-    def _allocate(self) -> None:
-        for memory in self._memory:
-            _torch.allocate(memory)
-
     def _unpadded(self, index: int) -> torch.Tensor:
+        """View what hooks get of one tensor, the rows of all ranks without the padding."""
         assert self.formats is not None
-        rows = [theirs[index].shape[0] for theirs in self.formats]
-        trailing = self.formats[0][index].shape[1:]
-        gathered = self._buffers[index].view(len(rows) * max(rows), *trailing)
-        ends_in_order = all(later == 0 or earlier == max(rows) for earlier, later in pairwise(rows))
-        if ends_in_order:
-            tensor = gathered[: sum(rows)]
-        else:  # rows of a rank in the middle are missing: no view is contiguous
-            parts = gathered.view(len(rows), max(rows), *trailing)
-            tensor = torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+        rows, trailing = self._rows()[index], self.formats[0][index].shape[1:]
+        arrived, buffer = self._arrived[index], self._buffers[index]
+        if buffer is not arrived and self.param.mesh.num_shards > 1:
+            parts = arrived.view(len(rows), max(rows), *trailing)
+            own = [part[:count] for part, count in zip(parts, rows, strict=True)]
+            torch.cat(own, out=buffer.view(sum(rows), *trailing))
+            _torch.free(arrived)
+        numel = sum(rows) * prod(trailing)
+        tensor = buffer[:numel].view(sum(rows), *trailing)
         return tensor.movedim(0, self._dim) if self._follows_param(tensor) else tensor
 
     def _create_unsharded(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
-        expected = self.param.form.shape
-        if tuple(tensor.shape) != expected:
+        """Make the unsharded parameter of what the post hook returned.
+
+        As with torch, that may have rows of padding at the end.
+        """
+        param, expected = self.param, self.param.form.shape
+        is_padded = tensor.shape[1:] == expected[1:] and tensor.shape[:1] > expected[:1]
+        fitting = tensor[: expected[0]] if is_padded else tensor
+        if tuple(fitting.shape) != expected:
             raise ExtensionError(
-                f"Expected the unsharded tensor of {self.param.name} to have shape "
+                f"Expected the unsharded tensor of {param.name} to have shape "
                 f"{list(expected)}, got {list(tensor.shape)} from {type(tensor).__name__}"
             )
-        with torch.inference_mode(False), torch.no_grad():
-            unsharded = self.param.create_unsharded(tensor).detach()
-            if isinstance(unsharded, DTensor):
-                unsharded = _torch.local_tensor(unsharded)
-            lasting = self._storages_of([*inner, unsharded])
-            self._lasting = [_bytes_of(storage) for storage in lasting.values()]
-            found = self._storages_of(self._buffers) | lasting
-            self._memory = [_bytes_of(storage) for storage in found.values()]
+        unsharded = param.create_unsharded(fitting)
+        self._out, self._returned = tensor if is_padded else unsharded, list(inner)
+        buffers, shard = _storages_of(self._buffers), _storages_of([param.local])
+        besides = {
+            number: one
+            for number, one in _storages_of(inner).items()
+            if number not in buffers and number not in shard
+        }
+        self._inner = [_flat(*one) for one in besides.values()]
+        if _torch.is_subclass(param.unsharded_local()):
+            leaves, freed = _torch.leaves(param.unsharded_local()), {*buffers, *besides}
+            param.parts = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
+        kept = {**besides, **self._used_buffers(buffers, inner)}
+        self._kept = [_flat(storage, torch.uint8) for storage, _ in kept.values()]
 
-    def _storages_of(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-        """Return the storages behind tensors, by address, but those of the local shard."""
-        own = {leaf.untyped_storage().data_ptr() for leaf in _torch.leaves(self.param.local)}
-        storages = [leaf.untyped_storage() for tensor in tensors for leaf in _torch.leaves(tensor)]
-        return {s.data_ptr(): s for s in storages if s.size() and s.data_ptr() not in own}
+    def _used_buffers(self, buffers: _Storages, inner: Sequence[torch.Tensor]) -> _Storages:
+        """Return the storages of what arrived that are needed after the hook, alike on all ranks.
+
+        Where a class does not say what the unsharded parameter is made of, all of them may be.
+        """
+        unsharded = self.param.unsharded_local()
+        if self._releases_buffers:
+            return {}
+        if _torch.is_subclass(unsharded) and not _torch.is_wrapper_subclass(unsharded):
+            return buffers
+        used = _storages_of([unsharded, *inner])
+        return {key: value for key, value in buffers.items() if key in used}
+
+    def _asks_to_release(self) -> bool:
+        """Ask a class whether what arrived may be freed once its post hook has run."""
+        ask = getattr(self.param.local, RELEASE, None)
+        answer = False if ask is None else ask()
+        if not isinstance(answer, bool):
+            raise ExtensionError(
+                f"Expected {RELEASE} of {self.param.name} to return a bool, got "
+                f"{type(answer).__name__}"
+            )
+        return answer
 
     def _overwrite(self, fill: Any) -> None:
         """Let ``fill`` write the unsharded parameter without counting as a change of any part."""
         unsharded = self.param.unsharded
         assert unsharded is not None
-        inner = _torch.leaves(self.param.unsharded_local())
-        with _torch.preserved_versions([unsharded, *inner]), torch.no_grad():
-            fill(unsharded)
+        parts = _torch.leaves(self.param.unsharded_local())
+        with _torch.preserved_versions([unsharded, self._out, *parts, *self._returned]):
+            fill(self._out)
+
+
+_Storages = dict[int, tuple[torch.UntypedStorage, torch.dtype]]
+"""Storages by their number, each with the dtype of what lies in it."""
 
 
 def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
@@ -290,14 +367,28 @@ def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
         gather.agree([theirs[index] for theirs in heard])
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _storages_of(tensors: Sequence[torch.Tensor]) -> _Storages:
+    """Return the storages behind tensors that can be freed and allocated again."""
+    every = [leaf for tensor in tensors for leaf in _torch.leaves(tensor)]
+    return {
+        _torch.storage_number(leaf): (leaf.untyped_storage(), leaf.dtype)
+        for leaf in every
+        if leaf.untyped_storage().resizable()
+    }
+
+
+def _flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """View all of a storage, as bytes where it does not divide into elements."""
+    if storage.nbytes() % dtype.itemsize:
+        dtype = torch.uint8
+    whole = torch.empty(0, dtype=dtype, device=storage.device)
+    return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     if tensor.shape[0] == rows:
         return tensor.view(-1)
-    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded = _torch.poison_when_unused(tensor.new_zeros(rows, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     return padded.view(-1)
 

@@ -13,7 +13,7 @@ The tensors a parameter goes through:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,6 +77,7 @@ class ShardedParam:
         local: The local tensor of ``sharded``, to notice when somebody replaces it.
         unsharded: The parameter of compute, once it was gathered.
         is_subclass: Whether ``unsharded`` is made of inner tensors.
+        parts: What autograd may save of a subclass by itself and is freed with ``unsharded``.
         encodes_grad: Whether the local shard says what its gradient looks like on the wire.
         accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
             same in every graph. ``None`` while the parameter is frozen.
@@ -109,6 +110,7 @@ class ShardedParam:
         self.local: torch.Tensor
         self.unsharded: nn.Parameter | None = None
         self.is_subclass = False
+        self.parts: Sequence[torch.Tensor] = ()
         self.encodes_grad = False
         self.accumulator: Node | None = None
         self._is_watched = False
@@ -184,6 +186,7 @@ class ShardedParam:
     def forget_unsharded(self) -> None:
         """Let go of the unsharded parameter; the next gather makes another."""
         self.unsharded, self.accumulator, self.is_subclass = None, None, False
+        self.parts = ()
 
     def register_sharded(self) -> None:
         for slot in self.slots:

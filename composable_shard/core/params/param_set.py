@@ -26,7 +26,8 @@ class ParamSet:
 
     Attributes:
         accumulators: The nodes that accumulate into the unsharded parameters, but frozen ones.
-        readable: The unsharded parameters whose version counters autograd compares.
+        readable: The unsharded parameters, and what is freed of those that are subclasses, whose
+            version counters autograd compares.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -44,7 +45,8 @@ class ParamSet:
         self._locals = [param.local for param in params]
         self._counted = [*self._sharded, *self._locals]
         self._unsharded = [p.unsharded for p in params if p.unsharded is not None]
-        self.readable = [tensor for tensor in self._unsharded if not tensor.is_inference()]
+        readable = [*self._unsharded, *(part for param in params for part in param.parts)]
+        self.readable = [tensor for tensor in readable if not tensor.is_inference()]
         self._first_places = [(param.slots[0].module, param.slots[0].attribute) for param in params]
         self._put_sharded = _pairs(params, self._sharded)
         self._put_unsharded = _pairs(params, self._unsharded) if self.is_created else []

@@ -31,7 +31,7 @@ class Staging:
         self, layout: BucketLayout, regions: Mapping[int, torch.Tensor], *, fuses: bool
     ) -> None:
         like = next(iter(regions.values()))
-        self._flat = like.new_empty(layout.staging_numel)
+        self._flat = _torch.empty(layout.staging_numel, dtype=like.dtype, device=like.device)
         self.messages = list(self._flat.split_with_sizes(layout.staged_numels))
         pieces = [
             piece

@@ -36,7 +36,7 @@ def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
         device = homes.get(id(old), anywhere)
         if id(old) not in homes and isinstance(old, DTensor):
             device = torch.device(old.device_mesh.device_type)
-        new = torch.empty_like(old, device=device, requires_grad=False)
+        new = _torch.without_values(torch.empty_like(old, device=device, requires_grad=False))
         if isinstance(old, nn.Parameter):
             _exchange(old, nn.Parameter(new, requires_grad=old.requires_grad))
         else:

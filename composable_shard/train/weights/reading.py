@@ -115,7 +115,7 @@ class Reading:
             device, group = torch.device("cpu"), self._ranks.group
             if group is not None:
                 device = _torch.device_for(group, device)
-            self._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+            self._buffer = _torch.empty(largest, dtype=torch.uint8, device=device)
         return self._buffer[:nbytes]
 
     @contextlib.contextmanager

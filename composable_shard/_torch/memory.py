@@ -1,0 +1,149 @@
+"""Memory that comes without values and goes, all of it through the functions of this module.
+
+With ``COMPOSABLE_SHARD_POISON_MEMORY=1`` such memory is filled when it comes and before it goes:
+floats with NaN, integers and bytes with a pattern. What is read too early or too late is then wrong
+for certain, where by luck it would still hold the right values. Tests run with it; without it these
+functions do nothing but allocate and free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from composable_shard._torch.dtensors import leaves, local_tensor
+
+POISON_VARIABLE = "COMPOSABLE_SHARD_POISON_MEMORY"
+POISON_OF_FLOATS = 0xFF
+"""The byte of which all floats are NaN, those of 8 bits too."""
+POISON_OF_INTEGERS = 0x5A
+
+
+class _Poison:
+    """Fills memory, also that which nobody frees by a call.
+
+    A tensor's memory goes with the last reference to it, unseen. So a reference is kept to all that
+    is watched, and given up, after filling, once it is the only one.
+    """
+
+    def __init__(self) -> None:
+        self._watched: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
+        self._lock = threading.RLock()  # ranks may be threads
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        with self._lock:
+            self._watched.setdefault(storage._cdata, (storage, tensor.dtype))
+
+    def sweep(self) -> None:
+        """Fill and let go of the memory to which nobody else refers any more."""
+        with self._lock:
+            for key, (storage, dtype) in list(self._watched.items()):
+                if torch._C._storage_Use_Count(key) == 1:
+                    fill(storage, dtype)
+                    del self._watched[key]
+
+
+_poison = _Poison() if os.environ.get(POISON_VARIABLE) == "1" else None
+
+
+def fill(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """Fill memory with what no computation can take for a value, unseen by autograd."""
+    is_float = dtype.is_floating_point or dtype.is_complex
+    byte = POISON_OF_FLOATS if is_float else POISON_OF_INTEGERS
+    if storage.device.type == "meta" or not storage.nbytes():  # of fake tensors, too
+        return
+    if storage.device.type == "cpu":
+        ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(byte)
+
+
+@contextlib.contextmanager
+def poisoned_memory(enabled: bool) -> Iterator[None]:
+    """Turn the poison of this process on or off for a while, whatever the environment says."""
+    global _poison
+    before, _poison = _poison, _Poison() if enabled else None
+    try:
+        yield
+    finally:
+        _poison = before
+
+
+def empty(
+    *shape: int, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
+) -> torch.Tensor:
+    """Make a tensor without values."""
+    return without_values(torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory))
+
+
+def empty_like(
+    tensor: torch.Tensor,
+    *,
+    device: torch.device | str | None = None,
+    pin_memory: bool = False,
+) -> torch.Tensor:
+    """Make a tensor without values, shaped and laid out as another."""
+    return without_values(torch.empty_like(tensor, device=device, pin_memory=pin_memory))
+
+
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that was made elsewhere, and whose values mean nothing yet."""
+    if _poison is not None:
+        _poison.sweep()
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        for leaf in leaves(local):
+            fill(leaf.untyped_storage(), leaf.dtype)
+            _poison.watch(leaf)
+    return tensor
+
+
+def poison_when_unused(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory counts as freed once nobody refers to it."""
+    if _poison is not None:
+        _poison.watch(tensor)
+    return tensor
+
+
+def poison_all_when_unused(lists: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Let the memory of the tensors in some lists count as freed once nobody refers to it."""
+    if _poison is not None:
+        for tensors in lists:
+            for tensor in tensors:
+                _poison.watch(tensor)
+
+
+def allocate(tensor: torch.Tensor) -> None:
+    """Have the memory of a tensor that fills its storage, which may be empty."""
+    storage = tensor.untyped_storage()
+    if storage.size() != tensor.nbytes:
+        storage.resize_(tensor.nbytes)
+        if _poison is not None:
+            _poison.sweep()
+            fill(storage, tensor.dtype)
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Free the memory of a tensor and of all its views, which stay."""
+    storage = tensor.untyped_storage()
+    if _poison is not None:
+        _poison.sweep()
+        fill(storage, tensor.dtype)
+    storage.resize_(0)
+
+
+def storage_number(tensor: torch.Tensor) -> int:
+    """Return what is the same for all tensors in one memory, and for no others."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def num_uses(tensor: torch.Tensor) -> int:
+    """Count who refers to the memory of a tensor: all its views, wherever they are held."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
