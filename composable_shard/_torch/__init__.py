@@ -60,10 +60,12 @@ from composable_shard._torch.process_groups import (
     backend_allocator,
     backend_name,
     device_for,
+    is_in_use,
     new_local_group,
     reduce_scatter_flat,
     symmetric_memory_of_nccl,
     timeout_of,
+    wait_for_idle_threads,
 )
 from composable_shard._torch.rehearsed import (
     DispatchMode,
@@ -142,6 +144,7 @@ __all__ = [
     "inner_value",
     "is_batch_norm",
     "is_executing",
+    "is_in_use",
     "is_on_distributed_tensors",
     "is_transformed",
     "is_transforming",
@@ -179,6 +182,7 @@ __all__ = [
     "tensors_of",
     "timeout_of",
     "unscale_all_",
+    "wait_for_idle_threads",
     "waited",
     "will_run",
     "with_dim",
