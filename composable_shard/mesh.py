@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -209,11 +210,32 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+_started: list[tuple[dist.ProcessGroup, int]] = []  # and the process that did
+
+
+def start_process_group() -> None:
+    """Start the default process group from the environment, unless there is one.
+
+    The library ends what it has started: see ``end_process_groups``.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group()
+        assert dist.group.WORLD is not None
+        _started[:] = [(dist.group.WORLD, os.getpid())]
+
+
+def started_process_group() -> dist.ProcessGroup | None:
+    """Return the default process group that :func:`start_process_group` has started here.
+
+    A process that was forked since has none: the threads that serve it are its parent's.
+    """
+    return next((group for group, process in _started if process == os.getpid()), None)
+
+
 def _default_mesh() -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator is not None else "cpu"
-    if not dist.is_initialized():
-        dist.init_process_group()
+    start_process_group()
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

@@ -9,9 +9,10 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import STATE_KEY, _get_registry
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._pytree import SUPPORTED_NODES
 
@@ -78,3 +79,12 @@ def registered_container(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]
         return None
     children, context = node.flatten_fn(value)
     return list(children), lambda changed: node.unflatten_fn(changed, context)
+
+
+def is_averaged(module: nn.Module) -> bool:
+    """Tell whether torch itself averages the gradients of a module's parameters over ranks."""
+    if isinstance(module, DistributedDataParallel) or "replicate" in (_get_registry(module) or ()):
+        return True
+    return any(
+        kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__
+    )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -154,3 +156,39 @@ def new_local_group(ranks: list[int], backend: str, name: str) -> dist.ProcessGr
         )
     finally:
         _given.name = None
+
+
+def is_in_use(group: dist.ProcessGroup) -> bool:
+    """Tell whether a process group was made and has not been destroyed since."""
+    return group in distributed_c10d._world.pg_map
+
+
+def wait_for_idle_threads(seconds: float) -> None:
+    """Wait until all other threads of this process sleep.
+
+    Hazard: a worker thread of gloo lets go of the tensors of a work when that has ended, and takes
+    the interpreter's lock for it. If the interpreter is ending by then, the process aborts. Guard:
+    this, before it ends: it gives the lock away until nobody wants it. Where the system does not
+    tell what threads do, it only gives the lock away for a moment.
+
+    Args:
+        seconds: How long to wait at most, as a thread of the user's may never sleep.
+    """
+    own, folder = str(threading.get_native_id()), "/proc/self/task"
+    if not os.path.isdir(folder):
+        time.sleep(0.05)
+        return
+    deadline, num_idle_looks = time.monotonic() + seconds, 0
+    while num_idle_looks < 3 and time.monotonic() < deadline:
+        time.sleep(0.002)
+        others = (thread for thread in os.listdir(folder) if thread != own)
+        is_idle = not any(_is_running(f"{folder}/{thread}/stat") for thread in others)
+        num_idle_looks = num_idle_looks + 1 if is_idle else 0
+
+
+def _is_running(stat: str) -> bool:
+    try:
+        with open(stat) as file:
+            return file.read().rpartition(") ")[2][:1] in ("R", "D")
+    except OSError:  # it has ended
+        return False

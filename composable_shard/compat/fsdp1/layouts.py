@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import DataParallelMeshDims
 from composable_shard.compat.fsdp1.choices import Choices, ProcessGroups, ShardingStrategy
+from composable_shard.mesh import start_process_group
 
 _HYBRID_NAMES = ("replicate", "shard")
 
@@ -49,8 +50,8 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     if process_group is not None and device_mesh is not None:
         raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
     strategy = choices.sharding_strategy or ShardingStrategy.FULL_SHARD
-    if device_mesh is None and process_group is None and not dist.is_initialized():
-        dist.init_process_group()
+    if device_mesh is None and process_group is None:
+        start_process_group()
     if strategy.is_hybrid:
         mesh = _hybrid_mesh(strategy, process_group, device_mesh, device_type, wraps_below)
     else:

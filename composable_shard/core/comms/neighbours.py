@@ -19,7 +19,12 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.comms.near_memory import is_offered, read, write
+from composable_shard.core.comms.near_memory import (
+    is_offered,
+    outlives_interpreter,
+    read,
+    write,
+)
 from composable_shard.errors import ShardError
 
 NUM_LETTERS = 512  # a box holds so many that were not taken out
@@ -29,7 +34,7 @@ _NUM_SECRETS = 4  # 32 bytes that no other process has at the same address by ch
 
 _neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Neighbour]]
 _neighbours = weakref.WeakKeyDictionary()
-_boxes: list[LetterBox] = []
+_boxes: list[LetterBox] = outlives_interpreter([])
 _Queued = TypeVar("_Queued")
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from composable_shard import _torch
 from composable_shard.core.comms.failures import is_lost, lost, mismatch, named, refuse_lost
-from composable_shard.core.comms.near_memory import read, write
+from composable_shard.core.comms.near_memory import outlives_interpreter, read, write
 from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.errors import ShardError
 
@@ -38,7 +38,7 @@ _LONG = 0.05  # seconds after which a rank looks whether the other has ended
 _DYING = 1.0  # seconds from the loss of a process's memory to its end, at most
 _SET = ctypes.c_uint8(1)
 
-_offers: list[Offer] = []  # those that some neighbour may still read
+_offers: list[Offer] = outlives_interpreter([])  # those that some neighbour may still read
 _abandoned: deque[Offer] = deque()  # those that this rank will not read; see `_let_go`
 
 

@@ -1,13 +1,27 @@
-"""Trainable parameters that nobody shards: ignored ones, and those that were added too late."""
+"""Trainable parameters that nobody shards.
+
+Some are ignored, some were added too late, and some belong to modules of which only children were
+sharded.
+"""
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable_shard import _torch
+
+if TYPE_CHECKING:
+    from composable_shard.core.group import ParamGroup
+
+_looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _ATTRIBUTE = "_composable_shard_ignored"
 
 
@@ -52,3 +66,96 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
             "ignored_params if their gradients are averaged elsewhere",
             stacklevel=2,
         )
+
+
+def warn_of_unsharded(optimizer: torch.optim.Optimizer, groups: Iterable[ParamGroup]) -> None:
+    """Warn once if ``optimizer`` is going to train parameters whose gradients nobody averages.
+
+    These are plain ones with a gradient that belong to a module of which only parts are sharded, or
+    that are optimized together with sharded ones. Not meant are those that were ignored, those of
+    modules that ``DistributedDataParallel`` or ``replicate`` averages, and those with gradient
+    hooks, which may do so. Parameters below a sharded module are another function's business.
+
+    Args:
+        optimizer: Which is about to step.
+        groups: Those that were gathered in this process.
+
+    Memory: looks at all objects of the interpreter, but only where there is something to look for.
+    """
+    if optimizer in _looked_at:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    plain = [p for p in params if p.requires_grad and not isinstance(p, DTensor)]
+    groups = {group for group in groups if group.mesh.num_ranks > 1}
+    if plain and not any(param.grad is not None for param in plain):
+        return  # the next step may be the first one of these
+    _looked_at.add(optimizer)
+    suspects = [p for p in plain if p.grad is not None and not _torch.has_grad_hooks(p)]
+    if not suspects or not groups:
+        return
+    tree, sharded = _Tree(), {module for group in groups for module in group.modules}
+    ours = {id(param.sharded) for group in groups for param in group.params}
+    is_beside_ours = any(id(param) in ours for param in params)
+    names = [
+        name
+        for param in suspects
+        if (name := tree.name_if_unsharded(param, sharded, is_beside_ours)) is not None
+    ]
+    if names:
+        warnings.warn(
+            f"Expected all trainable parameters to be sharded or ignored, got {names}, outside of "
+            "all sharded modules, which each rank trains by itself: they drift apart; call "
+            "fully_shard on the outermost module after its children, with them as ignored_params "
+            "if their gradients are averaged elsewhere",
+            stacklevel=2,
+        )
+
+
+class _Tree:
+    """All modules of this process, and where they lie in each other."""
+
+    def __init__(self) -> None:
+        self._parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for one in gc.get_objects():
+            if issubclass(type(one), nn.Module):  # isinstance would ask proxies for their class
+                for name, child in one.__dict__.get("_modules", {}).items():
+                    if child is not None:
+                        self._parents.setdefault(child, []).append((one, name))
+                for name, param in one.__dict__.get("_parameters", {}).items():
+                    if param is not None:
+                        self._owners.setdefault(id(param), []).append((one, name))
+
+    def name_if_unsharded(
+        self, param: torch.Tensor, sharded: set[nn.Module], is_beside_ours: bool
+    ) -> str | None:
+        """Return the name of a parameter that should have been sharded, ``None`` for any other."""
+        owners = self._owners.get(id(param), [])
+        if any(name in owner.__dict__.get(_ATTRIBUTE, ()) for owner, name in owners):
+            return None
+        around = {outer: None for owner, _ in owners for outer in self._outwards(owner)}
+        if any(module in sharded or _torch.is_averaged(module) for module in around):
+            return None
+        parts = (part for module in around for part in module.modules())
+        if not is_beside_ours and not any(part in sharded for part in parts):
+            return None
+        return self._name(*owners[0]) if owners else f"one of shape {list(param.shape)}"
+
+    def _outwards(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield a module and all that it lies in."""
+        seen, left = {module}, [module]
+        while left:
+            inner = left.pop()
+            yield inner
+            outer = {parent for parent, _ in self._parents.get(inner, ())} - seen
+            seen |= outer
+            left += outer
+
+    def _name(self, module: nn.Module, name: str) -> str:
+        """Name a parameter within its outermost module."""
+        seen = {module}
+        while outer := [place for place in self._parents.get(module, ()) if place[0] not in seen]:
+            module, attribute = outer[0]
+            seen.add(module)
+            name = f"{attribute}.{name}"
+        return name

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from composable_shard.core.params.left_plain import warn_of_unsharded
 from composable_shard.core.params.ties import is_replaced
 from composable_shard.errors import ShardError
 
@@ -51,6 +52,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for param in group["params"]:
             if isinstance(param, DTensor) and param.ndim == 0:
                 _distribute_state(param, optimizer.state.get(param, {}))
+    warn_of_unsharded(optimizer, _owners.values())
 
 
 def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
