@@ -13,6 +13,7 @@ The tensors a parameter goes through:
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +30,29 @@ from composable_shard.mesh import ShardMesh
 from composable_shard.policy import CPUOffloadPolicy
 
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
+
+
+_sharded_forms: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[nn.Parameter]]] = {}
+"""By id, unsharded parameters and full copies that modules have held, and the sharded parameter."""
+
+
+def remember_sharded_form(tensor: torch.Tensor, sharded: nn.Parameter) -> None:
+    """Note that a module holds, or has held, ``tensor`` in the place of ``sharded``."""
+    key = id(tensor)
+    known = weakref.ref(tensor, lambda _: _sharded_forms.pop(key, None))
+    _sharded_forms[key] = known, weakref.ref(sharded)
+
+
+def sharded_form(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sharded parameter that an unsharded one stands for; any other tensor itself."""
+    known = _sharded_forms.get(id(tensor))
+    sharded = None if known is None else known[1]()
+    return tensor if sharded is None else sharded
+
+
+def stands_for_sharded(tensor: torch.Tensor) -> bool:
+    """Tell whether a module holds, or has held, ``tensor`` in the place of a sharded parameter."""
+    return id(tensor) in _sharded_forms
 
 
 class Slot(NamedTuple):
@@ -78,6 +102,8 @@ class ShardedParam:
         unsharded: The parameter of compute, once it was gathered.
         is_subclass: Whether ``unsharded`` is made of inner tensors.
         encodes_grad: Whether the local shard says what its gradient looks like on the wire.
+        is_unsynced: Whether gradients of it were accumulated that the ranks have not reduced yet,
+            on this rank or on others; the next reduction takes it in, frozen or not.
         accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
             same in every graph. ``None`` while the parameter is frozen.
     """
@@ -110,6 +136,7 @@ class ShardedParam:
         self.unsharded: nn.Parameter | None = None
         self.is_subclass = False
         self.encodes_grad = False
+        self.is_unsynced = False
         self.accumulator: Node | None = None
         self._is_watched = False
         self._asked_grad_dtype: torch.dtype | None = None
@@ -165,6 +192,7 @@ class ShardedParam:
             asked = self.remember_grad_dtype()
             if asked is not None:
                 self.unsharded.grad_dtype = asked
+        remember_sharded_form(self.unsharded, self.sharded)
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
         return self.unsharded

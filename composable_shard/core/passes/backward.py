@@ -184,6 +184,7 @@ class BackwardPass:
         _torch.on_backward_end(end)
         del end  # a traceback through here would keep it
         self._is_inside = self._context.forward.is_running
+        self._context.agree_on_requires_grad()
         if self._is_inside:
             return
         for group in list(self._ran_inside):
@@ -264,9 +265,7 @@ class BackwardPass:
         Collective: a reduction of each group that ran forward or owes, but those without sync.
         """
         self.reductions.settle()
-        for group in self._context.groups:
-            if group.settings.reshard_after_backward and not self._context.forward.holds(group):
-                group.reshard()
+        self._context.free_after_backward()
         self._context.wait_until_read()
         self._reset()
 
@@ -279,9 +278,8 @@ class BackwardPass:
                 self._finish_group(group)
         self.reductions.end_backward()
         self._context.check_order("end of a backward", self._context.root)
+        self._context.free_after_backward()
         for group in self._context.groups:
-            if group.settings.reshard_after_backward:
-                group.reshard()
             group.freshness.forget_forward()
         self._context.wait_until_read()
         self.order.finish()

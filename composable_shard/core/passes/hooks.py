@@ -22,6 +22,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.passes.arrival import Arrival
 from composable_shard.core.passes.buffers import CastBuffers, PreciseNormWeights
 from composable_shard.core.passes.countdown import Boundary, Token
+from composable_shard.core.passes.forward import Graph
 from composable_shard.core.passes.lent import Lent, find_lent
 from composable_shard.core.passes.nested import map_tensors, tensors_in
 from composable_shard.core.passes.stored import StoredTensors
@@ -224,7 +225,8 @@ class ModuleHooks:
             Whether there is any that may.
         """
         is_watched = False
-        pre_backward = partial(self._pre_backward, call.boundaries)  # keeps them alive
+        graph = self._group.context.forward.graph
+        pre_backward = partial(self._pre_backward, call.boundaries, graph)  # keeps them alive
         tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._stored.newly())
         if _torch.is_transforming():
             tensors = [level for tensor in tensors for level in _levels(tensor)]
@@ -239,9 +241,13 @@ class ModuleHooks:
                 base.register_hook(pre_backward)
         return is_watched
 
-    def _pre_backward(self, boundaries: Sequence[Boundary], grad: torch.Tensor) -> None:
+    def _pre_backward(
+        self, boundaries: Sequence[Boundary], graph: Graph | None, grad: torch.Tensor
+    ) -> None:
         with _torch.apart_from_transforms():
             self._group.context.backward.need(self._group, is_bounded=bool(boundaries))
+        if graph is not None and not graph.is_reached:
+            graph.is_reached = _torch.num_to_run(self._group.units.all.accumulators) > 0
 
 
 def _map_inputs(

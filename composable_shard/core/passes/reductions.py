@@ -40,6 +40,11 @@ class Reductions:
         """
         return [group for group in self._context.groups if group in self._owing]
 
+    @property
+    def are_to_go_on(self) -> bool:
+        """Whether the next backward adds to the gradients of the last, as far as is known."""
+        return not self.is_last or bool(self._owing) or bool(self._unreplicated)
+
     def expect(self, group: ParamGroup) -> None:
         """Note that ``group`` is to take a turn, after those that were entered later.
 
@@ -73,14 +78,17 @@ class Reductions:
         Collective: a reduction of each group that ran forward or owes, but those without sync; of
         the others that are not averaged over replicas yet, but are to be.
         """
-        for group in [*reversed(list(self._expected)), *self.owing]:
+        for group in list(reversed(self._expected)):
             if group.settings.requires_gradient_sync:
                 self._launch(group)
-            elif group in self._expected:
+            else:
                 self._accumulate(group)
+        for group in self.owing:
+            if group.settings.requires_gradient_sync:
+                self._launch_at_end(group)
         for group in list(reversed(self._unreplicated)):
             if group.settings.reduction.all_reduces and group.settings.requires_gradient_sync:
-                self._launch(group)
+                self._launch_at_end(group)
         if self.is_last:
             self.in_flight.wait()
 
@@ -89,10 +97,11 @@ class Reductions:
 
         Collective: a reduction of each group that ran forward or owes, but those without sync.
         """
-        for group in dict.fromkeys([*reversed(self._expected), *self.owing]):
+        trainable = [group for group in reversed(self._expected) if group.is_trainable]
+        for group in dict.fromkeys([*trainable, *self.owing]):
             self.complete(group)
             if group in self._complete:
-                self._launch(group)
+                self._launch_at_end(group)
         if self.is_last:
             self.in_flight.wait()
 
@@ -102,11 +111,12 @@ class Reductions:
         A backward that is still to come of forwards so far finds them expected as before.
         """
         expected = self._expected.copy()
-        left = [*reversed(self._expected), *self.owing, *reversed(self._unreplicated)]
+        trainable = [group for group in reversed(self._expected) if group.is_trainable]
+        left = [*trainable, *self.owing, *reversed(self._unreplicated)]
         for group in dict.fromkeys(left):
             reduction = group.settings.reduction
             before, reduction.all_reduces = reduction.all_reduces, True
-            self._launch(group)
+            self._launch_at_end(group)
             self.in_flight.leave_room(1)
             reduction.all_reduces = before
         self._expected = expected
@@ -128,16 +138,30 @@ class Reductions:
 
     def _accumulate(self, group: ParamGroup) -> None:
         self._expected.pop(group, None)
-        self._owing.add(group)
+        if group.gradients.are_to_reduce:
+            self._owing.add(group)
         self._context.emit("accumulate", group)
         group.gradients.accumulate()
 
     def _launch(self, group: ParamGroup) -> None:
+        """Reduce ``group`` in its turn.
+
+        One that was frozen after it had accumulated waits for the end of the backward: its turn may
+        come on some ranks only, as that of a frozen group depends on its inputs.
+        """
         self._expected.pop(group, None)
-        self._owing.discard(group)
         self._complete.discard(group)
-        if not group.is_trainable:
-            return
+        if group.is_trainable:
+            self._reduce(group)
+
+    def _launch_at_end(self, group: ParamGroup) -> None:
+        self._expected.pop(group, None)
+        self._complete.discard(group)
+        if group.gradients.are_to_reduce:
+            self._reduce(group)
+
+    def _reduce(self, group: ParamGroup) -> None:
+        self._owing.discard(group)
         if self._limit is None:
             self._limit = max(g.settings.max_reductions for g in self._context.groups)
         self.in_flight.leave_room(self._limit)
