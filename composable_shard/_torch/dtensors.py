@@ -135,7 +135,7 @@ def let_foreach_zero_any_placement() -> None:
     Torch refuses those, as if zeros were a value of their own on each rank, though ``zero_`` of one
     tensor takes them. Zeros everywhere are zero, whatever is still to be reduced.
     """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: dict[object, object] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
     handlers.setdefault(torch.ops.aten._foreach_zero_.default, _foreach_zero)
 
 

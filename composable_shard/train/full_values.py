@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable_shard import _torch
 from composable_shard.core.grads.sharded_grad import assign_grad
 from composable_shard.core.params.optimizer_steps import watch_optimizers
-from composable_shard.core.params.param import remember_sharded_form
+from composable_shard.core.params.param import remember_stand_in
+from composable_shard.core.params.ties import owner_of_sharded
 from composable_shard.errors import MaterializationError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -96,7 +97,10 @@ class FullParams:
             for slot in slots:
                 slot.module._parameters[slot.attribute] = param
         for copy, param in self._copies:  # optimizers must not train them from now on
-            remember_sharded_form(copy, param)
+            owner = owner_of_sharded(param)
+            if owner is not None:
+                remember_stand_in(copy, owner)
+        self._copies.clear()
 
     @torch.no_grad()
     def write_back(self, edited: Sequence[nn.Parameter | None]) -> None:

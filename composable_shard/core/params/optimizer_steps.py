@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 
 from composable_shard import _torch
 from composable_shard.core.params.param import sharded_form, stands_for_sharded
-from composable_shard.core.params.ties import is_replaced
+from composable_shard.core.params.ties import is_replaced, remember_owner
 from composable_shard.errors import ShardError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def watch_optimizer_steps(group: ParamGroup) -> None:
     watch_optimizers()
     for param in group.params:
         _owners[id(param.sharded)] = group
+        remember_owner(param)
 
 
 @functools.cache

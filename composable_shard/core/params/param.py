@@ -32,27 +32,31 @@ from composable_shard.policy import CPUOffloadPolicy
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
 
 
-_sharded_forms: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[nn.Parameter]]] = {}
-"""By id, unsharded parameters and full copies that modules have held, and the sharded parameter."""
+_stand_ins: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
+"""By id, unsharded parameters and full copies that modules hold or have held."""
 
 
-def remember_sharded_form(tensor: torch.Tensor, sharded: nn.Parameter) -> None:
-    """Note that a module holds, or has held, ``tensor`` in the place of ``sharded``."""
+def remember_stand_in(tensor: torch.Tensor, param: ShardedParam) -> None:
+    """Note that a module holds, or has held, ``tensor`` in the place of a sharded parameter.
+
+    Only weak references to the tensor itself are possible: torch does not convert a module with a
+    parameter, such as the sharded one, that is weakly referred to.
+    """
     key = id(tensor)
-    known = weakref.ref(tensor, lambda _: _sharded_forms.pop(key, None))
-    _sharded_forms[key] = known, weakref.ref(sharded)
+    known = weakref.ref(tensor, lambda _: _stand_ins.pop(key, None))
+    _stand_ins[key] = known, weakref.ref(param)
 
 
 def sharded_form(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sharded parameter that an unsharded one stands for; any other tensor itself."""
-    known = _sharded_forms.get(id(tensor))
-    sharded = None if known is None else known[1]()
-    return tensor if sharded is None else sharded
+    known = _stand_ins.get(id(tensor))
+    param = None if known is None else known[1]()
+    return tensor if param is None else param.sharded
 
 
 def stands_for_sharded(tensor: torch.Tensor) -> bool:
     """Tell whether a module holds, or has held, ``tensor`` in the place of a sharded parameter."""
-    return id(tensor) in _sharded_forms
+    return id(tensor) in _stand_ins
 
 
 class Slot(NamedTuple):
@@ -192,7 +196,7 @@ class ShardedParam:
             asked = self.remember_grad_dtype()
             if asked is not None:
                 self.unsharded.grad_dtype = asked
-        remember_sharded_form(self.unsharded, self.sharded)
+        remember_stand_in(self.unsharded, self)
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
         return self.unsharded
