@@ -109,7 +109,7 @@ class ShardedParam:
         is_unsynced: Whether gradients of it were accumulated that the ranks have not reduced yet,
             on this rank or on others; the next reduction takes it in, frozen or not.
         accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
-            same in every graph. ``None`` while the parameter is frozen.
+            same in every graph. ``None`` if the parameter has been frozen since it was made.
     """
 
     def __init__(
@@ -229,15 +229,17 @@ class ShardedParam:
     def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Give the unsharded parameter the ``requires_grad`` of the sharded one.
 
+        A graph from before it was frozen runs its node and calls ``on_gradient`` all the same, so
+        the node stays one that may be waited for.
+
         Args:
             on_gradient: Called whenever a backward has accumulated into the parameter.
         """
         assert self.unsharded is not None
         wanted = self.sharded.requires_grad
-        if wanted == (self.accumulator is not None):
-            return
         self.unsharded.requires_grad_(wanted)
-        self.accumulator = _torch.accumulate_node(self.unsharded) if wanted else None
+        if wanted and self.accumulator is None:
+            self.accumulator = _torch.accumulate_node(self.unsharded)
         if wanted and not self._is_watched:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
             self._is_watched = True
