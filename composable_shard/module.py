@@ -56,6 +56,10 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own group and register the unsharded parameters.
 
+        They stay registered until :meth:`reshard`, or until a forward, a backward or an optimizer
+        step that goes on to show the sharded ones. A forward trusts them meanwhile, but for
+        changes that move a version counter.
+
         Args:
             async_op: Return a handle instead of waiting; forward waits by itself.
 
@@ -76,7 +80,9 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
                 f"Expected unshard() of {group.label} outside of unsharded(), got it inside, where "
                 "the parameters are full"
             )
+        group.context.free_unless_trusted(group)
         group.unshard()
+        group.is_held = group.is_exposed = True
         handle = UnshardHandle(group)
         if async_op:
             return handle
@@ -197,8 +203,7 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
         """Clear all gradients below: reduced, accumulated, and under way.
 
         Args:
-            set_to_none: Whether to drop them (the default) or fill reduced ones with zeros;
-                accumulated ones are dropped in any case.
+            set_to_none: Whether to drop them (the default) or fill them with zeros.
 
         Example:
             >>> model(x).sum().backward()
@@ -212,11 +217,34 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
                 grad = param.sharded.grad
                 if grad is None:
                     continue
-                if set_to_none or is_partial(grad):
+                if set_to_none:
                     param.sharded.grad = None
+                elif is_partial(grad):
+                    _torch.local_tensor(grad).zero_()
                 else:
                     param.sharded.grad = torch.zeros_like(grad)
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Set whether the parameters below get gradients, in whatever form they are registered.
+
+        Args:
+            requires_grad: The choice.
+
+        Returns:
+            The module.
+
+        Example:
+            >>> output = model(x)
+            >>> _ = model.requires_grad_(False)
+            >>> output.sum().backward()
+            >>> all(p.grad is None and not p.requires_grad for p in model.parameters())
+            True
+        """
+        super(TorchFSDPModule, self).requires_grad_(requires_grad)  # type: ignore[misc]
+        for group in self._groups(recurse=True):
+            group.agree_on_requires_grad()
+        return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()

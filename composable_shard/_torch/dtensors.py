@@ -163,6 +163,22 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
 
+def let_foreach_zero_any_placement() -> None:
+    """Let ``torch._foreach_zero_`` fill DTensors of any placements, ``Partial`` ones among them.
+
+    Torch refuses those, as if zeros were a value of their own on each rank, though ``zero_`` of one
+    tensor takes them. Zeros everywhere are zero, whatever is still to be reduced.
+    """
+    handlers: dict[object, object] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
+    handlers.setdefault(torch.ops.aten._foreach_zero_.default, _foreach_zero)
+
+
+def _foreach_zero(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    tensors = cast(list[torch.Tensor], args[0])
+    torch._foreach_zero_([t._local_tensor if isinstance(t, DTensor) else t for t in tensors])
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
 def clear_sharding_cache() -> None:
     """Forget how DTensor ops of this thread were sharded before.
 

@@ -99,6 +99,7 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
         )
         filled.sharded = memo[id(param.sharded)]
         filled.forget_unsharded()
+        filled.is_unsynced = False
         params.append(filled)
     shards = [_torch.local_tensor(param.sharded) for param in params]
     with torch.inference_mode(False), torch.no_grad():

@@ -9,18 +9,16 @@ summing on the way, gives all ranks the same bits, in every replica, and knows N
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup
-from composable_shard.core.passes.arrival import Arrival
+from composable_shard.core.params.param import sharded_form
 from composable_shard.errors import ShardError
 
 _Ranks = tuple[int, ...]
@@ -41,7 +39,7 @@ def clip_grad_norm(
 
     See ``clip_grad_norm_`` in ``train/clip.py``.
     """
-    owners = [param for param in _sharded_forms(params) if param.grad is not None]
+    owners = [param for param in map(sharded_form, params) if param.grad is not None]
     grads = [cast(torch.Tensor, param.grad) for param in owners]
     if not grads:
         return torch.tensor(0.0)
@@ -179,21 +177,6 @@ def _reduced(param: torch.Tensor, grad: DTensor) -> DTensor:
     if len(placements) == 1 and type(own) is Shard:
         placements = [own]
     return grad.redistribute(placements=placements)
-
-
-def _sharded_forms(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Replace unsharded parameters that modules hold by the sharded ones, which have gradients."""
-    known: dict[ParamGroup, dict[int, nn.Parameter]] = {}
-    for param in params:
-        form = param
-        for hook in _torch.gradient_hooks(param):
-            group = hook.group if isinstance(hook, Arrival) else None
-            if group is not None:
-                if group not in known:
-                    members = group.params
-                    known[group] = {id(member.unsharded): member.sharded for member in members}
-                form = known[group].get(id(param), param)
-        yield form
 
 
 def _check_partial(grads: Sequence[torch.Tensor]) -> None:

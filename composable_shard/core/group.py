@@ -96,6 +96,8 @@ class ParamGroup:
         calls: The calls of its modules that are under way, the innermost last.
         input_markers: What lies in front of all calls whose graph is alive.
         shows_sharded: Whether the sharded parameters are registered though it is unsharded.
+        is_held: Whether the user unsharded it, so that it shows the unsharded ones until then.
+        is_exposed: Whether users may have had the unsharded ones in their hands.
         on_gradient: Called when a backward has accumulated into one of the parameters.
         to_arrive: By the number of each backward that waits for the group, how many nodes of
             autograd are left to run in it.
@@ -114,7 +116,7 @@ class ParamGroup:
         self.units = GroupUnits(params, units, policy)
         self.params = self.units.params
         self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
-        self.freshness = Freshness(self.units.all)
+        self.freshness = Freshness(self.units.all, mesh)
         self.settings = GroupSettings()
         self.context: Context
         self.name = ""
@@ -124,6 +126,8 @@ class ParamGroup:
         self.calls: list[Call] = []
         self.input_markers: WeakSet[InputMarker] = WeakSet()
         self.shows_sharded = False
+        self.is_held = False
+        self.is_exposed = False
         self.on_gradient: Callable[[torch.Tensor], None]
         self.to_arrive: dict[int, int] = {}
         self._stream = 0
@@ -158,6 +162,11 @@ class ParamGroup:
         return type(self.state) is Unsharded
 
     @property
+    def shows_unsharded(self) -> bool:
+        """Whether the unsharded parameters are registered."""
+        return type(self.state) is Unsharded and not self.shows_sharded
+
+    @property
     def is_sharded(self) -> bool:
         """Whether there is something to gather and no gather is under way."""
         return bool(self.params) and isinstance(self.state, (Sharded, PartlySharded))
@@ -179,11 +188,18 @@ class ParamGroup:
         """
         if not self.params:
             return
+        if torch.is_inference_mode_enabled():  # what is made now outlives it
+            with torch.inference_mode(False), torch.no_grad():
+                self._unshard()
+        else:
+            self._unshard()
+
+    def _unshard(self) -> None:
         state, in_backward = self.state, _torch.current_backward() != -1
         if in_backward:
             self._check_unchanged_since_forward()
         if not isinstance(state, Sharded):
-            is_valid = in_backward or state.version == self.freshness.version()
+            is_valid = in_backward or self._is_valid(state)
             if is_valid and isinstance(state, PartlySharded):
                 self._regather(state)
                 return
@@ -193,11 +209,14 @@ class ParamGroup:
                     if not in_backward:
                         self._follow_requires_grad()
                 return
+            is_held = self.is_held
             self.reshard()
+            self.is_held = is_held
         self.context.note("begin_all_gather", self)
         self.context.before_gather()
         if self.units.settle(self.label):
             watch_optimizer_steps(self)
+        self.freshness.note_gather()
         version = self.freshness.at_forward  # in backward they are as they were then
         if version is None or not in_backward:
             version = self.freshness.version()
@@ -207,6 +226,12 @@ class ParamGroup:
             error.add_note(own_failure(f"gathering {self.label}"))
             raise
         self._launch(transfers, version)
+
+    def _is_valid(self, state: Unsharding | Unsharded | PartlySharded) -> bool:
+        """Tell whether what was gathered is what the registered parameters say."""
+        if state.version != self.freshness.version():
+            return False
+        return not self.shows_sharded or self.units.all.are_intact()
 
     def _regather(self, state: PartlySharded) -> None:
         self.context.note("begin_regather", self)
@@ -248,9 +273,15 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish a launched gather and register the unsharded parameters."""
-        state = self.state
-        if not isinstance(state, Unsharding):
+        if not isinstance(self.state, Unsharding):
             return
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self._finish_unshard(self.state)
+        else:
+            self._finish_unshard(self.state)
+
+    def _finish_unshard(self, state: Unsharding) -> None:
         self.context.note("begin_wait_for_all_gather", self)
         state.pending.wait()
         self.context.note("waited_for_all_gather", self)
@@ -272,13 +303,15 @@ class ParamGroup:
                 parameters are freed if absent.
         """
         state = self.state
+        self.is_held = False
         if isinstance(state, Sharded):
             return
         freed: State = Sharded()
         if isinstance(state, Unsharding):
             state.pending.drop()
         elif isinstance(state, Unsharded):
-            self.units.all.register_sharded()
+            self.show_sharded()
+            self.shows_sharded = False
             if num_ranks is not None:
                 freed = PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
         elif num_ranks is not None:
@@ -292,7 +325,10 @@ class ParamGroup:
 
         Collective: none, and none later: a rank may look at its shards without the others.
         """
-        if self.is_unsharded:
+        if self.shows_unsharded:
+            if self.is_exposed:
+                self.units.all.adopt_requires_grad()
+                self.is_exposed = False
             self.units.all.register_sharded()
             self.shows_sharded = True
 
@@ -308,11 +344,20 @@ class ParamGroup:
         what it triggers there would free memory that this stream still uses. Guard: on another
         stream than before there are other nodes.
         """
+        if self.is_exposed:
+            self.units.all.adopt_requires_grad()
         stream = compute_stream(self.mesh.device)
         if stream != self._stream:
             self._stream = stream
             self.units.all.renew_accumulators()
         self.units.all.follow_requires_grad(self.on_gradient)
+
+    def agree_on_requires_grad(self) -> None:
+        """Let both forms of the parameters ask for gradients as users said, to whichever form."""
+        units = self.units.all
+        if self.is_unsharded or (units.is_created and not self.settings.unshards_in_backward):
+            units.adopt_requires_grad()
+            units.follow_requires_grad(self.on_gradient)
 
     def note_forward(self) -> None:
         """Remember with which parameters a forward ran whose backward is to come."""

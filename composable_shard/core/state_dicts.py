@@ -54,7 +54,7 @@ def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: objec
     """Show the sharded parameters: for good, or in the middle of compute for this call."""
     if not group.is_unsharded:
         return
-    if not any(_is_computing(one) for one in group.context.groups):
+    if not group.is_held and not any(_is_computing(one) for one in group.context.groups):
         group.show_sharded()
         return
     for attribute, param in _owned(group, params).items():

@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable_shard import _torch
 from composable_shard.core.grads.sharded_grad import assign_grad
+from composable_shard.core.params.optimizer_steps import watch_optimizers
+from composable_shard.core.params.param import remember_stand_in
+from composable_shard.core.params.ties import owner_of_sharded
 from composable_shard.errors import MaterializationError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,6 +56,7 @@ class FullParams:
     ) -> None:
         self._rank0_only, self._to_cpu, self._with_grads = rank0_only, to_cpu, with_grads
         self._slots: dict[nn.Parameter, list[_Slot]] = {}
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         for module in modules:
             for attribute, param in module._parameters.items():
                 if isinstance(param, DTensor):
@@ -66,6 +70,7 @@ class FullParams:
                     f"Expected materialized parameters, got {slots[0]} on meta; call "
                     "module.to_empty(device=...) and initialize them"
                 )
+        watch_optimizers()
         with torch.inference_mode(False), torch.no_grad():
             for param, slots in self._slots.items():
                 full = self._kept(param, param)
@@ -77,6 +82,7 @@ class FullParams:
                     copy.__dict__.update(param.__dict__)
                 if grad is not None:
                     assign_grad(copy, grad)
+                self._copies.append((copy, param))
                 for slot in slots:
                     slot.module._parameters[slot.attribute] = copy
 
@@ -90,6 +96,11 @@ class FullParams:
         for param, slots in self._slots.items():
             for slot in slots:
                 slot.module._parameters[slot.attribute] = param
+        for copy, param in self._copies:  # optimizers must not train them from now on
+            owner = owner_of_sharded(param)
+            if owner is not None:
+                remember_stand_in(copy, owner)
+        self._copies.clear()
 
     @torch.no_grad()
     def write_back(self, edited: Sequence[nn.Parameter | None]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.grads.mesh_gradients import MeshGradients
 from composable_shard.core.grads.route import Route
-from composable_shard.core.grads.sharded_grad import is_partial
+from composable_shard.core.grads.sharded_grad import is_partial, to_reduce
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
 from composable_shard.policy import MixedPrecisionPolicy
@@ -36,6 +36,11 @@ class GroupGradients:
     def is_pending(self) -> bool:
         """Whether a reduction was launched and is not finished."""
         return any(one.pending is not None for one in self._meshes)
+
+    @property
+    def are_to_reduce(self) -> bool:
+        """Whether a reduction takes in any of them, which all ranks tell alike."""
+        return bool(to_reduce(self._params))
 
     def next_routes(self) -> list[list[Route]]:
         """Return for each channel the ways of the next reduction. Collective: none."""

@@ -31,7 +31,8 @@ from composable_shard.core.grads.sharded_grad import (
     has_hooks,
     hold_for_replicas,
     set_unreplicated,
-    trainable_and_held,
+    to_reduce,
+    to_reduce_and_held,
     unreplicated,
 )
 from composable_shard.core.grads.unreduced import UnreducedGradients, take_all_unsharded
@@ -103,19 +104,20 @@ class MeshGradients:
         self._holds = has_replicas and not self._settings.all_reduces
         self._all_reduces = has_replicas and self._settings.all_reduces
         if self._holds:
-            for param in self._params:
-                if param.sharded.requires_grad:
-                    hold_for_replicas(param)
-        trainable, held = trainable_and_held(self._params)
-        grads = take_all_unsharded(trainable)
+            for param in to_reduce(self._params):
+                hold_for_replicas(param)
+        params, held = to_reduce_and_held(self._params)
+        for param in params:
+            param.is_unsynced = self._holds
+        grads = take_all_unsharded(params)
         for index, dtype in enumerate(held):
             if dtype is not None:
-                grads[index] = self.unreduced.with_earlier(trainable[index], grads[index])
+                grads[index] = self.unreduced.with_earlier(params[index], grads[index])
         if self._mesh.num_ranks == 1 and self._settings.hook is None:
-            self._deliver_alone(trainable, grads)
+            self._deliver_alone(params, grads)
             return
-        self._recipes.agree(trainable, grads)
-        launch, routes = self._channel.reduce_scatter, self._plan.routes_of(trainable, held)
+        self._recipes.agree(params, grads)
+        launch, routes = self._channel.reduce_scatter, self._plan.routes_of(params, held)
         kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
         try:  # before any launch, so that where all ranks fail alike nothing is under way
             transfers = [r.bucket.start_reduce(r.enter(grads), **kind) for r in routes]
@@ -203,8 +205,8 @@ class MeshGradients:
 
     def next_routes(self) -> list[Route]:
         """Return the ways that gradients go in the next reduction. Collective: none."""
-        trainable, held = trainable_and_held(self._params)
-        return self._plan.routes_of(trainable, held)
+        params, held = to_reduce_and_held(self._params)
+        return self._plan.routes_of(params, held)
 
     def _scale(self, dtype: torch.dtype) -> ReductionScale:
         divisor, sums_only = self._settings.divisor, self._settings.sums_only

@@ -71,10 +71,18 @@ def hold_for_replicas(param: ShardedParam) -> None:
         set_unreplicated(param, shard)
 
 
-def trainable_and_held(
+def to_reduce(params: Sequence[ShardedParam]) -> list[ShardedParam]:
+    """Return the parameters that a reduction takes in now, which all ranks tell alike.
+
+    They are those that are trained, and frozen ones of which any rank may have accumulated some.
+    """
+    return [param for param in params if param.is_unsynced or param.sharded.requires_grad]
+
+
+def to_reduce_and_held(
     params: Sequence[ShardedParam],
 ) -> tuple[list[ShardedParam], list[torch.dtype | None]]:
-    """Return the parameters that are trained, and the dtypes of what waits to be reduced.
+    """Return the parameters that a reduction takes in, and the dtypes of what waits for it.
 
     A dtype is ``None`` where nothing waits.
     """
@@ -85,7 +93,8 @@ def trainable_and_held(
         if all(is_trained) and not any(map(_is_something, grads)):
             return list(params), [None] * len(params)
         held = [g.dtype if g is not None and is_partial(g) else None for g in grads]
-    return list(compress(params, is_trained)), list(compress(held, is_trained))
+    takes_in = [one or param.is_unsynced for one, param in zip(is_trained, params, strict=True)]
+    return list(compress(params, takes_in)), list(compress(held, takes_in))
 
 
 def dtype_for_users(param: ShardedParam, default: torch.dtype | None) -> torch.dtype:

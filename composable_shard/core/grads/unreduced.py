@@ -10,6 +10,7 @@ from composable_shard.core.grads.sharded_grad import (
     hold_for_replicas,
     reduced,
     set_unreduced,
+    to_reduce,
     unreduced,
     unreplicated,
 )
@@ -40,10 +41,12 @@ class UnreducedGradients:
 
     def accumulate(self) -> None:
         """Add the unsharded gradients to what is not yet reduced. Collective: none."""
-        if self._mesh.num_replicas > 1:
-            for param in self._params:
+        params = to_reduce(self._params)
+        for param in params:
+            param.is_unsynced = True
+            if self._mesh.num_replicas > 1:
                 hold_for_replicas(param)  # whether or not this rank adds to it: others may
-        for param in self._params:  # one after the other: each is freed when it has been added
+        for param in params:  # one after the other: each is freed when it has been added
             (grad,) = take_all_unsharded([param])
             if grad is None:
                 continue
@@ -54,7 +57,7 @@ class UnreducedGradients:
                 set_unreduced(param, grad.to(self._dtype(param)))
             else:
                 total.add_(grad.to(total.device))
-        self._fold_alike()
+        self._fold_alike(params)
 
     def with_earlier(self, param: ShardedParam, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Take away what earlier microbatches left; return the sum with ``grad``."""
@@ -101,14 +104,14 @@ class UnreducedGradients:
             place.mul_(self._mesh.num_shards)
         set_unreduced(param, full)
 
-    def _fold_alike(self) -> None:
+    def _fold_alike(self, params: Sequence[ShardedParam]) -> None:
         """Fold the reduced gradients that all ranks must fold, or none.
 
         Which parameters a rank used may differ between ranks; the dtype of the next reduction must
         not, so what it would round is folded whether or not this rank added to it. So is what every
         rank has all of, as the mean over ranks would miss those that had not folded.
         """
-        for param in self._params:
+        for param in params:
             shard = reduced(param)
             if param.form.is_replicated:
                 folds = shard is not None or unreplicated(param) is not None

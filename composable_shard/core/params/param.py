@@ -13,6 +13,7 @@ The tensors a parameter goes through:
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,33 @@ from composable_shard.mesh import ShardMesh
 from composable_shard.policy import CPUOffloadPolicy
 
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
+
+
+_stand_ins: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
+"""By id, unsharded parameters and full copies that modules hold or have held."""
+
+
+def remember_stand_in(tensor: torch.Tensor, param: ShardedParam) -> None:
+    """Note that a module holds, or has held, ``tensor`` in the place of a sharded parameter.
+
+    Only weak references to the tensor itself are possible: torch does not convert a module with a
+    parameter, such as the sharded one, that is weakly referred to.
+    """
+    key = id(tensor)
+    known = weakref.ref(tensor, lambda _: _stand_ins.pop(key, None))
+    _stand_ins[key] = known, weakref.ref(param)
+
+
+def sharded_form(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sharded parameter that an unsharded one stands for; any other tensor itself."""
+    known = _stand_ins.get(id(tensor))
+    param = None if known is None else known[1]()
+    return tensor if param is None else param.sharded
+
+
+def stands_for_sharded(tensor: torch.Tensor) -> bool:
+    """Tell whether a module holds, or has held, ``tensor`` in the place of a sharded parameter."""
+    return id(tensor) in _stand_ins
 
 
 class Slot(NamedTuple):
@@ -79,8 +107,10 @@ class ShardedParam:
         is_subclass: Whether ``unsharded`` is made of inner tensors.
         parts: What autograd may save of a subclass by itself and is freed with ``unsharded``.
         encodes_grad: Whether the local shard says what its gradient looks like on the wire.
+        is_unsynced: Whether gradients of it were accumulated that the ranks have not reduced yet,
+            on this rank or on others; the next reduction takes it in, frozen or not.
         accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
-            same in every graph. ``None`` while the parameter is frozen.
+            same in every graph. ``None`` if the parameter has been frozen since it was made.
     """
 
     def __init__(
@@ -112,6 +142,7 @@ class ShardedParam:
         self.is_subclass = False
         self.parts: Sequence[torch.Tensor] = ()
         self.encodes_grad = False
+        self.is_unsynced = False
         self.accumulator: Node | None = None
         self._is_watched = False
         self._asked_grad_dtype: torch.dtype | None = None
@@ -167,6 +198,7 @@ class ShardedParam:
             asked = self.remember_grad_dtype()
             if asked is not None:
                 self.unsharded.grad_dtype = asked
+        remember_stand_in(self.unsharded, self)
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
         return self.unsharded
@@ -200,15 +232,17 @@ class ShardedParam:
     def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Give the unsharded parameter the ``requires_grad`` of the sharded one.
 
+        A graph from before it was frozen runs its node and calls ``on_gradient`` all the same, so
+        the node stays one that may be waited for.
+
         Args:
             on_gradient: Called whenever a backward has accumulated into the parameter.
         """
         assert self.unsharded is not None
         wanted = self.sharded.requires_grad
-        if wanted == (self.accumulator is not None):
-            return
         self.unsharded.requires_grad_(wanted)
-        self.accumulator = _torch.accumulate_node(self.unsharded) if wanted else None
+        if wanted and self.accumulator is None:
+            self.accumulator = _torch.accumulate_node(self.unsharded)
         if wanted and not self._is_watched:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
             self._is_watched = True

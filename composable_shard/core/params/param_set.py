@@ -43,7 +43,8 @@ class ParamSet:
             param.encodes_grad = has_grad_extension(param.local)
         self._sharded = [param.sharded for param in params]
         self._locals = [param.local for param in params]
-        self._counted = [*self._sharded, *self._locals]
+        counted = (*self._sharded, *self._locals)
+        self._counted = [tensor for tensor in counted if not tensor.is_inference()]
         self._unsharded = [p.unsharded for p in params if p.unsharded is not None]
         readable = [*self._unsharded, *(part for param in params for part in param.parts)]
         self.readable = [tensor for tensor in readable if not tensor.is_inference()]
@@ -103,6 +104,18 @@ class ParamSet:
                 param.follow_requires_grad(on_gradient)
             self._followed = wanted
             self._note_accumulators()
+
+    def adopt_requires_grad(self) -> None:
+        """Give the sharded parameters what users have set on the unsharded ones."""
+        followed = self._followed
+        if followed is None:
+            return
+        with _torch.without_overrides():
+            asked = list(map(_requires_grad, self._unsharded))
+        if asked != followed:
+            for param, is_asked, was in zip(self._params, asked, followed, strict=True):
+                if is_asked != was:
+                    param.sharded.requires_grad_(is_asked)
 
     def renew_accumulators(self) -> None:
         """Make other nodes that accumulate, at the next ``follow_requires_grad``."""

@@ -168,8 +168,13 @@ def remember(
     registered = [(weakref.ref(place.module), place.attribute) for place in places]
     known = _known[id(original)] = _Known(weakref.ref(original), registered)
     if group is not None and param is not None:
-        _sharded[id(param.sharded)] = param
+        remember_owner(param)
         known.owner, known.version = (weakref.ref(group), weakref.ref(param)), param.version()
+
+
+def remember_owner(param: ShardedParam) -> None:
+    """Have :func:`owner_of_sharded` find whose sharded form it is."""
+    _sharded[id(param.sharded)] = param
 
 
 def owner_of_sharded(tensor: nn.Parameter) -> ShardedParam | None:

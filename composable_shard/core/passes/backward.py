@@ -262,6 +262,7 @@ class BackwardPass:
         _torch.on_backward_end(end)
         del end  # a traceback through here would keep it
         self._is_inside = self._context.forward.is_running
+        self._context.agree_on_requires_grad()
         if self._is_inside:
             return
         if self.order:
@@ -371,14 +372,12 @@ class BackwardPass:
         """
         for group in dict.fromkeys([*self._ran(), *self.reductions.unsynced]):
             if group.settings.requires_gradient_sync:
-                self.reductions.launch(group)
+                self.reductions.launch_at_end(group)
             else:
                 self.reductions.accumulate(group)
         if self.reductions.is_last:
             self.reductions.in_flight.wait()
-        for group in self._context.groups:
-            if group.settings.reshard_after_backward and not self._context.forward.holds(group):
-                group.reshard()
+        self._context.free_after_backward()
         self._context.wait_until_read()
         self._reset()
 
@@ -390,9 +389,8 @@ class BackwardPass:
         self._reduce_in_order()
         self.reductions.end_backward()
         self._context.check_order("end of a backward", self._context.root)
+        self._context.free_after_backward()
         for group in self._context.groups:
-            if group.settings.reshard_after_backward:
-                group.reshard()
             group.freshness.forget_forward()
         self._context.wait_until_read()
         self.record.finish()

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.comms import host_copies, offers
 from composable_shard.core.comms.streams import wait_for_event
-from composable_shard.core.group import ParamGroup
+from composable_shard.core.group import ParamGroup, PartlySharded, Unsharded
 from composable_shard.core.params.freed import FreedParameters
 from composable_shard.core.params.left_plain import warn_of_plain
 from composable_shard.core.params.ties import refuse_unowned
@@ -113,6 +114,62 @@ class Context:
         for group in self.groups:
             group.gradients.release()
         self.note("wait_for_readers", self.root)
+
+    # What stays gathered --------------------------------------------------------------------
+
+    def free_earlier(self) -> None:
+        """Free what an earlier pass has gathered and what nobody said stays as it is.
+
+        Writes that move no counter cannot be seen, so a forward trusts what was gathered before it
+        only where users said so. All ranks must decide alike: nothing here depends on this rank's
+        graph. Test: ``tests/params/test_registered.py``.
+        """
+        for group in self.groups:
+            state = type(group.state)
+            if (state is Unsharded or state is PartlySharded) and not self._stays(group):
+                group.reshard()
+
+    def free_unless_trusted(self, group: ParamGroup) -> None:
+        """Free what users have had the sharded parameters of, unless they said that it stays."""
+        if group.shows_sharded and not self._stays(group):
+            group.reshard()
+
+    def _stays(self, group: ParamGroup) -> bool:
+        settings = group.settings
+        is_accumulated = not settings.reshard_after_backward
+        is_accumulated = is_accumulated and self.backward.reductions.are_to_go_on
+        is_kept = settings.reshard_after_forward is False
+        is_kept = is_kept and any(one.is_trainable for one in self.groups)
+        is_trusted = group.is_held or is_accumulated or is_kept
+        return is_trusted and not group.freshness.saw_step
+
+    def free_after_backward(self) -> None:
+        """Free what stays neither for a running forward nor for the rest of an accumulation.
+
+        What stays shows the sharded parameters, which have the gradients, unless a forward waits
+        for its backward: its loss may be made of the unsharded ones yet.
+        """
+        goes_on = self.backward.reductions.are_to_go_on
+        for group in self.groups:
+            if self.forward.holds(group):
+                continue
+            if group.settings.reshard_after_backward or not goes_on:
+                group.reshard()
+            elif not self.forward.waits_for_backward:
+                group.show_sharded()
+
+    def show_sharded(self) -> None:
+        """Register the sharded parameters, which an optimizer has changed, but while computing."""
+        if self.forward.is_running or _torch.current_backward() != -1:
+            return
+        for group in self.groups:
+            group.show_sharded()
+
+    def agree_on_requires_grad(self) -> None:
+        """Let both forms of all parameters ask for gradients as users said, to whichever form."""
+        for group in self.groups:
+            if group.is_unsharded or not group.settings.unshards_in_backward:
+                group.agree_on_requires_grad()
 
     def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
         """Tell whether the modules of ``inner`` lie within those of ``outer``."""

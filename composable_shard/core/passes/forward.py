@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import FrameType
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
     from composable_shard.core.passes.context import Context
 
 
+class Graph:
+    """Lives as long as a backward may start from what a forward has given.
+
+    Attributes:
+        is_reached: Whether a backward has gone through it to parameters.
+    """
+
+    __slots__ = ("__weakref__", "is_reached")
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+
 class ForwardPass:
     """The forward that is running in one tree, if any.
 
@@ -25,7 +39,7 @@ class ForwardPass:
 
     Attributes:
         frees_all: Whether nothing stays unsharded when the running pass closes.
-        has_graph: Whether the running pass began where it may get a backward.
+        graph: What the running pass makes, if that may have a backward.
     """
 
     def __init__(self, context: Context) -> None:
@@ -38,7 +52,13 @@ class ForwardPass:
         self._prefetched: dict[ParamGroup, None] = {}
         self._kept: dict[ParamGroup, None] = {}
         self.frees_all = False
-        self.has_graph = False
+        self.graph: Graph | None = None
+        self._graphs: WeakSet[Graph] = WeakSet()
+
+    @property
+    def waits_for_backward(self) -> bool:
+        """Whether a backward may come of a forward that none has reached; may differ by rank."""
+        return any(not graph.is_reached for graph in self._graphs)
 
     @property
     def is_running(self) -> bool:
@@ -59,10 +79,11 @@ class ForwardPass:
         opens = self._outermost is None
         if opens:
             context.check_owners()
+            context.free_earlier()
             self._outermost, self._frame = group, _torch.module_call_frame()
-            self.has_graph = torch.is_grad_enabled() or bool(
-                _torch.notes_of_checkpoints(with_graph_around=False)
-            )
+            if torch.is_grad_enabled() or _torch.notes_of_checkpoints(with_graph_around=False):
+                self.graph = Graph()
+                self._graphs.add(self.graph)
         self._depths[group] = self._depths.get(group, 0) + 1
         if len(group.modules) > 1:
             self._to_run.setdefault(group, set(group.modules))
@@ -119,6 +140,7 @@ class ForwardPass:
                 self._close()
                 if not has_backward:
                     context.backward.finish_inside()
+                    self._show_sharded(group)
 
     def _has_run(self, group: ParamGroup, module: nn.Module) -> bool:
         left = self._to_run.get(group)
@@ -131,18 +153,20 @@ class ForwardPass:
         return True
 
     def _free(self, group: ParamGroup) -> None:
-        if torch.is_grad_enabled():
+        has_grad = torch.is_grad_enabled()
+        if has_grad:
             group.note_forward()
         reshard = group.settings.reshard_after_forward
         if reshard is None:  # the root's parameters are needed at once, if there is a backward
-            reshard = group is not self._context.root or not torch.is_grad_enabled()
-        if not reshard or self._opens_backward(group):
+            reshard = group is not self._context.root
+        stays = not reshard and (has_grad or group.is_held)
+        if stays or self._opens_backward(group):
+            group.is_exposed = True
             return
-        if self._is_needed_next(group):
+        if not reshard or self._is_needed_next(group):
             self._kept[group] = None
             return
-        keeps_part = not isinstance(reshard, bool) and torch.is_grad_enabled()
-        group.reshard(reshard if keeps_part else None)
+        group.reshard(reshard if has_grad and reshard is not True else None)
 
     def holds(self, group: ParamGroup) -> bool:
         """Tell whether a running forward is in ``group``."""
@@ -186,7 +210,13 @@ class ForwardPass:
         if self._outermost in self._orders:
             self._orders[self._outermost].finish()
         self._context.wait_until_read()
-        self._outermost = self._frame = None
+        self._outermost = self._frame = self.graph = None
+
+    def _show_sharded(self, outermost: ParamGroup) -> None:
+        """Register the sharded parameters of what has run, as no backward will come of it."""
+        for group in self.recorded(outermost):
+            if not group.is_held:
+                group.show_sharded()
 
     def abandon(self) -> None:
         """Forget a pass that did not end."""
@@ -194,7 +224,7 @@ class ForwardPass:
             group.calls.clear()
         for order in self._orders.values():
             order.abandon()
-        self._outermost = self._frame = None
+        self._outermost = self._frame = self.graph = None
         self.frees_all = False
         self._depths.clear()
         self._to_run.clear()

@@ -21,6 +21,7 @@ from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.passes.arrival import Arrival
 from composable_shard.core.passes.buffers import CastBuffers, PreciseNormWeights
+from composable_shard.core.passes.forward import Graph
 from composable_shard.core.passes.group_run import InputMarker, Token
 from composable_shard.core.passes.lent import Lent, find_lent
 from composable_shard.core.passes.nested import map_tensors, tensors_in
@@ -159,7 +160,7 @@ class ModuleHooks:
     def _join(self, call: Call) -> None:
         """Note a call that may have a backward in the execution order."""
         context = self._group.context
-        if not context.forward.has_graph or _torch.current_backward() != -1:
+        if context.forward.graph is None or _torch.current_backward() != -1:
             return
         checkpoints = _torch.notes_of_checkpoints(with_graph_around=True)
         if checkpoints or torch.is_grad_enabled():
@@ -240,7 +241,8 @@ class ModuleHooks:
             Whether there is any that may.
         """
         is_watched = False
-        pre_backward = partial(self._pre_backward, call.forward, call.input_markers)
+        graph = self._group.context.forward.graph
+        pre_backward = partial(self._pre_backward, call.forward, call.input_markers, graph)
         tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._stored.newly())
         if _torch.is_transforming():
             tensors = [level for tensor in tensors for level in _levels(tensor)]
@@ -256,13 +258,19 @@ class ModuleHooks:
         return is_watched
 
     def _pre_backward(
-        self, forward: int | None, markers: Sequence[InputMarker], grad: torch.Tensor
+        self,
+        forward: int | None,
+        markers: Sequence[InputMarker],
+        graph: Graph | None,
+        grad: torch.Tensor,
     ) -> None:
-        """Gather the group; the hook that this is keeps the markers alive."""
+        """Gather the group; the hook that this is keeps the markers and the graph alive."""
         with _torch.apart_from_transforms():
             self._group.context.backward.need(
                 self._group, forward=forward, is_bounded=bool(markers)
             )
+        if graph is not None and not graph.is_reached:
+            graph.is_reached = _torch.num_to_run(self._group.units.all.accumulators) > 0
 
 
 def _map_inputs(

@@ -31,7 +31,7 @@ def find_lent(group: ParamGroup) -> Lent:
     Raises:
         ShardError: If they do for some, or stay there when the call is over. On the ranks where.
     """
-    is_unsharded, sharded = group.is_unsharded, False
+    is_unsharded, sharded = group.shows_unsharded, False
     if group.units.all.are_registered(unsharded=is_unsharded):
         return Lent.NOTHING
     others = []

@@ -36,20 +36,36 @@ class Reductions:
         """
         return [group for group in self._context.groups if group in self._unsynced]
 
+    @property
+    def are_to_go_on(self) -> bool:
+        """Whether the next backward adds to the gradients of the last, as far as is known."""
+        return not self.is_last or bool(self._unsynced) or bool(self._unreplicated)
+
     def accumulate(self, group: ParamGroup) -> None:
         """Add the gradients of ``group`` to those that a later backward reduces."""
-        self._unsynced.add(group)
+        if group.gradients.are_to_reduce:
+            self._unsynced.add(group)
         self._context.emit("accumulate", group)
         group.gradients.accumulate()
 
     def launch(self, group: ParamGroup) -> None:
-        """Launch the reduction of ``group``, if it has trainable parameters.
+        """Launch the reduction of ``group`` in its turn, if it has trainable parameters.
+
+        One that was frozen after it had accumulated waits for the end of the backward: its turn may
+        come on some ranks only, as that of a frozen group depends on its inputs.
 
         Collective: one reduce-scatter for each mesh and dtype of reduction.
         """
+        if group.is_trainable:
+            self._reduce(group)
+
+    def launch_at_end(self, group: ParamGroup) -> None:
+        """Launch the reduction of ``group`` if it has anything to reduce. Collective: the same."""
+        if group.gradients.are_to_reduce:
+            self._reduce(group)
+
+    def _reduce(self, group: ParamGroup) -> None:
         self._unsynced.discard(group)
-        if not group.is_trainable:
-            return
         if self._limit is None:
             self._limit = max(g.settings.max_reductions for g in self._context.groups)
         self.in_flight.leave_room(self._limit)
@@ -71,7 +87,7 @@ class Reductions:
         for group in dict.fromkeys([*self.unsynced, *reversed(self._unreplicated)]):
             is_left = group in self._unsynced or group.settings.reduction.all_reduces
             if is_left and group.settings.requires_gradient_sync:
-                self.launch(group)
+                self.launch_at_end(group)
         if self.is_last:
             self.in_flight.wait()
 
@@ -87,7 +103,7 @@ class Reductions:
         for group in dict.fromkeys([*ran, *self.unsynced, *reversed(self._unreplicated)]):
             reduction = group.settings.reduction
             before, reduction.all_reduces = reduction.all_reduces, True
-            self.launch(group)
+            self.launch_at_end(group)
             self.in_flight.leave_room(1)
             reduction.all_reduces = before
         self.in_flight.wait()
