@@ -145,7 +145,7 @@ class ParamGroup:
 
     def _create_gradients(self) -> None:
         channels = list(self.channels.values())
-        self.gradients = GroupGradients(self.params, channels, self.policy, self.settings.reduction)
+        self.gradients = GroupGradients(self.params, channels, self.settings.reduction)
 
     # The state machine ----------------------------------------------------------------------
 

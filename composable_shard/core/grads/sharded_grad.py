@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.params.param import LIFTED, ShardedParam
 
 _grad_of = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
@@ -86,16 +86,6 @@ def trainable_and_held(
             return list(params), [None] * len(params)
         held = [g.dtype if g is not None and is_partial(g) else None for g in grads]
     return list(compress(params, is_trained)), list(compress(held, is_trained))
-
-
-def dtype_for_users(param: ShardedParam, default: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which users get a gradient.
-
-    Args:
-        param: Whose gradient; what was asked of it comes first.
-        default: What comes next; the dtype of the shard is last.
-    """
-    return param.remember_grad_dtype() or default or param.local.dtype
 
 
 def has_hooks(param: ShardedParam) -> bool:
@@ -173,6 +163,7 @@ def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     if asked is not None and asked != grad.dtype:
         param.grad = None
         param.grad_dtype = None
+        param.__dict__[LIFTED] = True
     param.grad = grad
 
 

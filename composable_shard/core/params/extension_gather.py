@@ -28,7 +28,6 @@ from composable_shard.core.params.extension import (
 )
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import ExtensionError
-from composable_shard.policy import MixedPrecisionPolicy
 
 
 class ExtensionGather:
@@ -40,16 +39,13 @@ class ExtensionGather:
         formats: For each rank, what it sends; agreed at the first gather, then fixed.
     """
 
-    def __init__(
-        self, param: ShardedParam, policy: MixedPrecisionPolicy, device: torch.device
-    ) -> None:
+    def __init__(self, param: ShardedParam, device: torch.device) -> None:
         self.param = param
         self.mesh = param.mesh
         self.formats: list[tuple[Format, ...]] | None = None
         self._dim = param.form.dim or 0  # as hooks see it; the layout has dims as in memory
-        self._policy = policy
         self._device = device
-        self._dtype = policy.compute_dtype(param.local.dtype)
+        self._dtype = param.compute_dtype
         self._buffers: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._memory: list[torch.Tensor] = []
@@ -81,7 +77,7 @@ class ExtensionGather:
         mesh = self.param.mesh.mesh
         meta = self.param.spec.tensor_meta
         assert meta is not None
-        full = (mesh, meta.shape, meta.stride, self.param.slots[0].module, self._policy)
+        full = (mesh, meta.shape, meta.stride, self.param.slots[0].module, self.param.policy)
         if num_args not in (0, 1, len(full)):
             raise ExtensionError(
                 f"Expected {PRE} of {self.param.name} to take (mesh) or (mesh, outer_size, "
