@@ -10,6 +10,7 @@ from composable_shard._torch.autograd import (
     current_backward,
     gradient_hooks,
     has_grad_hooks,
+    is_ahead,
     num_to_run,
     on_backward_end,
     optimizers_in_backward,
@@ -39,7 +40,10 @@ from composable_shard._torch.dtensors import (
     waited,
     with_dim,
 )
-from composable_shard._torch.fully_shard_modules import FULLY_SHARD_MODULES
+from composable_shard._torch.fully_shard_modules import (
+    FULLY_SHARD_MODULES,
+    REDUCES_IN_GRAD_DTYPE,
+)
 from composable_shard._torch.grad_scaler import GradScalerBase
 from composable_shard._torch.modules import (
     COMPOSABLE_STATE,
@@ -104,6 +108,7 @@ from composable_shard._torch.transforms import (
 __all__ = [
     "COMPOSABLE_STATE",
     "FULLY_SHARD_MODULES",
+    "REDUCES_IN_GRAD_DTYPE",
     "DTensorSpec",
     "DispatchMode",
     "GradScalerBase",
@@ -140,6 +145,7 @@ __all__ = [
     "has_grad_hooks",
     "in_functional_call",
     "inner_value",
+    "is_ahead",
     "is_batch_norm",
     "is_executing",
     "is_on_distributed_tensors",

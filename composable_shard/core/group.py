@@ -283,9 +283,16 @@ class ParamGroup:
                 freed = PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
         elif num_ranks is not None:
             return
-        self.units.free()
+        if not self.settings.keeps_unsharded_storage:
+            self.units.free()
         self._move_to(freed)
         self.context.emit("reshard", self)
+
+    def keep_unsharded_storage(self, keep: bool) -> None:
+        """Set whether resharding leaves the memory of the unsharded parameters where it is."""
+        self.settings.keeps_unsharded_storage = keep
+        if not keep and isinstance(self.state, (Sharded, PartlySharded)):
+            self.units.free()
 
     def show_sharded(self) -> None:
         """Register the sharded parameters and keep the unsharded ones until the next use.

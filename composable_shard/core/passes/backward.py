@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.passes.countdown import Countdown, Countdowns, End, Token
+from composable_shard.core.passes.pipeline import loses_weights, refuse_lost_weights
 from composable_shard.core.passes.reductions import Reductions
 from composable_shard.core.passes.schedule import OrderRecord
 from composable_shard.core.passes.trail import Trail
-from composable_shard.errors import StaleParameterError
+from composable_shard.errors import ShardError, StaleParameterError
 
 if TYPE_CHECKING:
     from composable_shard.core.passes.context import Context
@@ -30,12 +31,16 @@ class BackwardPass:
     Attributes:
         order: In which order groups were needed.
         reductions: What is reduced, and when.
+        finalization: The handle of one that is to be waited for, if any.
     """
 
     def __init__(self, context: Context) -> None:
         self.order: OrderRecord[ParamGroup] = OrderRecord()
         self.reductions = Reductions(context)
+        self.finalization: object | None = None
         self._context = context
+        self._by_hand: bool | None = None  # how it is finalized, once a backward has begun
+        self._lost: dict[ParamGroup, None] = {}  # backwards in halves have lost gradients
         self._end: weakref.ref[End] | None = None
         self._id = -1
         self._countdowns = Countdowns()
@@ -81,6 +86,8 @@ class BackwardPass:
             is_bounded: Whether boundaries lie in front of the call that gave these outputs.
         """
         self._enter(group)
+        if group not in self._needed and loses_weights(group):
+            self._lost[group] = None
         self._missed.discard(group)
         self._countdown(group).expect(_torch.current_backward(), is_bounded=is_bounded)
         if group not in self._needed:
@@ -186,6 +193,8 @@ class BackwardPass:
         self._is_inside = self._context.forward.is_running
         if self._is_inside:
             return
+        if self._by_hand is None:
+            self._by_hand = self._context.root.settings.finalizes_by_hand
         for group in list(self._ran_inside):
             if not self._will_arrive(group):
                 self.reductions.complete(group)
@@ -257,18 +266,75 @@ class BackwardPass:
         """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle."""
         self.reductions.synchronize()
         self._context.wait_until_read()
+        if self.finalization is None:
+            self._by_hand = None
 
     def settle(self) -> None:
         """Reduce what backwards have left, without another; wait, and free.
 
+        Raises:
+            ShardError: See refuse_lost_weights.
+
         Collective: a reduction of each group that ran forward or owes, but those without sync.
         """
+        self._refuse_lost_weights()
         self.reductions.settle()
         for group in self._context.groups:
             if group.settings.reshard_after_backward and not self._context.forward.holds(group):
                 group.reshard()
         self._context.wait_until_read()
         self._reset()
+
+    def finalize_by_hand(self, enabled: bool) -> None:
+        """Set whether a call, and not the end of a backward, finishes the reductions.
+
+        Raises:
+            ShardError: If it changes while a backward runs, or one before is not finished.
+        """
+        settings = self._context.root.settings
+        if self.was_aborted:
+            self._context.clean_up()
+        if enabled == (settings.finalizes_by_hand if self._by_hand is None else self._by_hand):
+            settings.finalizes_by_hand = enabled
+            return
+        if self._by_hand is not None:
+            remedy = "finalize_backward()" if self._by_hand else "set_is_last_backward(True)"
+            raise ShardError(
+                "Expected set_manual_backward_finalization() to change between iterations, got a "
+                f"backward that is not finished; end it by {remedy}, or drop it by "
+                "reset_iter_state()"
+            )
+        settings.finalizes_by_hand = enabled
+
+    def start_finalization(self, handle: object) -> None:
+        """Launch what backwards have left to reduce, and free.
+
+        Raises:
+            ShardError: See refuse_lost_weights.
+
+        Collective: see Reductions.finalize.
+        """
+        self._refuse_lost_weights()
+        self.reductions.finalize()
+        for group in self._context.groups:
+            if group.settings.reshard_after_backward:
+                group.reshard()
+        self.finalization = handle
+
+    def check_finalized(self) -> None:
+        """Raise if a finalization has been launched and not waited for."""
+        if self.finalization is not None:
+            raise ShardError(
+                "Expected the gradients of the last backward before another forward or "
+                "finalize_backward(), got a GradientReductionHandle that was not waited for; call "
+                "its wait()"
+            )
+
+    def end_finalization(self) -> None:
+        """Wait for what was launched. Collective: none."""
+        self.reductions.in_flight.wait()
+        self._context.wait_until_read()
+        self.finalization = self._by_hand = None
 
     def close(self) -> None:
         """End the backward: complete the rest, reduce what is owed, wait, free."""
@@ -278,6 +344,8 @@ class BackwardPass:
                 countdown.left.clear()
                 self._finish_group(group)
         self.reductions.end_backward()
+        if not self.reductions.is_left_open:
+            self._by_hand = None
         self._context.check_order("end of a backward", self._context.root)
         for group in self._context.groups:
             if group.settings.reshard_after_backward:
@@ -292,7 +360,14 @@ class BackwardPass:
         self.order.abandon()
         self.forget_forwards()
         self.reductions.abandon()
+        self._lost.clear()
+        self.finalization = self._by_hand = None
         self._reset()
+
+    def _refuse_lost_weights(self) -> None:
+        lost = list(self._lost)
+        self._lost.clear()
+        refuse_lost_weights(lost)
 
     def _reset(self) -> None:
         self._end, self._id, self._is_inside = None, -1, False

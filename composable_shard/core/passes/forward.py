@@ -57,6 +57,7 @@ class ForwardPass:
         opens = self._outermost is None
         if opens:
             context.check_owners()
+            context.backward.check_finalized()
             self._outermost, self._frame = group, _torch.module_call_frame()
         self._depths[group] = self._depths.get(group, 0) + 1
         if len(group.modules) > 1:

@@ -33,6 +33,11 @@ class Reductions:
         self._limit: int | None = None  # reductions under way at once, while a backward runs
 
     @property
+    def is_left_open(self) -> bool:
+        """Whether the end of a backward leaves reductions under way."""
+        return not self.is_last or self._context.root.settings.finalizes_by_hand
+
+    @property
     def owing(self) -> list[ParamGroup]:
         """The groups that accumulated without sync and were not reduced since.
 
@@ -78,10 +83,8 @@ class Reductions:
                 self._launch(group)
             elif group in self._expected:
                 self._accumulate(group)
-        for group in list(reversed(self._unreplicated)):
-            if group.settings.reduction.all_reduces and group.settings.requires_gradient_sync:
-                self._launch(group)
-        if self.is_last:
+        self._launch_unreplicated()
+        if not self.is_left_open:
             self.in_flight.wait()
 
     def settle(self) -> None:
@@ -93,23 +96,33 @@ class Reductions:
             self.complete(group)
             if group in self._complete:
                 self._launch(group)
-        if self.is_last:
+        if not self.is_left_open:
             self.in_flight.wait()
+
+    def finalize(self) -> None:
+        """Launch the reductions that are owed and are to be made; leave what is still to come.
+
+        Collective: a reduction of each group that owes, but those without sync; of the others that
+            are not averaged over replicas yet, but are to be.
+        """
+        for group in self.owing:
+            if group.settings.requires_gradient_sync:
+                self._launch_beside(group)
+        self._launch_unreplicated()
+        self._limit = None
 
     def synchronize(self) -> None:
         """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle.
 
         A backward that is still to come of forwards so far finds them expected as before.
         """
-        expected = self._expected.copy()
         left = [*reversed(self._expected), *self.owing, *reversed(self._unreplicated)]
         for group in dict.fromkeys(left):
             reduction = group.settings.reduction
             before, reduction.all_reduces = reduction.all_reduces, True
-            self._launch(group)
+            self._launch_beside(group)
             self.in_flight.leave_room(1)
             reduction.all_reduces = before
-        self._expected = expected
         self.in_flight.wait()
 
     def forget_forwards(self) -> None:
@@ -131,6 +144,17 @@ class Reductions:
         self._owing.add(group)
         self._context.emit("accumulate", group)
         group.gradients.accumulate()
+
+    def _launch_unreplicated(self) -> None:
+        for group in list(reversed(self._unreplicated)):
+            if group.settings.reduction.all_reduces and group.settings.requires_gradient_sync:
+                self._launch_beside(group)
+
+    def _launch_beside(self, group: ParamGroup) -> None:
+        """Reduce ``group`` outside of its turn, which is still to come if it is expected."""
+        expected = self._expected.copy()
+        self._launch(group)
+        self._expected = expected
 
     def _launch(self, group: ParamGroup) -> None:
         self._expected.pop(group, None)
