@@ -1,8 +1,9 @@
-"""What the oldest torch that is supported cannot do by itself, so no test can ask for it."""
+"""What some torch that is supported cannot do by itself, so no test can ask for it."""
 
 from __future__ import annotations
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 from torch.version import __version__
 
@@ -16,3 +17,14 @@ def needs_newer_torch(reason: str) -> pytest.MarkDecorator:
         reason: What that torch does.
     """
     return pytest.mark.skipif(IS_OLD, reason=f"torch {__version__}: {reason}")
+
+
+needs_finalize_backward = pytest.mark.skipif(
+    not hasattr(FSDPModule, "finalize_backward"),
+    reason=f"torch {__version__}: its own FSDPModule has no finalize_backward to compare with",
+)
+
+needs_new_reduce_dtype = pytest.mark.skipif(
+    TorchVersion(__version__) < (2, 15),
+    reason=f"torch {__version__}: its own reduce_dtype=None follows param_dtype",
+)

@@ -297,6 +297,11 @@ class BackwardPass:
         if enabled == (settings.finalizes_by_hand if self._by_hand is None else self._by_hand):
             settings.finalizes_by_hand = enabled
             return
+        if _torch.current_backward() != -1:
+            raise ShardError(
+                "Expected set_manual_backward_finalization() to change outside of backward, got it "
+                "within one; call it between iterations"
+            )
         if self._by_hand is not None:
             remedy = "finalize_backward()" if self._by_hand else "set_is_last_backward(True)"
             raise ShardError(
