@@ -28,3 +28,8 @@ needs_new_reduce_dtype = pytest.mark.skipif(
     TorchVersion(__version__) < (2, 15),
     reason=f"torch {__version__}: its own reduce_dtype=None follows param_dtype",
 )
+
+needs_kept_storage = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_keep_unsharded_storage"),
+    reason=f"torch {__version__}: its own FSDPModule keeps no memory to compare with",
+)

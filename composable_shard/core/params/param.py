@@ -170,8 +170,7 @@ class ShardedParam:
             if model is not None:
                 tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
             self.unsharded = _torch.parameter_of(tensor, self.sharded.requires_grad)
-            if self.reduction_dtype() != tensor.dtype:  # rounded once, when it is reduced
-                self.unsharded.grad_dtype = None
+            self.unsharded.grad_dtype = None  # it is rounded once, to the dtype of the reduction
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
         return self.unsharded
