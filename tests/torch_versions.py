@@ -24,8 +24,11 @@ needs_finalize_backward = pytest.mark.skipif(
     reason=f"torch {__version__}: its own FSDPModule has no finalize_backward to compare with",
 )
 
+FOLLOWS_GRADIENTS = TorchVersion(__version__) >= (2, 15)
+"""Whether an omitted ``reduce_dtype`` of torch's policy means that of each parameter's gradient."""
+
 needs_new_reduce_dtype = pytest.mark.skipif(
-    TorchVersion(__version__) < (2, 15),
+    not FOLLOWS_GRADIENTS,
     reason=f"torch {__version__}: its own reduce_dtype=None follows param_dtype",
 )
 

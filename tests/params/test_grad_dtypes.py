@@ -181,12 +181,15 @@ def reduced_by_hand(case: str, model: Scaled, num_microbatches: int) -> dict[str
         for index, (name, param) in enumerate(compute.named_parameters()):
             grad, param.grad = param.grad, None
             assert grad is not None
+            own = own_dtype(case, index, model.get_parameter(name))
+            if own.itemsize < grad.dtype.itemsize:
+                grad = grad.to(own)
             if num_microbatches == 1:
                 totals[name] = grad.to(launched)
             elif name in totals:
                 totals[name].add_(grad)
             else:
-                totals[name] = grad.to(own_dtype(case, index, model.get_parameter(name)))
+                totals[name] = grad.to(own)
     heard = from_all_ranks(totals)
     means = {}
     for index, (name, param) in enumerate(model.named_parameters()):

@@ -137,7 +137,7 @@ class Unsharded:
                 self.waiting[name] = grad.to(dtype, copy=True)
                 self.has_folded |= not sync and name in self.reduced
             else:
-                self.waiting[name] += grad
+                self.waiting[name] += grad.to(self.waiting[name].dtype)
         waiting = {
             name: grad.to(self._widest.get(name, grad.dtype)) if not alone else grad
             for name, grad in self.waiting.items()

@@ -34,7 +34,7 @@ from composable_shard.core.grads.sharded_grad import (
     trainable_and_held,
     unreplicated,
 )
-from composable_shard.core.grads.unreduced import UnreducedGradients, take_all_unsharded
+from composable_shard.core.grads.unreduced import UnreducedGradients, narrowed, take_all_unsharded
 from composable_shard.core.params.offload import copies_beside_compute
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
@@ -114,6 +114,9 @@ class MeshGradients:
         self._recipes.agree(trainable, grads)
         if loose := self._plan.take_any(trainable):
             self._agree_on_dtypes(loose, grads, held)
+        for index in self._plan.narrows(trainable):
+            grad = grads[index]
+            grads[index] = None if grad is None else narrowed(trainable[index], grad)
         launch, routes = self._channel.reduce_scatter, self._plan.routes_of(trainable, held)
         kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
         try:  # before any launch, so that where all ranks fail alike nothing is under way

@@ -49,6 +49,12 @@ class RoutePlan:
         self._asked: list[torch.dtype | None] = []
         self._dtypes: list[torch.dtype] = []
         self._take_any: list[int] = []
+        self._narrowed: list[int] = []
+
+    def narrows(self, params: Sequence[ShardedParam]) -> list[int]:
+        """Return which gradients are rounded before they are reduced in a wider dtype."""
+        self._look_at(params)
+        return self._narrowed
 
     def take_any(self, params: Sequence[ShardedParam]) -> list[int]:
         """Return which of the parameters are reduced in whatever dtype their gradients have."""
@@ -94,6 +100,11 @@ class RoutePlan:
         real = promoted(dtype for dtype in own if not dtype.is_complex)
         imaginary = promoted(dtype for dtype in own if dtype.is_complex)
         self._dtypes = [(imaginary if one.is_complex else real) or one for one in own]
+        self._narrowed = [
+            index
+            for index, (param, dtype) in enumerate(zip(params, own, strict=True))
+            if dtype != self._dtypes[index] and dtype.itemsize < param.compute_dtype.itemsize
+        ]
 
     def release(self) -> None:
         """Free what was packed for reductions and is no longer read."""

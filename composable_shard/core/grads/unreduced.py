@@ -44,6 +44,7 @@ class UnreducedGradients:
             (grad,) = take_all_unsharded([param])
             if grad is None:
                 continue
+            grad = narrowed(param, grad)
             if self._factor != 1:
                 grad = grad * self._factor
             total = self._total(param)
@@ -66,6 +67,7 @@ class UnreducedGradients:
             total.div_(self._factor)
         if grad is None:
             return total
+        grad = narrowed(param, grad)
         is_wide = total.dtype == _wide_enough(param, total.dtype, grad)
         return total.add_(grad) if is_wide else total + grad
 
@@ -115,6 +117,13 @@ class UnreducedGradients:
                 folds = shard is not None and param.reduction_dtype() != shard.dtype
             if folds:
                 self._fold(param)
+
+
+def narrowed(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    """Round a gradient to its parameter's own dtype of reduction, as it is of each microbatch."""
+    dtype = param.reduction_dtype()
+    is_wider = grad.dtype.itemsize > dtype.itemsize and not param.takes_any_grad
+    return grad.to(dtype) if is_wider else grad
 
 
 def _wide_enough(param: ShardedParam, dtype: torch.dtype, grad: torch.Tensor) -> torch.dtype:
