@@ -1,33 +1,51 @@
 # `make demo` and `make test` need Python 3.11 or later and nothing else: they make .venv first.
 # PYTHON=... chooses the interpreter that it is made with; ARGS=... is passed on to the command.
+# TORCH=2.15.0, or another version, makes and uses an environment with that torch beside .venv.
 
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+NEWEST_TORCH := 2.15.0
+VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 DOCS_INSTALLED := $(VENV)/docs-installed
 CLIENTS := $(VENV)/clients
 
+# What is run on the newest torch besides: what a change of torch could break, the clients beside.
+ON_NEWEST := tests/test_contract.py tests/parity tests/extensions tests/compat/test_torch_dropin.py \
+	tests/dist/test_extension_errors.py tests/dist/test_extension_formats.py \
+	tests/dist/test_extension_gradients.py tests/dist/test_extensions.py \
+	tests/dist/test_finalization.py tests/dist/test_interface.py \
+	tests/dist/test_modules_pipelines.py tests/params/test_grad_dtypes.py \
+	tests/params/test_kept_storage.py
+
+# An environment for one version of torch is held to our constraints alone, whatever pip is
+# configured to: a machine may cap torch.
+PIP = $(if $(TORCH),PIP_CONSTRAINT=$(VENV)/constraints.txt )$(BIN)/python -m pip \
+	--disable-pip-version-check
+
 # Succeeds where the interpreter has a torch that can be lent to the environment. One inside a
 # virtual environment cannot: the new environment would be made on the interpreter beneath.
-HAS_TORCH = $(PYTHON) -c 'import sys, torch, torch.distributed as dist; \
+HAS_TORCH = test -z "$(TORCH)" && $(PYTHON) -c 'import sys, torch, torch.distributed as dist; \
 	version = tuple(int(part) for part in torch.__version__.split(".")[:2]); \
 	sys.exit(version < (2, 11) or not dist.is_gloo_available() or sys.prefix != sys.base_prefix)' \
 	2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients test-long lint format docs install clean
+.PHONY: help demo test test-clients test-newest test-long lint format docs install clean
 
 help:
 	@echo "make demo     train a small language model on two ranks, with a timeline"
 	@echo "make test     run the tests"
 	@echo "make test-clients  run those with transformers, accelerate, lightning and others"
+	@echo "make test-newest  run what a new torch could break, clients too, on torch $(NEWEST_TORCH)"
 	@echo "make test-long  run ten times the generated examples, all cases, and the long runs"
 	@echo "make lint     check style and types"
 	@echo "make format   bring the code into style"
 	@echo "make docs     build the documentation site into build/site"
 	@echo "make install  make $(VENV) with all that these need"
-	@echo "make clean    remove $(VENV), caches and what the demo wrote"
+	@echo "make clean    remove .venv, those of other torches, caches and what the demo wrote"
+	@echo "TORCH=2.15.0  with any of these: in an environment of its own, with that torch"
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_lm.py --checkpoint-dir runs/demo --overwrite \
@@ -41,9 +59,14 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		--reruns 1 --only-rerun 'exit code -(6|11)' -rR $(ARGS)
 
-# The clients lie in a folder of their own, which no other target sees.
+# The clients lie in a folder of their own, which no other target sees. A torch that brings triton
+# keeps its own.
 test-clients: $(CLIENTS)/installed
 	PYTHONPATH=$(CLIENTS) $(BIN)/python -m pytest tests/clients $(ARGS)
+
+test-newest:
+	$(MAKE) test TORCH=$(NEWEST_TORCH) ARGS="$(ON_NEWEST) $(ARGS)"
+	$(MAKE) test-clients TORCH=$(NEWEST_TORCH)
 
 # New examples in every run, hence the longer time-out: they shrink when they fail.
 test-long: $(INSTALLED)
@@ -64,9 +87,11 @@ docs: $(DOCS_INSTALLED)
 
 install: $(INSTALLED)
 
+PINNED_TORCH = $(shell sed -n 's/^torch==//p' constraints.txt)
+
 # The package itself comes last and alone: all that builds it is there by then, and its own wish
 # for a torch, which names no version, must not fetch another.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard constraints-torch-$(TORCH).txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Expected Python 3.11 or later at $(PYTHON): set PYTHON=..."; exit 1; }
 	@if $(HAS_TORCH); then \
@@ -74,25 +99,30 @@ $(INSTALLED): pyproject.toml constraints.txt
 		test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV); \
 		sed '/^# torch/,$$d' constraints.txt > $(VENV)/pinned.txt; \
 	else \
-		echo "making $(VENV) with the torch of constraints.txt"; \
+		echo "making $(VENV) with torch $(or $(TORCH),$(PINNED_TORCH))"; \
 		test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-		cp constraints.txt $(VENV)/pinned.txt; \
+		sed 's/^torch==.*/torch==$(or $(TORCH),$(PINNED_TORCH))/' constraints.txt \
+			> $(VENV)/pinned.txt; \
 	fi
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet -r $(VENV)/pinned.txt
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet \
-		--no-deps --no-build-isolation --editable .
+	@cat $(VENV)/pinned.txt $(wildcard constraints-torch-$(TORCH).txt) > $(VENV)/constraints.txt
+	$(PIP) install --quiet -r $(VENV)/pinned.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(DOCS_INSTALLED): constraints-docs.txt $(INSTALLED)
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet -r constraints-docs.txt
+	$(PIP) install --quiet -r constraints-docs.txt
 	@touch $@
 
 $(CLIENTS)/installed: constraints-clients.txt | $(INSTALLED)
 	rm -rf $(CLIENTS)
-	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile \
-		--target $(CLIENTS) -r constraints-clients.txt
+	if $(BIN)/python -c 'import triton' 2>/dev/null; then \
+		sed '/^triton==/d' constraints-clients.txt > $(VENV)/clients.txt; \
+	else \
+		cp constraints-clients.txt $(VENV)/clients.txt; \
+	fi
+	$(PIP) install --quiet --no-deps --no-compile --target $(CLIENTS) -r $(VENV)/clients.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-* runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

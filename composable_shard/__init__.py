@@ -14,7 +14,7 @@ from composable_shard.insight.estimate import estimate
 from composable_shard.insight.explain import explain
 from composable_shard.insight.trace import trace
 from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
-from composable_shard.module import FSDPModule, UnshardHandle
+from composable_shard.module import FSDPModule, GradientReductionHandle, UnshardHandle
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.train.clip import clip_grad_norm_
 from composable_shard.train.grad_scaler import ShardedGradScaler
@@ -31,6 +31,7 @@ __all__ = [
     "DataParallelMeshDims",
     "ExtensionError",
     "FSDPModule",
+    "GradientReductionHandle",
     "MaterializationError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -102,7 +102,7 @@ def fully_shard(
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = find_managed(modules, ignored_params or (), lambda m: group_of(m) is not None)
     managed, claims = claim_ties(managed, modules)
-    planned = plan_params(managed, shard_mesh, shard_placement_fn, offload_policy)
+    planned = plan_params(managed, shard_mesh, shard_placement_fn, policy, offload_policy)
     group = build_group(modules, managed, planned, shard_mesh, policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     claims.commit()

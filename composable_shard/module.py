@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -13,12 +13,13 @@ from composable_shard.core.copying import copy_sharded
 from composable_shard.core.grad_norm import clip_grad_norm
 from composable_shard.core.grads.sharded_grad import is_partial
 from composable_shard.core.group import ParamGroup, group_of, set_group
+from composable_shard.core.passes.context import Context
 from composable_shard.core.passes.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.errors import ShardError
 from composable_shard.module_communication import ModuleCommunication
 from composable_shard.module_settings import ModuleSettings
 
-__all__ = ["FSDPModule", "UnshardHandle", "group_of", "make_sharded"]
+__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "group_of", "make_sharded"]
 
 _sharded_classes: dict[type, type] = {}
 
@@ -147,15 +148,85 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
             >>> run_threads(accumulate, 2)[0]
             ((Partial(avg),), (Shard(dim=0),))
         """
+        self._between_iterations("synchronize_gradients")
+        self._group().context.backward.synchronize()
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards have left, after ``set_manual_backward_finalization(True)``.
+
+        What is reduced and freed is what is set now: with gradient sync all that was accumulated
+        without, and over the replicas what was reduced over the shards alone. Call it on the root,
+        on all ranks, when all backwards of an iteration have run. Nothing happens before the first
+        forward.
+
+        Args:
+            async_op: Return a handle instead of waiting. Wait by it before the gradients are used,
+                and before the next forward.
+
+        Raises:
+            ShardError: In a forward or backward; below the root; if the end of a backward does it;
+                if an earlier one was not waited for. After a pipeline schedule that splits
+                backward into inputs and weights and has lost gradients.
+
+        Collective: the reductions of the groups that owe some.
+
+        Example:
+            >>> model.set_manual_backward_finalization(True)
+            >>> with model.no_sync():
+            ...     model(x).sum().backward()
+            >>> handle = model.finalize_backward(async_op=True)
+            >>> handle.wait()
+            >>> model[0].weight.grad.placements
+            (Shard(dim=0),)
+            >>> model.set_manual_backward_finalization(False)
+        """
+        context = self._between_iterations("finalize_backward")
         group = self._group()
-        if group.context.forward.is_running or _torch.current_backward() != -1:
+        if group is not context.root:
             raise ShardError(
-                f"Expected synchronize_gradients() of {group.label} outside of forward and "
-                "backward, got it within one; call it between iterations"
+                f"Expected finalize_backward() of the root, got it of {group.label}; call it on "
+                "the outermost sharded module"
             )
-        if group.context.backward.was_aborted:
-            group.context.clean_up()
-        group.context.backward.synchronize()
+        if not context.has_run:
+            return GradientReductionHandle(None) if async_op else None
+        context.backward.check_finalized()
+        if not group.settings.finalizes_by_hand:
+            raise ShardError(
+                "Expected finalize_backward() where backward is finalized by hand, got a root that "
+                "does it at the end of backward; call set_manual_backward_finalization(True) first"
+            )
+        handle = GradientReductionHandle(group)
+        context.backward.start_finalization(handle)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _between_iterations(self, method: str) -> Context:
+        """Return what the tree shares; raise in a forward or backward, and forget one that failed.
+
+        Raises:
+            ShardError: In a forward or backward.
+        """
+        group = self._group()
+        context = group.context
+        if context.forward.is_running or _torch.current_backward() != -1:
+            raise ShardError(
+                f"Expected {method}() of {group.label} outside of forward and backward, got it "
+                "within one; call it between iterations"
+            )
+        if context.backward.was_aborted:
+            context.clean_up()
+        return context
 
     # Training -------------------------------------------------------------------------------
 
@@ -257,6 +328,30 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
         """Answer those that read torch's private state; it cannot be written to."""
         return torch_state(cast(nn.Module, self))
+
+
+class GradientReductionHandle:
+    """Waits for a ``finalize_backward(async_op=True)``."""
+
+    def __init__(self, root: ParamGroup | None) -> None:
+        self._root = root
+
+    def wait(self) -> None:
+        """Wait until the gradients are reduced, on the device's own time; idempotent.
+
+        Raises:
+            ShardError: If ``reset_iter_state``, or cleaning up after a failure, has dropped them.
+        """
+        if self._root is None:
+            return
+        backward = self._root.context.backward
+        if backward.finalization is not self:
+            raise ShardError(
+                "Expected the reductions that finalize_backward() launched, got none, since they "
+                "were dropped by reset_iter_state() or after a failure; run the iteration again"
+            )
+        backward.end_finalization()
+        self._root = None
 
 
 class UnshardHandle:

@@ -11,6 +11,7 @@ from torch import nn
 
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.settings import check_reshard
+from composable_shard.errors import ShardError
 
 
 class HasGroup:
@@ -83,6 +84,32 @@ class ModuleSettings(HasGroup):
         checked_bool("reshard_after_backward", reshard_after_backward)
         for group in self._groups(recurse):
             group.settings.reshard_after_backward = reshard_after_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether the memory of unsharded parameters stays when they are resharded.
+
+        Then every gather fills the same memory, as a captured CUDA graph needs. Parameters that are
+        replaced (by loading with ``assign=True``, by moving the module) get other memory.
+
+        Args:
+            keep: The choice; ``False`` frees at once what is not unsharded.
+            recurse: Whether to set it for all sharded modules below.
+
+        Memory: with ``True``, the unsharded parameters, all the time.
+
+        Example:
+            >>> model[0].set_keep_unsharded_storage(True)
+            >>> places = []
+            >>> for _ in range(2):
+            ...     model[0].unshard()
+            ...     places.append(model[0].weight.data_ptr())
+            ...     model[0].reshard()
+            >>> places[0] == places[1]
+            True
+        """
+        checked_bool("keep", keep)
+        for group in self._groups(recurse):
+            group.keep_unsharded_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers this module's own group.
@@ -175,6 +202,41 @@ class ModuleSettings(HasGroup):
         self._group().context.backward.reductions.is_last = checked_bool(
             "is_last_backward", is_last_backward
         )
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether :meth:`FSDPModule.finalize_backward` finishes reductions, by a call.
+
+        Then no end of a backward waits for its reductions, whatever ``set_is_last_backward`` says;
+        what it reduces and frees is what is set at the time. Call it on the root, between
+        iterations.
+
+        Args:
+            enabled: The choice.
+
+        Raises:
+            ValueError: If it is no bool.
+            ShardError: Below the root; while a backward runs, or one has run that is not finished.
+
+        Example:
+            >>> model.set_manual_backward_finalization(True)
+            >>> model(x).sum().backward()
+            >>> model.finalize_backward()
+            >>> model[0].weight.grad.placements
+            (Shard(dim=0),)
+            >>> model.set_manual_backward_finalization(False)
+        """
+        checked_bool("enabled", enabled)
+        group = self._group()
+        context = group.context
+        if group is context.root:
+            context.backward.finalize_by_hand(enabled)
+            return
+        if enabled or not group.settings.finalizes_by_hand:
+            raise ShardError(
+                "Expected set_manual_backward_finalization() on the root, got it on "
+                f"{group.label}; call it on the outermost sharded module"
+            )
+        group.settings.finalizes_by_hand = False  # it was a root when it was set
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
+from torch import nn
+
+ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 
 
 @dataclass(frozen=True)
@@ -18,18 +22,26 @@ class MixedPrecisionPolicy:
         param_dtype: Dtype of the unsharded parameters, hence of compute and of the all-gather.
             ``None`` keeps the original dtype.
         reduce_dtype: Dtype of the gradient reduction and of gradients accumulated without sync.
-            ``None`` means the dtype of compute.
+            ``None`` follows each parameter: its ``grad_dtype``, or its own dtype where that is not
+            set, whatever ``param_dtype`` is. Gradients of a group that would be reduced in several
+            dtypes are reduced in the one that they promote to.
         output_dtype: Dtype that floating-point outputs of forward are cast to. ``None`` keeps.
         cast_forward_inputs: Whether floating-point inputs of forward are cast to ``param_dtype``.
         buffer_dtype: Dtype that floating-point buffers have during forward; changes made to them
             are copied back. ``None`` keeps.
-        grad_dtype: Dtype of the sharded gradients. ``None`` means the dtype of the parameter.
+        grad_dtype: Dtype of the sharded gradients of parameters whose own ``grad_dtype`` is not
+            set. ``None`` means the dtype of the parameter.
+        param_dtype_override_fn: Called once with each parameter by ``fully_shard``; returns the
+            parameter's dtype to let it compute in that, ``None`` or ``param_dtype`` for
+            ``param_dtype``. The same on all ranks. Inputs are cast to ``param_dtype`` all the same.
 
     Raises:
-        TypeError: If a dtype is not a ``torch.dtype``, or ``cast_forward_inputs`` not a bool.
+        TypeError: If a dtype is not a ``torch.dtype``, ``cast_forward_inputs`` not a bool, or
+            ``param_dtype_override_fn`` not callable.
         ValueError: If a dtype is not floating-point.
 
-    Source: ``torch.distributed.fsdp.MixedPrecisionPolicy``; the keyword-only fields are new.
+    Source: ``torch.distributed.fsdp.MixedPrecisionPolicy``; ``buffer_dtype`` and ``grad_dtype`` are
+    new.
 
     Example:
         >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).grad_dtype
@@ -42,6 +54,7 @@ class MixedPrecisionPolicy:
     _: KW_ONLY
     buffer_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
+    param_dtype_override_fn: ParamDtypeOverride | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "grad_dtype"):
@@ -60,6 +73,11 @@ class MixedPrecisionPolicy:
                 "Expected cast_forward_inputs to be a bool, got "
                 f"{type(self.cast_forward_inputs).__name__}: {self.cast_forward_inputs!r}"
             )
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise TypeError(
+                "Expected param_dtype_override_fn to be callable or None, got "
+                f"{type(self.param_dtype_override_fn).__name__}: {self.param_dtype_override_fn!r}"
+            )
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype of the unsharded parameter; integers are never cast."""
@@ -67,9 +85,52 @@ class MixedPrecisionPolicy:
             return original
         return self.param_dtype
 
-    def reduction_dtype(self, original: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients are summed over ranks and microbatches."""
-        return self.reduce_dtype or self.compute_dtype(original)
+    def for_parameter(self, name: str, param: nn.Parameter) -> MixedPrecisionPolicy:
+        """Return the policy of one parameter, which has nothing to override any more.
+
+        Args:
+            name: What messages call it.
+            param: The parameter, before it is sharded.
+
+        Raises:
+            ValueError: If the override is neither a dtype that it may have nor ``None``.
+        """
+        override = self.param_dtype_override_fn
+        if override is None:
+            return self
+        try:
+            asked = override(param)
+        except Exception as error:
+            error.add_note(f"raised by param_dtype_override_fn for parameter '{name}'")
+            raise
+        if asked is not None and not (
+            isinstance(asked, torch.dtype) and asked in (self.param_dtype, param.dtype)
+        ):
+            got = asked if isinstance(asked, torch.dtype) else f"{type(asked).__name__}: {asked!r}"
+            raise ValueError(
+                f"Expected param_dtype_override_fn to return None, param_dtype ({self.param_dtype})"
+                f" or the parameter's own dtype ({param.dtype}) for parameter '{name}', got {got}"
+            )
+        is_cast = asked is not None and (asked.is_floating_point or asked.is_complex)
+        dtype = asked if is_cast else self.param_dtype
+        return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
+
+    def without_override(self) -> MixedPrecisionPolicy:
+        """Return what holds for modules, whose inputs are cast, when parameters are resolved."""
+        if self.param_dtype_override_fn is None:
+            return self
+        return replace(self, param_dtype_override_fn=None)
+
+    def reduction_dtype(
+        self, original: torch.dtype, asked: torch.dtype | None = None
+    ) -> torch.dtype:
+        """Return the dtype in which a gradient is summed over ranks and microbatches.
+
+        Args:
+            original: Dtype of the parameter.
+            asked: Its ``grad_dtype``, if that is set.
+        """
+        return self.reduce_dtype or asked or self.grad_dtype or original
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from composable_shard._torch.autograd import (
     current_backward,
     gradient_hooks,
     has_grad_hooks,
+    is_ahead,
     notes_of_checkpoints,
     num_to_run,
     on_backward_end,
@@ -43,7 +44,10 @@ from composable_shard._torch.dtensors import (
     waited,
     with_dim,
 )
-from composable_shard._torch.fully_shard_modules import FULLY_SHARD_MODULES
+from composable_shard._torch.fully_shard_modules import (
+    FULLY_SHARD_MODULES,
+    REDUCES_IN_GRAD_DTYPE,
+)
 from composable_shard._torch.grad_scaler import GradScalerBase
 from composable_shard._torch.memory import (
     POISON_VARIABLE,
@@ -123,6 +127,7 @@ __all__ = [
     "COMPOSABLE_STATE",
     "FULLY_SHARD_MODULES",
     "POISON_VARIABLE",
+    "REDUCES_IN_GRAD_DTYPE",
     "DTensorSpec",
     "DispatchMode",
     "GradScalerBase",
@@ -161,6 +166,7 @@ __all__ = [
     "has_grad_hooks",
     "in_functional_call",
     "inner_value",
+    "is_ahead",
     "is_averaged",
     "is_batch_norm",
     "is_executing",

@@ -34,6 +34,25 @@ def num_to_run(nodes: Sequence[Node]) -> int:
         return sum(map(will_run, nodes))
 
 
+def is_ahead(nodes: Iterable[Node], *, before: Iterable[Node]) -> bool:
+    """Tell whether the graph of the node that is running leads to one of ``nodes``.
+
+    Args:
+        nodes: What to look for, whether or not the backward will execute it.
+        before: Nodes behind which nobody looks.
+    """
+    targets, seen = set(nodes), set(before)
+    ahead: list[Node | None] = [torch._C._current_autograd_node()]
+    while ahead:
+        node = ahead.pop()
+        if node in targets:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [after for after, _ in node.next_functions]
+    return False
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward has finished; drop it if it fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -21,6 +21,7 @@ from composable_shard.core.comms.objects import gather_objects, raise_first_diff
 from composable_shard.core.params.extension import has_extension, has_grad_extension
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.mesh import ShardMesh
+from composable_shard.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from composable_shard.core.comms.channel import Channel
@@ -82,21 +83,25 @@ def _facts(group: ParamGroup, mesh: ShardMesh) -> list[str]:
         f"{name} over {mesh.num_shards} ranks{replicas}, param_dtype {policy.param_dtype}, "
         f"reduce_dtype {policy.reduce_dtype}",
         *(
-            f"parameter '{param.name}' of {name}: {_fact(param)}"
+            f"parameter '{param.name}' of {name}: {_fact(param, policy)}"
             for param in group.params
             if param.mesh == mesh
         ),
     ]
 
 
-def _fact(param: ShardedParam) -> str:
+def _fact(param: ShardedParam, policy: MixedPrecisionPolicy) -> str:
     current = param.slots[0].get()
     local = _torch.local_tensor(current) if isinstance(current, DTensor) else param.local
     kind = "trainable" if param.sharded.requires_grad else "frozen"
     placement = "replicated" if param.form.dim is None else f"Shard({param.form.dim})"
     extension = ", with its own all-gather" if has_extension(local) else ""
     extension += ", with its own reduce-scatter" if has_grad_extension(local) else ""
+    own = param.policy.param_dtype
+    dtypes = f", computed in {own}" if own != policy.param_dtype else ""
+    asked = "any dtype" if param.takes_any_grad else param.remember_grad_dtype()
+    dtypes += f", gradients in {asked}" if asked is not None else ""
     return (
         f"shape {list(param.form.shape)}, {local.dtype}, {placement}, "
-        f"{kind}, on {local.device.type}{extension}"
+        f"{kind}, on {local.device.type}{dtypes}{extension}"
     )

@@ -109,9 +109,10 @@ def plan_params(
     managed: Managed,
     mesh: ShardMesh,
     shard_placement_fn: ShardPlacementFn | None,
+    policy: MixedPrecisionPolicy,
     offload: Offload = None,
 ) -> list[ShardedParam]:
-    """Decide how each parameter is cut, over which mesh; check that all can be.
+    """Decide how each parameter is cut, over which mesh, in which dtypes; check that all can be.
 
     Raises:
         TypeError: For a mesh that is none.
@@ -131,7 +132,10 @@ def plan_params(
             over = meshes[own_mesh]
         _check_param(name, param, over)
         dim = _shard_dim(name, param, placement)
-        planned.append(ShardedParam(name, slots, param, dim, over, offload_of(name, offload)))
+        dtypes = policy.for_parameter(name, param)
+        planned.append(
+            ShardedParam(name, slots, param, dim, over, dtypes, offload_of(name, offload))
+        )
     return planned
 
 
@@ -191,10 +195,10 @@ def build_group(
     originals = list(managed.params)
     shards = _own_shards(planned, originals)
     with torch.inference_mode(False):
-        units, locals_ = build_units(planned, shards, policy)
+        units, locals_ = build_units(planned, shards)
         for param, local, original in zip(planned, locals_, originals, strict=True):
             param.create_sharded(local, original)
-    return ParamGroup(modules, planned, units, mesh, policy)
+    return ParamGroup(modules, planned, units, mesh, policy.without_override())
 
 
 def _own_shards(

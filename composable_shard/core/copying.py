@@ -103,7 +103,7 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
         params.append(filled)
     shards = [_torch.local_tensor(param.sharded) for param in params]
     with torch.inference_mode(False), torch.no_grad():
-        units, locals_ = build_units(params, shards, group.policy)
+        units, locals_ = build_units(params, shards)
         for param, local in zip(params, locals_, strict=True):
             param.adopt_local(local)
     copied: ParamGroup = memo[id(group)]

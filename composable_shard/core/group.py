@@ -149,7 +149,7 @@ class ParamGroup:
 
     def _create_gradients(self) -> None:
         channels = list(self.channels.values())
-        self.gradients = GroupGradients(self.params, channels, self.policy, self.settings.reduction)
+        self.gradients = GroupGradients(self.params, channels, self.settings.reduction)
 
     # The state machine ----------------------------------------------------------------------
 
@@ -316,9 +316,16 @@ class ParamGroup:
                 freed = PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
         elif num_ranks is not None:
             return
-        self.units.free()
+        if not self.settings.keeps_unsharded_storage:
+            self.units.free()
         self._move_to(freed)
         self.context.emit("reshard", self)
+
+    def keep_unsharded_storage(self, keep: bool) -> None:
+        """Set whether resharding leaves the memory of the unsharded parameters where it is."""
+        self.settings.keeps_unsharded_storage = keep
+        if not keep and isinstance(self.state, (Sharded, PartlySharded)):
+            self.units.free()
 
     def show_sharded(self) -> None:
         """Register the sharded parameters and keep the unsharded ones until the next use.

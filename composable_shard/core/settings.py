@@ -45,6 +45,10 @@ class GroupSettings:
             number keeps the parameters sharded over groups of so many ranks.
         reshard_after_backward: Whether unsharded parameters are freed once they have gradients.
         requires_gradient_sync: Whether backward reduces gradients over the ranks.
+        keeps_unsharded_storage: Whether the memory of unsharded parameters stays when they are
+            resharded.
+        finalizes_by_hand: Whether a call, and not the end of a backward, finishes the reductions;
+            of the root's group alone.
         unshards_in_backward: Whether backward needs the parameters.
         max_reductions: Reductions launched and not waited for when another is launched; each holds
             its gradients.
@@ -56,6 +60,8 @@ class GroupSettings:
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
+    keeps_unsharded_storage: bool = False
+    finalizes_by_hand: bool = False
     unshards_in_backward: bool = True
     max_reductions: int = 1
     forward_prefetch: list[ParamGroup] = field(default_factory=list)

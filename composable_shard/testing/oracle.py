@@ -125,7 +125,7 @@ class Unsharded:
                 if grad is None:
                     continue
                 if name in waiting:
-                    waiting[name] += grad
+                    waiting[name] += grad.to(waiting[name].dtype)
                     continue
                 # One rank reduces nothing, hence rounds nothing to that dtype.
                 dtype = grad.dtype if alone else self.policy.reduction_dtype(params[name].dtype)

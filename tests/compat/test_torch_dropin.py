@@ -23,7 +23,12 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as taken_before
 from torch.distributed.tensor import Shard
-from torch_versions import IS_OLD, needs_newer_torch
+from torch_versions import (
+    FOLLOWS_GRADIENTS,
+    IS_OLD,
+    needs_new_reduce_dtype,
+    needs_newer_torch,
+)
 
 import composable_shard
 from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall
@@ -154,6 +159,28 @@ def test_policies_of_torch_mean_what_they_meant() -> None:
     assert all(param.offload == composable_shard.CPUOffloadPolicy(False) for param in group.params)
 
 
+def test_an_omitted_reduce_dtype_means_what_it_means_to_the_torch_that_is_installed() -> None:
+    with fake_ranks(2), install():
+        model = fsdp.fully_shard(nn.Linear(4, 4), mp_policy=fsdp.MixedPrecisionPolicy(BF16))
+        ours = fsdp.fully_shard(
+            nn.Linear(4, 4), mp_policy=composable_shard.MixedPrecisionPolicy(BF16)
+        )
+    for module, dtype in ((model, None if FOLLOWS_GRADIENTS else BF16), (ours, None)):
+        group = group_of(module)
+        assert group is not None and group.policy.reduce_dtype == dtype
+
+
+@needs_new_reduce_dtype
+def test_an_override_of_torchs_policy_is_understood() -> None:
+    with fake_ranks(2), install():
+        policy = fsdp.MixedPrecisionPolicy(
+            BF16, param_dtype_override_fn=lambda param: FP32 if param.ndim == 1 else None
+        )
+        group = group_of(fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy))
+    assert group is not None
+    assert [param.compute_dtype for param in group.params] == [BF16, FP32]
+
+
 def test_policies_of_ours_may_be_given_too() -> None:
     policy = composable_shard.MixedPrecisionPolicy(torch.bfloat16, grad_dtype=torch.float32)
     with fake_ranks(2), install():
@@ -234,11 +261,16 @@ def test_the_state_that_pipeline_schedules_ask_for_is_ours() -> None:
 # Numbers -----------------------------------------------------------------------------------------
 
 
-def trained(installs: bool) -> tuple[str, list[float]]:
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def trained(
+    installs: bool, dtypes: tuple[torch.dtype | None, ...], of_model: torch.dtype
+) -> tuple[str, list[float]]:
     def train() -> list[float]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
-        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)).to(of_model)
+        policy = fsdp.MixedPrecisionPolicy(*dtypes)
         shard = functools.partial(fsdp.fully_shard, mp_policy=policy)
         for layer in (model[0], model[2]):
             shard(layer)
@@ -246,13 +278,17 @@ def trained(installs: bool) -> tuple[str, list[float]]:
         owners.append(type(model).__mro__[1].__module__)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         losses = []
-        for step in range(4):
+        for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            loss = model(torch.randn(5, 6, generator=generator)).square().mean()
+            x = torch.randn(5, 6, generator=generator).to(of_model)
+            loss = model(x).square().mean()
+            model.set_requires_gradient_sync(step % 3 != 1)
             loss.backward()
+            losses.append(loss.item())
+            if step % 3 == 1:
+                continue
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
         return losses
 
     owners: list[str] = []
@@ -263,8 +299,26 @@ def trained(installs: bool) -> tuple[str, list[float]]:
     return owners[0], losses
 
 
-def test_losses_are_those_of_torch_bit_by_bit() -> None:
-    ours, theirs = run_ranks(trained, 2, True), run_ranks(trained, 2, False)
+@pytest.mark.parametrize(
+    ("dtypes", "of_model"),
+    [
+        ((BF16, FP32), FP32),
+        ((BF16,), FP32),  # reduced in fp32 since torch 2.15, before in bf16
+        ((FP16,), FP32),
+        ((BF16, BF16), FP32),
+        ((None, FP32), BF16),
+        ((), FP32),
+        ((), BF16),
+        ((FP32,), BF16),
+        pytest.param((None, BF16), FP32, marks=needs_new_reduce_dtype),  # rounds otherwise before
+        ((BF16, None, BF16, False), BF16),
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_torch_bit_by_bit(
+    dtypes: tuple[torch.dtype | None, ...], of_model: torch.dtype
+) -> None:
+    ours, theirs = (run_ranks(trained, 2, installs, dtypes, of_model) for installs in (True, False))
     assert [owner for owner, _ in ours] == ["composable_shard.module"] * 2
     assert [losses for _, losses in ours] == [losses for _, losses in theirs]
 

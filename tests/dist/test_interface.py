@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
+import composable_shard
 from composable_shard import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
@@ -67,6 +71,120 @@ def test_every_public_method_of_torch_is_overridden() -> None:
         if callable(member) and not name.startswith("_") and getattr(FSDPModule, name) is member
     ]
     assert inherited == []
+
+
+# Names, arguments and defaults ---------------------------------------------------------------
+
+NOT_FSDP2 = {  # what torch.distributed.fsdp has besides
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+}
+
+
+def arguments(function: Callable[..., object]) -> list[tuple[str, object, object]]:
+    """Return name, kind and default of each argument."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, default_of(p.default)) for p in parameters if p.name != "self"]
+
+
+def default_of(value: object) -> object:
+    """Return what two libraries can both have as a default."""
+    return type(value).__name__ if dataclasses.is_dataclass(value) else value
+
+
+def unlike(ours: Callable[..., object], theirs: Callable[..., object]) -> list[str]:
+    """Tell which arguments of a function of torch ours would not take as torch's does.
+
+    Ours may have more with defaults, and name a default of torch's that means the same.
+    """
+    own = {name: (kind, default) for name, kind, default in arguments(ours)}
+    order = [name for name, kind, _ in arguments(ours) if kind != inspect.Parameter.KEYWORD_ONLY]
+    found = []
+    place = 0
+    for name, kind, default in arguments(theirs):
+        if name not in own:
+            found.append(f"{name}: missing")
+            continue
+        if kind == inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            if place >= len(order) or order[place] != name:
+                found.append(f"{name}: not argument {place}")
+            place += 1
+        if own[name][1] != default and (name, default) not in SAME_DEFAULTS:
+            found.append(f"{name}: default {own[name][1]}, not {default}")
+    of_torch = {name for name, _, _ in arguments(theirs)}
+    empty = inspect.Parameter.empty
+    found += [f"{n}: needed" for n, (_, d) in own.items() if n not in of_torch and d is empty]
+    return found
+
+
+SAME_DEFAULTS = {  # made in the call here, so that a signature shows no object
+    ("mp_policy", "MixedPrecisionPolicy"),
+    ("offload_policy", "OffloadPolicy"),
+}
+
+
+def public_names_of_torch() -> list[str]:
+    return sorted(set(torch_fsdp.__all__) - NOT_FSDP2)
+
+
+def test_what_torch_exports_is_exported() -> None:
+    names = public_names_of_torch()
+    assert {"fully_shard", "FSDPModule", "MixedPrecisionPolicy", "UnshardHandle"} <= set(names)
+    assert [name for name in names if name not in composable_shard.__all__] == []
+
+
+@pytest.mark.parametrize("name", public_names_of_torch())
+def test_arguments_are_those_of_torch(name: str) -> None:
+    ours, theirs = getattr(composable_shard, name), getattr(torch_fsdp, name)
+    if not inspect.isclass(theirs):
+        assert unlike(ours, theirs) == []
+        return
+    if dataclasses.is_dataclass(theirs):
+        assert unlike(ours, theirs) == []
+    methods = [
+        method
+        for method, member in vars(theirs).items()
+        if inspect.isfunction(member) and not method.startswith("_")
+    ]
+    found = {method: unlike(getattr(ours, method), getattr(theirs, method)) for method in methods}
+    assert {method: differences for method, differences in found.items() if differences} == {}
+
+
+def test_a_difference_of_arguments_is_seen() -> None:
+    def theirs(first: int, second: bool = True, *, third: int = 1) -> None: ...
+
+    def renamed(first: int, other: bool = True, *, third: int = 1) -> None: ...
+
+    def turned(second: bool = True, first: int = 0, *, third: int = 1) -> None: ...
+
+    def defaults(first: int, second: bool = False, *, third: int = 1) -> None: ...
+
+    def more(first: int, second: bool = True, *, third: int = 1, fourth: int) -> None: ...
+
+    assert unlike(theirs, theirs) == []
+    assert unlike(renamed, theirs) == ["second: missing"]
+    assert unlike(turned, theirs) == [
+        "first: not argument 0",
+        "first: default 0, not <class 'inspect._empty'>",
+        "second: not argument 1",
+    ]
+    assert unlike(defaults, theirs) == ["second: default False, not True"]
+    assert unlike(more, theirs) == ["fourth: needed"]
 
 
 # Clearing gradients --------------------------------------------------------------------------

@@ -136,13 +136,13 @@ def text(names: str, name: str) -> str:
 
 
 def test_the_state_is_for_reading_a_little_alone() -> None:
-    names = "_training_state, _fsdp_param_group, _fsdp_param_groups"
+    names = "_training_state, _fsdp_param_group, _fsdp_param_groups, _comm_ctx"
     with fake_ranks(2):
         state = fully_shard(nn.Linear(4, 4))._get_fsdp_state()
         (group,) = state._fsdp_param_groups
         assert state._training_state == TrainingState.IDLE
         assert hash(state._training_state) == hash(TrainingState.IDLE)
-        assert not hasattr(state, "_comm_ctx")
+        assert not hasattr(state, "_mp_policy")
         with pytest.raises(ShardError) as caught:
             state._is_last_backward = True
         assert str(caught.value) == text(names, "_is_last_backward")

@@ -51,7 +51,8 @@ def local(tensor: Any) -> torch.Tensor:
 
 def test_fp16_training_equals_the_unsharded_one(nccl_rank: None) -> None:
     reference = stack()
-    model = shard(copy.deepcopy(reference), mp_policy=MixedPrecisionPolicy(torch.float16))
+    policy = MixedPrecisionPolicy(torch.float16, torch.float16)
+    model = shard(copy.deepcopy(reference), mp_policy=policy)
     settings = {"init_scale": 2.0**24, "growth_interval": 3}
     scalers = torch.amp.GradScaler("cuda", **settings), ShardedGradScaler(**settings)
     assert scalers[1].is_enabled()

@@ -105,7 +105,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     ),
     "bf16": lambda: shard(Stack(), mp_policy=BF16),
     "bf16 uneven": lambda: shard(Stack(255, 385), mp_policy=BF16),
-    "bf16 sums": lambda: shard(Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+    "bf16 sums": lambda: shard(
+        Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    ),
     "offloaded": lambda: shard(Stack(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "frozen": frozen,
 }

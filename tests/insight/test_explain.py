@@ -218,7 +218,8 @@ def test_ranks_without_rows() -> None:
 
 def test_sums_in_low_precision() -> None:
     with fake_ranks(8):
-        model = fully_shard(Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        model = fully_shard(Stack(), mp_policy=policy)
         assert advice(model)["narrow sums"] == (
             ("(root)",),
             "gradients of 8 ranks are summed in bfloat16, rounded as they go",

@@ -205,9 +205,10 @@ def test_a_change_between_forward_and_backward_leaves_the_kept_parts_alone() -> 
 
 def groups_of_some_ranks() -> list[list[int]]:
     """Return the ranks of the groups that are made where ranks know of different groups before."""
+    whole = dist.new_group()  # torch 2.15 could not make it after a group of some ranks alone
     if dist.get_rank() < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    mesh = DeviceMesh.from_group(whole, "cpu")
     found = []
     for num_ranks in (4, 2):
         group = subgroup(mesh.get_group(), num_ranks)

@@ -1,16 +1,27 @@
-"""Dtypes that users ask of gradients: one by one, again and again."""
+"""Dtypes by parameter: of the reduction, of the gradients that users get, and of compute."""
 
 from __future__ import annotations
 
+import copy
 import weakref
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
+from heard import from_all_ranks
 from torch import nn
+from torch.distributed import fsdp
+from torch.testing._internal.two_tensor import TwoTensor
+from torch_versions import needs_new_reduce_dtype
 
-from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard import MixedPrecisionPolicy, RankMismatchError, fully_shard
 from composable_shard.core.grads import unreduced
-from composable_shard.testing import fake_ranks
+from composable_shard.module import group_of
+from composable_shard.testing import fake_ranks, run_ranks
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def train(layer: nn.Module) -> list[torch.dtype | None]:
@@ -80,3 +91,419 @@ def test_gradients_that_accumulate_are_freed_one_by_one() -> None:
         with model.no_sync():
             model(torch.ones(2, 4)).float().sum().backward()
     assert alive == [3, 2, 1]
+
+
+# In which dtype gradients are reduced ----------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Weights whose gradients have many bits in any dtype."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...] = (FP32, FP32)) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.first = nn.Parameter(torch.randn(5, 4, generator=generator).to(dtypes[0]))
+        self.second = nn.Parameter(torch.randn(5, 4, generator=generator).to(dtypes[1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x.to(self.first.dtype) * self.first
+        return first.float().square().sum() + (x.to(self.second.dtype) * self.second).float().sum()
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def reduction_dtypes(module: nn.Module) -> list[torch.dtype]:
+    """Return in which dtypes the next reduction is launched, one for each launch."""
+    group = group_of(module)
+    assert group is not None
+    return [route.bucket.dtype for routes in group.gradients.next_routes() for route in routes]
+
+
+CASES: dict[str, tuple[dict[str, Any], tuple[Any, Any], tuple[Any, Any], list[torch.dtype]]] = {
+    # policy, dtypes of the parameters, their grad_dtype ("unset": not), dtypes of reductions
+    "follows the parameter, not compute": (
+        {"param_dtype": BF16},
+        (FP32, FP32),
+        ("unset", "unset"),
+        [FP32],
+    ),
+    "follows a bf16 parameter": ({}, (BF16, BF16), ("unset", "unset"), [BF16]),
+    "follows the grad_dtype": ({}, (BF16, BF16), (FP32, FP32), [FP32]),
+    "one grad_dtype widens the other": ({}, (BF16, BF16), (FP32, "unset"), [FP32]),
+    "one parameter widens the other": ({"param_dtype": BF16}, (BF16, FP32), ("unset",) * 2, [FP32]),
+    "bf16 and fp16 promote to fp32": ({}, (BF16, FP16), ("unset", "unset"), [FP32]),
+    "a grad_dtype may be narrower": ({}, (FP32, FP32), (BF16, BF16), [BF16]),
+    "any gradient is reduced as it is": ({"param_dtype": BF16}, (FP32, FP32), (None, None), [BF16]),
+    "any gradient beside another": ({"param_dtype": BF16}, (FP32, FP32), (None, "unset"), [FP32]),
+    "reduce_dtype comes first": (
+        {"param_dtype": BF16, "reduce_dtype": FP64},
+        (FP32, FP32),
+        (BF16, "unset"),
+        [FP64],
+    ),
+    "the policy's grad_dtype comes last": (
+        {"grad_dtype": FP64},
+        (FP32, FP32),
+        ("unset", BF16),
+        [FP64],
+    ),
+}
+
+
+def ask(model: Scaled, asked: tuple[Any, Any]) -> None:
+    for param, dtype in zip(model.parameters(), asked, strict=True):
+        if dtype != "unset":
+            param.grad_dtype = dtype
+
+
+def own_dtype(case: str, index: int, param: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which the gradient of one parameter is accumulated."""
+    policy, _, asked, _ = CASES[case]
+    if policy.get("reduce_dtype"):
+        return policy["reduce_dtype"]
+    if asked[index] is None:
+        return policy.get("param_dtype") or param.dtype
+    return policy.get("grad_dtype") or param.dtype if asked[index] == "unset" else asked[index]
+
+
+def reduced_by_hand(case: str, model: Scaled, num_microbatches: int) -> dict[str, torch.Tensor]:
+    """Accumulate in the dtype of each parameter, average in that of the reduction, round once."""
+    policy, _, asked, (launched,) = CASES[case]
+    compute = copy.deepcopy(model)
+    for name, param in model.named_parameters():
+        low = param.detach().to(policy.get("param_dtype") or param.dtype)
+        setattr(compute, name, nn.Parameter(low))
+    totals: dict[str, torch.Tensor] = {}
+    for step in range(num_microbatches):
+        compute(batch(step, dist.get_rank())).backward()
+        for index, (name, param) in enumerate(compute.named_parameters()):
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            own = own_dtype(case, index, model.get_parameter(name))
+            if own.itemsize < grad.dtype.itemsize:
+                grad = grad.to(own)
+            if num_microbatches == 1:
+                totals[name] = grad.to(launched)
+            elif name in totals:
+                totals[name].add_(grad)
+            else:
+                totals[name] = grad.to(own)
+    heard = from_all_ranks(totals)
+    means = {}
+    for index, (name, param) in enumerate(model.named_parameters()):
+        mean = sum(said[name].to(launched).double() for said in heard) / len(heard)
+        wanted = policy.get("grad_dtype") or param.dtype
+        if asked[index] != "unset":
+            wanted = asked[index] or launched
+        means[name] = mean.to(launched).to(wanted)
+    return means
+
+
+def train_case(case: str, unsynced: int) -> list[object]:
+    policy, dtypes, asked, _ = CASES[case]
+    model = Scaled(dtypes)
+    ask(model, asked)
+    wanted = reduced_by_hand(case, model, unsynced + 1)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False, **policy))
+    launches = reduction_dtypes(model)
+    for step in range(unsynced + 1):
+        model.set_requires_gradient_sync(step == unsynced)
+        model(batch(step, dist.get_rank())).backward()
+    differ = []
+    for name, param in model.named_parameters():
+        got = param.grad.full_tensor()
+        if got.dtype != wanted[name].dtype or not torch.equal(got, wanted[name]):
+            differ.append(f"{name}: {got.dtype} {(got - wanted[name]).abs().max()}")
+    return [launches, differ]
+
+
+@pytest.mark.parametrize("unsynced", [0, 2])
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_reduction_follows_the_parameters_where_the_policy_names_no_dtype(
+    case: str, unsynced: int
+) -> None:
+    assert run_ranks(train_case, 2, case, unsynced) == [[CASES[case][3], []]] * 2
+
+
+class Widening(torch.autograd.Function):
+    """Gives a low-precision weight a gradient of fp32, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, widens: bool) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.widens = widens
+        return (x * weight).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        full = grad.float() * x.float()
+        return None, full if ctx.widens else full.to(BF16), None
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 4))
+
+    def forward(self, x: torch.Tensor, widens: bool) -> torch.Tensor:
+        return Widening.apply(x, self.weight, widens).sum()
+
+
+def wide_on_some_ranks(asks: bool, widens: tuple[bool, ...]) -> list[object]:
+    """One rank's gradients have more bits than those of others; nothing of them is lost."""
+    model = Fused()
+    if asks:
+        model.weight.grad_dtype = None
+    policy = MixedPrecisionPolicy(BF16, cast_forward_inputs=False)
+    fully_shard(model, mp_policy=policy)
+    rank = dist.get_rank()
+    for step, wide in enumerate(widens):
+        model.set_requires_gradient_sync(step == len(widens) - 1)
+        model(batch(step, rank), wide and rank == 0).backward()
+    total = torch.zeros(5, 4)
+    for each in range(2):
+        parts = [batch(step, each) for step in range(len(widens))]
+        pairs = zip(parts, widens, strict=True)
+        grads = [part if wide and each == 0 else part.to(BF16) for part, wide in pairs]
+        total += sum(grads) if asks else sum(grad.float() for grad in grads)
+    got = model.weight.grad.full_tensor()
+    off = (got - total / 2).abs().max().item()
+    return [got.dtype, off < 1e-6]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("widens", [(True,), (False, True), (True, False)])
+def test_gradients_wider_than_compute_are_not_rounded_on_any_rank(
+    asks: bool, widens: tuple[bool, ...]
+) -> None:
+    assert run_ranks(wide_on_some_ranks, 2, asks, widens) == [[FP32, True]] * 2
+
+
+# Compute, by parameter -------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.inner = nn.Parameter(torch.randn(4, 4, generator=generator))
+        self.norm = nn.LayerNorm(4)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = {name: param.dtype for name, param in self.named_parameters()}
+        self.seen["x"] = x.dtype
+        return self.norm((x @ self.inner).to(self.norm.weight.dtype))
+
+
+def keep_norms(param: nn.Parameter) -> torch.dtype | None:
+    return param.dtype if param.ndim == 1 else None
+
+
+def train_normed(model: Normed, num_microbatches: int = 1) -> list[float]:
+    losses = []
+    for step in range(3):
+        for microbatch in range(num_microbatches):
+            if isinstance(model, fsdp.FSDPModule):
+                model.set_requires_gradient_sync(microbatch == num_microbatches - 1)
+            x = batch(num_microbatches * step + microbatch, dist.get_rank())
+            loss = model(x).float().square().mul(x).sum()
+            loss.backward()
+            losses.append(loss.item())
+        if not isinstance(model, fsdp.FSDPModule):
+            for param in model.parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        with torch.no_grad():  # optimizers take no gradients of another dtype
+            for param in model.parameters():
+                param.sub_(0.1 * param.grad.to(param.dtype))
+                param.grad = None
+    return losses
+
+
+class NormedByHand(Normed):
+    """Casts the weight in forward, hence its gradient to fp32 in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm((x.to(BF16) @ self.inner.to(BF16)).float())
+
+
+def overridden(reshard: bool | int | None) -> list[object]:
+    calls: list[tuple[int, ...]] = []
+
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        calls.append(tuple(param.shape))
+        return keep_norms(param)
+
+    model = Normed()
+    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=override)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
+    called = list(calls)
+    same = train_normed(model) == train_normed(NormedByHand())
+    copied = copy.deepcopy(model)
+    copied(batch(0, 0))
+    assert copied.seen == model.seen and calls == called
+    return [called, model.seen, same]
+
+
+@pytest.mark.parametrize(("reshard", "ranks"), [(None, 2), (True, 2), (None, 1)])
+def test_parameters_may_compute_in_their_own_dtype(reshard: bool | None, ranks: int) -> None:
+    seen = {"inner": BF16, "norm.weight": FP32, "norm.bias": FP32, "x": BF16}
+    wanted = [[(4, 4), (4,), (4,)], seen, True]
+    assert run_ranks(overridden, ranks, reshard) == [wanted] * ranks
+
+
+def handed_to_a_subclass() -> list[torch.dtype | None]:
+    """A subclass that gathers by itself is told the dtype of its own parameter."""
+    told: list[Any] = []
+
+    def pre(self: TwoTensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        told.append((policy.param_dtype, policy.param_dtype_override_fn))
+        return (self.a, self.b), None
+
+    def post(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        told.append(dtype)
+        if out is None:
+            return TwoTensor(*outputs), outputs
+        return None
+
+    TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather = pre, post
+    try:
+        model = nn.Linear(4, 4, bias=False)
+        weight = model.weight.detach()
+        model.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+        policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: param.dtype)
+        fully_shard(model, mp_policy=policy)
+        model.unshard()
+    finally:
+        del TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather
+    return told
+
+
+def test_a_subclass_is_told_the_dtype_of_its_own_parameter() -> None:
+    assert run_ranks(handed_to_a_subclass, 2) == [[(FP32, None), FP32]] * 2
+
+
+def refused(answer: object) -> tuple[str, bool]:
+    model = Normed()
+    before = dict(model.named_parameters())
+    policy = MixedPrecisionPolicy(
+        BF16,
+        param_dtype_override_fn=lambda param: answer if param.ndim == 1 else None,  # type: ignore[arg-type,return-value]
+    )
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model, mp_policy=policy)
+    after = dict(model.named_parameters())
+    return str(caught.value), type(model) is Normed and all(after[n] is before[n] for n in before)
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [(FP16, "torch.float16"), (torch.int64, "torch.int64"), ("fp32", "str: 'fp32'")],
+)
+def test_what_may_not_be_returned_is_refused_by_name_on_all_ranks(answer: object, got: str) -> None:
+    text = (
+        "Expected param_dtype_override_fn to return None, param_dtype (torch.bfloat16) or the "
+        f"parameter's own dtype (torch.float32) for parameter 'norm.weight', got {got}"
+    )
+    assert run_ranks(refused, 2, answer) == [(text, True)] * 2
+
+
+def fails_by_itself() -> list[str]:
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        raise KeyError("no dtype for it")
+
+    with pytest.raises(KeyError) as caught:
+        fully_shard(
+            Normed(), mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=override)
+        )
+    return caught.value.__notes__
+
+
+def test_an_override_that_fails_says_for_which_parameter() -> None:
+    with fake_ranks(2):
+        assert fails_by_itself() == ["raised by param_dtype_override_fn for parameter 'inner'"]
+
+
+FACT = "parameter '{0}' of the root group: shape {1}, torch.float32, Shard(0), trainable, on cpu"
+MISMATCH = f"Expected the same model on all ranks, got on rank 0: {FACT}; on rank 1: {FACT}, {{2}}"
+
+
+def differs_between_ranks() -> str:
+    keeps = dist.get_rank() == 1
+    policy = MixedPrecisionPolicy(
+        BF16, param_dtype_override_fn=lambda p: FP32 if keeps and p.ndim == 1 else None
+    )
+    model = fully_shard(Normed(), mp_policy=policy)
+    with pytest.raises(RankMismatchError) as caught:
+        model(batch(0, 0))
+    return str(caught.value)
+
+
+def test_ranks_that_override_differently_all_raise() -> None:
+    text = MISMATCH.format("norm.weight", [4], "computed in torch.float32")
+    assert run_ranks(differs_between_ranks, 2, timeout=30) == [text] * 2
+
+
+def asks_between_ranks() -> str:
+    model = Scaled()
+    if dist.get_rank() == 1:
+        model.second.grad_dtype = BF16
+    fully_shard(model)
+    with pytest.raises(RankMismatchError) as caught:
+        model(batch(0, 0))
+    return str(caught.value)
+
+
+def test_ranks_that_ask_for_different_gradients_all_raise() -> None:
+    text = MISMATCH.format("second", [5, 4], "gradients in torch.bfloat16")
+    assert run_ranks(asks_between_ranks, 2, timeout=30) == [text] * 2
+
+
+def test_an_override_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(TypeError) as caught:
+        MixedPrecisionPolicy(param_dtype_override_fn=BF16)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "Expected param_dtype_override_fn to be callable or None, got dtype: torch.bfloat16"
+    )
+
+
+# As torch's own ------------------------------------------------------------------------------
+
+
+def as_torch(case: str, num_microbatches: int) -> bool:
+    losses = []
+    for shard, policy in (
+        (fsdp.fully_shard, fsdp.MixedPrecisionPolicy),
+        (fully_shard, MixedPrecisionPolicy),
+    ):
+        model = Normed()
+        dtypes, options, asked = OF_TORCH[case]
+        for param, dtype in zip(model.parameters(), asked, strict=False):
+            param.grad_dtype = dtype
+        shard(model, mp_policy=policy(*dtypes, **options))
+        losses.append(train_normed(model, num_microbatches))  # type: ignore[arg-type]
+    assert losses[0][0] != losses[0][-1]
+    return losses[0] == losses[1]
+
+
+OF_TORCH: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
+    "no policy": ((), {}, ()),
+    "reduce_dtype omitted": ((BF16,), {}, ()),
+    "reduce_dtype omitted, grad_dtype of one": ((BF16,), {}, (BF16,)),
+    "gradients of any dtype": ((BF16,), {}, (None, None, None)),
+    "reduced in bf16": ((BF16, BF16), {}, ()),
+    "norms kept": ((BF16,), {"param_dtype_override_fn": keep_norms}, ()),
+    "norms kept, reduced in fp32": ((BF16, FP32), {"param_dtype_override_fn": keep_norms}, ()),
+}
+
+
+@needs_new_reduce_dtype
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("case", list(OF_TORCH))
+def test_losses_are_those_of_torch_bit_by_bit(case: str, num_microbatches: int) -> None:
+    assert run_ranks(as_torch, 2, case, num_microbatches) == [True] * 2

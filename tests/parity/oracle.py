@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from heard import from_all_ranks
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy
+from composable_shard.module import group_of
 
 
 class Unsharded:
@@ -49,6 +51,7 @@ class Unsharded:
         self.largest: dict[str, float] = {}
         self.has_folded = False
         self._means: dict[str, torch.Tensor] = {}
+        self._widest: dict[str, torch.dtype] = {}
         self._leaves: dict[str, torch.Tensor] = {}
         for name in groups:
             module = self.model.get_submodule(name)
@@ -99,6 +102,26 @@ class Unsharded:
                 self._leaves[name] = leaf.requires_grad_(param.requires_grad)
         return self._leaves
 
+    def reduce_together(self, sharded: nn.Module) -> None:
+        """Reduce the gradients of each group of a model in the dtype that they promote to."""
+        modules = dict(sharded.named_modules())
+        own = {name: param.dtype for name, param in self.model.named_parameters()}
+        for group in dict.fromkeys(map(group_of, sharded.modules())):
+            places = [] if group is None else [slot for p in group.params for slot in p.slots]
+            members = [
+                name
+                for name, param in self.model.named_parameters()
+                if param.requires_grad
+                and any(
+                    modules[name.rpartition(".")[0]] is module
+                    and name.rpartition(".")[2] == attribute
+                    for module, attribute, _ in places
+                )
+            ]
+            dtypes = [self.policy.reduction_dtype(own[name]) for name in members]
+            for name in members:
+                self._widest[name] = reduce(torch.promote_types, dtypes)
+
     # Gradients ------------------------------------------------------------------------------
 
     def after_backward(self, sync: bool = True) -> None:
@@ -114,8 +137,12 @@ class Unsharded:
                 self.waiting[name] = grad.to(dtype, copy=True)
                 self.has_folded |= not sync and name in self.reduced
             else:
-                self.waiting[name] += grad
-        self._means, largest = means_over_ranks(self.waiting)
+                self.waiting[name] += grad.to(self.waiting[name].dtype)
+        waiting = {
+            name: grad.to(self._widest.get(name, grad.dtype)) if not alone else grad
+            for name, grad in self.waiting.items()
+        }
+        self._means, largest = means_over_ranks(waiting)
         for name, element in largest.items():
             self.largest[name] = max(element, self.largest.get(name, 0.0))
         if sync or alone:

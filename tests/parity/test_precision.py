@@ -25,12 +25,14 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 POLICIES = {
     "bf16": MixedPrecisionPolicy(BF16),
+    "bf16, reduced in bf16": MixedPrecisionPolicy(BF16, BF16),
     "bf16, reduced in fp32": MixedPrecisionPolicy(BF16, FP32),
     "bf16, output in fp32": MixedPrecisionPolicy(BF16, output_dtype=FP32),
     "fp32, reduced in bf16": MixedPrecisionPolicy(reduce_dtype=BF16),
     "fp32, reduced in fp64": MixedPrecisionPolicy(reduce_dtype=FP64),
     "fp32, output in bf16": MixedPrecisionPolicy(output_dtype=BF16),
     "fp16": MixedPrecisionPolicy(FP16),
+    "fp16, reduced in fp16": MixedPrecisionPolicy(FP16, FP16),
     "fp16, reduced in fp32": MixedPrecisionPolicy(FP16, FP32),
     "fp32, reduced in fp16": MixedPrecisionPolicy(reduce_dtype=FP16),
     "bf16, inputs not cast": MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False),
@@ -99,7 +101,9 @@ def test_a_parameter_first_used_after_others_were_accumulated_joins_them() -> No
         assert_same(Program(("sync", "no_sync", "sync")[:2], used, policy=POLICIES[name]), 2)
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp32, reduced in bf16", "fp64 gradients"])
+@pytest.mark.parametrize(
+    "policy", ["bf16, reduced in bf16", "fp32, reduced in bf16", "fp64 gradients"]
+)
 def test_ranks_agree_on_the_dtype_in_which_a_reduced_gradient_is_reduced_again(
     policy: str,
 ) -> None:
@@ -212,7 +216,7 @@ def reduced_again(policy: MixedPrecisionPolicy) -> list[bool]:
     "policy",
     [
         MixedPrecisionPolicy(reduce_dtype=BF16),
-        MixedPrecisionPolicy(BF16),
+        MixedPrecisionPolicy(BF16, BF16),
         MixedPrecisionPolicy(BF16, FP32),
         MixedPrecisionPolicy(BF16, grad_dtype=FP64),
     ],

@@ -49,6 +49,7 @@ def train(case: Training) -> list[str]:
     model = build(case.spec)
     oracle = Unsharded(model)
     shard(model, case.spec, reshard_after_forward=case.reshard_after_forward)
+    oracle.reduce_together(model)
     exact = dist.get_world_size() <= 2 and case.optimizer.startswith("sgd")
     exact = exact and case.max_norm is None
     # How torch's kernels round a low-precision step depends on where in a tensor an element is.

@@ -205,7 +205,7 @@ def half_step(model: Net, scaler: torch.amp.GradScaler, step: int) -> None:
 
 def train_half() -> tuple[list[float], float]:
     """Train in fp16 from a scale that overflows; return scales and the last loss."""
-    policy = MixedPrecisionPolicy(param_dtype=FP16)
+    policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP16)
     reference, model = two_nets(mp_policy=policy)
     scalers = torch_scaler(growth_interval=3), our_scaler(growth_interval=3)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (reference, model)]

@@ -130,7 +130,7 @@ class MixedPrecision:
         kept = self.reduce_dtype or self.param_dtype
         return MixedPrecisionPolicy(
             param_dtype=self.param_dtype,
-            reduce_dtype=self.reduce_dtype,
+            reduce_dtype=kept,  # which fully_shard takes from the parameters
             cast_forward_inputs=False,
             buffer_dtype=self.buffer_dtype,
             grad_dtype=kept if self.keep_low_precision_grads else None,

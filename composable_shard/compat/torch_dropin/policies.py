@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from composable_shard import _torch
 from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -39,8 +40,11 @@ def _translated_value(value: Any) -> Any:
     for name, ours in _OURS.items():
         theirs = getattr(torch_fsdp, name, None)  # torch has not had all of them always
         if theirs is not None and isinstance(value, theirs):
-            fields = [field.name for field in dataclasses.fields(theirs)]
-            return ours(**{field: getattr(value, field) for field in fields})
+            names = [field.name for field in dataclasses.fields(theirs)]
+            fields = {name: getattr(value, name) for name in names}
+            if ours is MixedPrecisionPolicy and not _torch.REDUCES_IN_GRAD_DTYPE:
+                fields["reduce_dtype"] = fields["reduce_dtype"] or fields["param_dtype"]
+            return ours(**fields)
     return value
 
 

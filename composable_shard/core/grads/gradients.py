@@ -13,7 +13,6 @@ from composable_shard.core.grads.route import Route
 from composable_shard.core.grads.sharded_grad import is_partial, to_reduce
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
-from composable_shard.policy import MixedPrecisionPolicy
 
 
 class GroupGradients:
@@ -23,12 +22,11 @@ class GroupGradients:
         self,
         params: Sequence[ShardedParam],
         channels: Sequence[Channel],
-        policy: MixedPrecisionPolicy,
         settings: ReductionSettings,
     ) -> None:
         self._params = list(params)
         self._meshes = [
-            MeshGradients([p for p in params if p.mesh == channel.mesh], channel, policy, settings)
+            MeshGradients([p for p in params if p.mesh == channel.mesh], channel, settings)
             for channel in channels
         ]
 

@@ -17,17 +17,17 @@ from composable_shard import _torch
 from composable_shard.core.comms import host_copies
 from composable_shard.core.comms.channel import Channel
 from composable_shard.core.comms.failures import own_failure
+from composable_shard.core.comms.objects import gather_objects
 from composable_shard.core.comms.streams import Pending, on_stream
 from composable_shard.core.grads.encoded_bucket import EncodedBucket
 from composable_shard.core.grads.grad_bucket import GradTransfer
 from composable_shard.core.grads.grad_recipes import GradRecipes
 from composable_shard.core.grads.route import Route
-from composable_shard.core.grads.route_plan import RoutePlan
+from composable_shard.core.grads.route_plan import RoutePlan, promoted
 from composable_shard.core.grads.scale import ReductionScale, plan_scale
 from composable_shard.core.grads.sharded_grad import (
     deliver,
     deliver_all,
-    dtype_for_users,
     has_hooks,
     hold_for_replicas,
     set_unreplicated,
@@ -35,11 +35,10 @@ from composable_shard.core.grads.sharded_grad import (
     to_reduce_and_held,
     unreplicated,
 )
-from composable_shard.core.grads.unreduced import UnreducedGradients, take_all_unsharded
+from composable_shard.core.grads.unreduced import UnreducedGradients, narrowed, take_all_unsharded
 from composable_shard.core.params.offload import copies_beside_compute
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
-from composable_shard.policy import MixedPrecisionPolicy
 
 
 @dataclass
@@ -63,22 +62,20 @@ class MeshGradients:
         self,
         params: Sequence[ShardedParam],
         channel: Channel,
-        policy: MixedPrecisionPolicy,
         settings: ReductionSettings,
     ) -> None:
         self.pending: Pending | None = None
-        self.unreduced = UnreducedGradients(params, channel.mesh, policy, settings)
+        self.unreduced = UnreducedGradients(params, channel.mesh, settings)
         self._params = list(params)
         self._channel = channel
         self._mesh = channel.mesh
-        self._policy = policy
         self._settings = settings
         self._reductions: list[_Reduction] = []
         self._holds = False  # the running reduction leaves gradients to be averaged over replicas
         self._all_reduces = False  # the running reduction has a second stage to come
         self._scales: dict[Any, ReductionScale] = {}
         self._recipes = GradRecipes(channel.mesh)
-        self._plan = RoutePlan(channel.mesh, policy, self._recipes)
+        self._plan = RoutePlan(channel.mesh, self._recipes)
         self._returning: list[Callable[[], None]] = []  # deliver what is on its way to the host
 
     def accumulate(self) -> None:
@@ -117,6 +114,11 @@ class MeshGradients:
             self._deliver_alone(params, grads)
             return
         self._recipes.agree(params, grads)
+        if loose := self._plan.take_any(params):
+            self._agree_on_dtypes(loose, grads, held)
+        for index in self._plan.narrows(params):
+            grad = grads[index]
+            grads[index] = None if grad is None else narrowed(params[index], grad)
         launch, routes = self._channel.reduce_scatter, self._plan.routes_of(params, held)
         kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
         try:  # before any launch, so that where all ranks fail alike nothing is under way
@@ -201,6 +203,24 @@ class MeshGradients:
         self._returning.clear()
         take_all_unsharded(self._params)
 
+    def _agree_on_dtypes(
+        self,
+        loose: Sequence[int],
+        grads: Sequence[torch.Tensor | None],
+        held: list[torch.dtype | None],
+    ) -> None:
+        """Note in ``held`` the widest dtype that any rank's gradient of some parameters has.
+
+        Collective: an all-gather of a small object over the shards, and over the replicas.
+        """
+        said = [None if (grad := grads[index]) is None else grad.dtype for index in loose]
+        for group in (self._mesh.shard_group, self._mesh.replica_group):
+            if group is not None and group.size() > 1:
+                heard = gather_objects(said, group, "agreeing on the dtypes of gradients")
+                said = [promoted(dtypes) for dtypes in zip(*heard, strict=True)]
+        for index, dtype in zip(loose, said, strict=True):
+            held[index] = dtype
+
     # What goes in ---------------------------------------------------------------------------
 
     def next_routes(self) -> list[Route]:
@@ -271,10 +291,8 @@ class MeshGradients:
     def _hand_out(self, reduction: _Reduction) -> None:
         route, transfer = reduction.route, reduction.transfer
         wanted = route.bucket.anybody_has(transfer)
-        if self._holds:
-            dtypes = [route.bucket.dtype] * len(route.members)
-        else:
-            dtypes = route.grad_dtypes(self._policy.grad_dtype)
+        count = len(route.members)
+        dtypes = [route.bucket.dtype] * count if self._holds else route.grad_dtypes()
         shards = route.converted_shards(transfer.result, dtypes)
         if route.params is not None and not self._holds and all(wanted):
             give = partial(deliver_all, route.params, shards, route.specs(dtypes))
@@ -317,7 +335,7 @@ class MeshGradients:
         for param, grad in zip(params, grads, strict=True):
             if grad is None:
                 continue
-            grad = grad.to(dtype_for_users(param, self._policy.grad_dtype))
+            grad = grad.to(param.final_grad_dtype(grad.dtype))
             if scale is not None:
                 grad = grad / scale
             is_carried = copies_beside_compute(param.offload, self._mesh.device)

@@ -88,8 +88,10 @@ class PackedGrads:
     def _packed(
         self, members: list[torch.Tensor | None], present: list[bool], clears: bool
     ) -> torch.Tensor:
-        if self._fuses:
-            return self._fused(members, present)
+        dtypes = {grad.dtype for grad in members if grad is not None}
+        is_alike = len(dtypes) == 1
+        if self._fuses and (is_alike or self._device.type != "cpu"):
+            return self._fused(members, present, dtypes.pop() if is_alike else self._dtype)
         return self._copied(members, present, clears)
 
     def _copied(
@@ -125,11 +127,11 @@ class PackedGrads:
             _torch.allocate(rows.flat)
         return rows
 
-    def _fused(self, members: list[torch.Tensor | None], present: list[bool]) -> torch.Tensor:
-        """Pad, cast and pack in one kernel."""
+    def _fused(
+        self, members: list[torch.Tensor | None], present: list[bool], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Pad, cast from ``dtype`` and pack in one kernel, which takes one dtype alone."""
         rows = _torch.empty(*self._shape, dtype=self._dtype, device=self._device)
-        dtypes = {grad.dtype for grad in members if grad is not None}
-        dtype = dtypes.pop() if len(dtypes) == 1 else self._dtype
         parts = [
             self._as_rows(self._layout.params[index], grad, dtype)
             for index, grad in zip(self._indices, members, strict=True)

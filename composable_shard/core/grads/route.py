@@ -9,7 +9,6 @@ import torch
 from composable_shard import _torch
 from composable_shard.core.comms import host_copies
 from composable_shard.core.grads.grad_bucket import GradBucket
-from composable_shard.core.grads.sharded_grad import dtype_for_users
 from composable_shard.core.params.offload import copies_beside_compute
 from composable_shard.core.params.param import ShardedParam
 
@@ -67,10 +66,10 @@ class Route:
         for start, end in self._gaps:
             flat[start:end].zero_()
 
-    def grad_dtypes(self, default: torch.dtype | None) -> list[torch.dtype]:
-        """Return the dtypes in which users get the gradients; see :func:`dtype_for_users`."""
+    def grad_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes in which users get the gradients."""
         with _torch.without_overrides():
-            return [dtype_for_users(param, default) for param, _ in self.members]
+            return [param.final_grad_dtype(self.bucket.dtype) for param, _ in self.members]
 
     def specs(self, dtypes: list[torch.dtype]) -> list[_torch.DTensorSpec]:
         """Return what describes the reduced gradients as DTensors of these dtypes."""

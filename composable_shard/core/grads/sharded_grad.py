@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.params.param import LIFTED, ShardedParam
 
 _grad_of = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
@@ -97,16 +97,6 @@ def to_reduce_and_held(
     return list(compress(params, takes_in)), list(compress(held, takes_in))
 
 
-def dtype_for_users(param: ShardedParam, default: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which users get a gradient.
-
-    Args:
-        param: Whose gradient; what was asked of it comes first.
-        default: What comes next; the dtype of the shard is last.
-    """
-    return param.remember_grad_dtype() or default or param.local.dtype
-
-
 def has_hooks(param: ShardedParam) -> bool:
     """Tell whether the user put hooks on the sharded parameter."""
     return _torch.has_grad_hooks(param.sharded)
@@ -182,6 +172,7 @@ def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     if asked is not None and asked != grad.dtype:
         param.grad = None
         param.grad_dtype = None
+        param.__dict__[LIFTED] = True
     param.grad = grad
 
 

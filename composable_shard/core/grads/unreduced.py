@@ -17,7 +17,6 @@ from composable_shard.core.grads.sharded_grad import (
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
 from composable_shard.mesh import ShardMesh
-from composable_shard.policy import MixedPrecisionPolicy
 
 
 class UnreducedGradients:
@@ -31,12 +30,10 @@ class UnreducedGradients:
         self,
         params: Sequence[ShardedParam],
         mesh: ShardMesh,
-        policy: MixedPrecisionPolicy,
         settings: ReductionSettings,
     ) -> None:
         self._params = list(params)
         self._mesh = mesh
-        self._policy = policy
         self._settings = settings
 
     def accumulate(self) -> None:
@@ -50,13 +47,16 @@ class UnreducedGradients:
             (grad,) = take_all_unsharded([param])
             if grad is None:
                 continue
+            grad = narrowed(param, grad)
             if self._factor != 1:
                 grad = grad * self._factor
             total = self._total(param)
             if total is None:
-                set_unreduced(param, grad.to(self._dtype(param)))
-            else:
+                set_unreduced(param, grad.to(_wide_enough(param, param.reduction_dtype(), grad)))
+            elif total.dtype == _wide_enough(param, total.dtype, grad):
                 total.add_(grad.to(total.device))
+            else:
+                set_unreduced(param, total + grad.to(total.device))
         self._fold_alike(params)
 
     def with_earlier(self, param: ShardedParam, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -68,15 +68,16 @@ class UnreducedGradients:
         total = total.to(self._mesh.device)
         if self._factor != 1:
             total.div_(self._factor)
-        return total if grad is None else total.add_(grad)
+        if grad is None:
+            return total
+        grad = narrowed(param, grad)
+        is_wide = total.dtype == _wide_enough(param, total.dtype, grad)
+        return total.add_(grad) if is_wide else total + grad
 
     @property
     def _factor(self) -> float:
         divisor = self._settings.divisor
         return 1.0 if divisor is None else self._mesh.num_ranks / divisor
-
-    def _dtype(self, param: ShardedParam) -> torch.dtype:
-        return self._policy.reduction_dtype(param.local.dtype)
 
     def _total(self, param: ShardedParam) -> torch.Tensor | None:
         """Return the unsharded sum to add to; one that is reduced is turned into one."""
@@ -96,7 +97,7 @@ class UnreducedGradients:
         if shard is None:
             shard = reduced(param)
         assert shard is not None
-        dtype = torch.promote_types(shard.dtype, self._dtype(param))
+        dtype = torch.promote_types(shard.dtype, param.reduction_dtype())
         full = param.form.new_zeros(shard, dtype)
         place = param.form.shard_of(full, self._mesh.shard_rank)
         place.copy_(shard)
@@ -116,9 +117,21 @@ class UnreducedGradients:
             if param.form.is_replicated:
                 folds = shard is not None or unreplicated(param) is not None
             else:
-                folds = shard is not None and self._dtype(param) != shard.dtype
+                folds = shard is not None and param.reduction_dtype() != shard.dtype
             if folds:
                 self._fold(param)
+
+
+def narrowed(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    """Round a gradient to its parameter's own dtype of reduction, as it is of each microbatch."""
+    dtype = param.reduction_dtype()
+    is_wider = grad.dtype.itemsize > dtype.itemsize and not param.takes_any_grad
+    return grad.to(dtype) if is_wider else grad
+
+
+def _wide_enough(param: ShardedParam, dtype: torch.dtype, grad: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a gradient is added to a sum that would be of ``dtype``."""
+    return torch.promote_types(dtype, grad.dtype) if param.takes_any_grad else dtype
 
 
 def take_all_unsharded(params: Sequence[ShardedParam]) -> list[torch.Tensor | None]:

@@ -34,7 +34,6 @@ from composable_shard.core.params.extension import (
 )
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.errors import ExtensionError
-from composable_shard.policy import MixedPrecisionPolicy
 
 
 class ExtensionGather:
@@ -46,18 +45,15 @@ class ExtensionGather:
         formats: For each rank, what it sends; agreed at the first gather, then fixed.
     """
 
-    def __init__(
-        self, param: ShardedParam, policy: MixedPrecisionPolicy, device: torch.device
-    ) -> None:
+    def __init__(self, param: ShardedParam, device: torch.device) -> None:
         self.param = param
         self.mesh = param.mesh
         self.formats: list[tuple[Format, ...]] | None = None
         self._dim = param.form.dim or 0  # as hooks see it; the layout has dims as in memory
         shape = torch.Size(param.form.shape)
         self._outer = shape, torch.empty(shape, device="meta").stride()  # of the contiguous whole
-        self._policy = policy
         self._device = device
-        self._dtype = policy.compute_dtype(param.local.dtype)
+        self._dtype = param.compute_dtype
         self._arrived: list[torch.Tensor] = []  # with the padding, flat
         self._buffers: list[torch.Tensor] = []  # what hooks get, flat; mostly the same
         self._versions: list[int] = []
@@ -94,7 +90,7 @@ class ExtensionGather:
         hook = bound_hook(getattr(local, PRE), local)
         num_args = len(inspect.signature(hook).parameters)
         mesh = self.param.mesh.shard_axis
-        full = (mesh, *self._outer, self.param.slots[0].module, self._policy)
+        full = (mesh, *self._outer, self.param.slots[0].module, self.param.policy)
         if num_args not in (0, 1, len(full)):
             raise ExtensionError(
                 f"Expected {PRE} of {self.param.name} to take (mesh) or (mesh, outer_size, "

@@ -27,7 +27,10 @@ from composable_shard.core.params.dense import plan_dense
 from composable_shard.core.params.layout import ParamLayout
 from composable_shard.core.params.placement import GradStage, plan_placement
 from composable_shard.mesh import ShardMesh
-from composable_shard.policy import CPUOffloadPolicy
+from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+
+LIFTED = "_composable_shard_lifted"
+"""On a parameter whose ``grad_dtype`` the library, and not the user, has set to ``None``."""
 
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
 
@@ -96,6 +99,7 @@ class ShardedParam:
         name: Name within the module that was sharded; for messages.
         slots: Where it is registered.
         mesh: Over which ranks it is sharded and replicated.
+        policy: Its dtypes, which may differ from those of other parameters of the group.
         placement: Mesh and placements of its DTensor and of its gradient's.
         form: How the elements that this rank's peers share are laid out and cut.
         offload: How it is kept on the CPU; ``None`` if it is not.
@@ -120,11 +124,13 @@ class ShardedParam:
         original: nn.Parameter,
         dim: int | None,
         mesh: ShardMesh,
+        policy: MixedPrecisionPolicy,
         offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.name = name
         self.slots = slots
         self.mesh = mesh
+        self.policy = policy
         self.offload = offload
         self.placement = plan_placement(name, original, dim, mesh)
         self.form = plan_dense(_model_local(original), dim, mesh.num_shards)
@@ -145,7 +151,9 @@ class ShardedParam:
         self.is_unsynced = False
         self.accumulator: Node | None = None
         self._is_watched = False
+        self._has_asked = False
         self._asked_grad_dtype: torch.dtype | None = None
+        self._shown_grad_dtype: torch.dtype | None = original.dtype
 
     @property
     def layout(self) -> ParamLayout:
@@ -195,9 +203,7 @@ class ShardedParam:
             if model is not None:
                 tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
             self.unsharded = _torch.parameter_of(tensor, self.sharded.requires_grad)
-            asked = self.remember_grad_dtype()
-            if asked is not None:
-                self.unsharded.grad_dtype = asked
+            self.unsharded.grad_dtype = None  # it is rounded once, to the dtype of the reduction
         remember_stand_in(self.unsharded, self)
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
@@ -210,10 +216,43 @@ class ShardedParam:
 
     def remember_grad_dtype(self) -> torch.dtype | None:
         """Return the dtype that the user asked of this parameter's gradients, if any."""
-        asked = self.sharded.grad_dtype
-        if asked is not None and asked != self.sharded.dtype:
-            self._asked_grad_dtype = asked
+        shown = self.sharded.grad_dtype
+        if shown != self._shown_grad_dtype:
+            self._shown_grad_dtype = shown
+            if shown is not None or LIFTED not in self.sharded.__dict__:
+                self._has_asked, self._asked_grad_dtype = True, shown
         return self._asked_grad_dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        return self.policy.compute_dtype(self.local.dtype)
+
+    @property
+    def takes_any_grad(self) -> bool:
+        """Whether gradients are reduced in whatever dtype autograd gives them.
+
+        So asks a ``grad_dtype`` that was set to ``None``, where the policy has no ``reduce_dtype``.
+        """
+        asked = self.remember_grad_dtype()
+        return self._has_asked and asked is None and self.policy.reduce_dtype is None
+
+    def reduction_dtype(self) -> torch.dtype:
+        """Return the dtype in which the gradient is summed, by itself and without a wider one."""
+        if self.takes_any_grad:
+            return self.compute_dtype
+        return self.policy.reduction_dtype(self.local.dtype, self._asked_grad_dtype)
+
+    def final_grad_dtype(self, reduced: torch.dtype) -> torch.dtype:
+        """Return the dtype in which users get a gradient.
+
+        Args:
+            reduced: That of the reduction, which stays if the user lets gradients be of any.
+        """
+        asked = self.remember_grad_dtype()
+        if self._has_asked and asked is None:
+            return reduced
+        return asked or self.policy.grad_dtype or self.local.dtype
 
     def forget_unsharded(self) -> None:
         """Let go of the unsharded parameter; the next gather makes another."""
@@ -262,6 +301,8 @@ class ShardedParam:
             slot.put(self.sharded)
         self.local = _torch.local_tensor(self.sharded)
         self.spec = _torch.spec_with_dtype(self.spec, self.local.dtype)
+        if self.sharded.grad_dtype == self.sharded.dtype:  # of a new parameter, as of any
+            self._shown_grad_dtype = self.sharded.dtype
 
     def version(self) -> int:
         """Return a number that grows when the sharded values change in place."""

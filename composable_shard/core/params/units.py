@@ -35,7 +35,7 @@ class GroupUnits:
 
     Attributes:
         params: The parameters.
-        policy: Which dtype they compute in.
+        policy: The dtypes of modules, and of parameters that have none of their own.
         all: The parameters, taken together.
         share_storage: Whether some unsharded parameters are the shards themselves.
     """
@@ -148,9 +148,7 @@ class GroupUnits:
         return any(needs_extension(param.local) for param in bucketed)
 
     def _rebuild(self) -> None:
-        units, locals_ = build_units(
-            self.params, [param.local for param in self.params], self.policy
-        )
+        units, locals_ = build_units(self.params, [param.local for param in self.params])
         for param, local in zip(self.params, locals_, strict=True):
             param.adopt_local(local)
             param.forget_unsharded()
@@ -180,14 +178,12 @@ class GroupUnits:
 def build_units(
     params: Sequence[ShardedParam],
     shards: Sequence[torch.Tensor],
-    policy: MixedPrecisionPolicy,
 ) -> tuple[list[GatherUnit], list[torch.Tensor]]:
     """Sort parameters into flat buckets, and tensor subclasses by themselves.
 
     Args:
         params: The parameters.
         shards: Values of the local shard of each; copied into the buckets.
-        policy: Which dtype they compute in.
 
     Returns:
         The units, and for each parameter the tensor that is its local shard from now on.
@@ -198,9 +194,9 @@ def build_units(
     for index, (param, shard) in enumerate(zip(params, shards, strict=True)):
         if needs_extension(shard):
             param.local = shard
-            units.append(ExtensionGather(param, policy, param.mesh.device))
+            units.append(ExtensionGather(param, param.mesh.device))
         else:
-            dtypes = (shard.dtype, policy.compute_dtype(shard.dtype))
+            dtypes = (shard.dtype, param.policy.compute_dtype(shard.dtype))
             keyed.setdefault((param.mesh, *dtypes, shard.device), []).append(index)
     for (_, dtype, compute_dtype, device), indices in keyed.items():
         bucket = ParamBucket([params[i] for i in indices], dtype, compute_dtype, device)

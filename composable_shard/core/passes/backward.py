@@ -17,9 +17,10 @@ from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.passes.group_run import End, GroupRun, Token
 from composable_shard.core.passes.order import ExecutionOrder, Interval, Step
+from composable_shard.core.passes.pipeline import loses_weights, refuse_lost_weights
 from composable_shard.core.passes.reductions import Reductions
 from composable_shard.core.passes.schedule import OrderRecord
-from composable_shard.errors import StaleParameterError
+from composable_shard.errors import ShardError, StaleParameterError
 
 if TYPE_CHECKING:
     from composable_shard.core.passes.context import Context
@@ -36,13 +37,17 @@ class BackwardPass:
         order: What forwards have done since the last backward.
         record: In which order the last backward gathered.
         reductions: What is reduced.
+        finalization: The handle of one that is to be waited for, if any.
     """
 
     def __init__(self, context: Context) -> None:
         self.order: ExecutionOrder[ParamGroup] = ExecutionOrder()
         self.record: OrderRecord[ParamGroup] = OrderRecord()
         self.reductions = Reductions(context)
+        self.finalization: object | None = None
         self._context = context
+        self._by_hand: bool | None = None  # how it is finalized, once a backward has begun
+        self._lost: dict[ParamGroup, None] = {}  # backwards in halves have lost gradients
         self._end: weakref.ref[End] | None = None
         self._id = -1
         self._runs: dict[ParamGroup, GroupRun] = {}
@@ -89,6 +94,8 @@ class BackwardPass:
             is_bounded: Whether input markers lie in front of the call that gave them.
         """
         run = self._enter(group, forward)
+        if not run.is_gathered and loses_weights(group):
+            self._lost[group] = None
         if not run.is_complete:
             run.expect_markers(_torch.current_backward())
             run.is_bounded = run.is_bounded and is_bounded
@@ -265,6 +272,8 @@ class BackwardPass:
         self._context.agree_on_requires_grad()
         if self._is_inside:
             return
+        if self._by_hand is None:
+            self._by_hand = self._context.root.settings.finalizes_by_hand
         if self.order:
             self._last_steps = steps = self.order.steps(_is_trainable)
             if self.order.has_earlier:
@@ -355,6 +364,8 @@ class BackwardPass:
         """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle."""
         self.reductions.synchronize(self._ran())
         self._context.wait_until_read()
+        if self.finalization is None:
+            self._by_hand = None
 
     def _ran(self) -> list[ParamGroup]:
         """Return the groups that may have gradients of which no backward has told."""
@@ -367,19 +378,77 @@ class BackwardPass:
     def settle(self) -> None:
         """Reduce what backwards have left, without another; wait, and free.
 
+        Raises:
+            ShardError: See refuse_lost_weights.
+
         Collective: a reduction of each group that ran forward or is not synchronized, but those
             without sync.
         """
+        self._refuse_lost_weights()
         for group in dict.fromkeys([*self._ran(), *self.reductions.unsynced]):
             if group.settings.requires_gradient_sync:
                 self.reductions.launch_at_end(group)
             else:
                 self.reductions.accumulate(group)
-        if self.reductions.is_last:
+        if not self.reductions.is_left_open:
             self.reductions.in_flight.wait()
         self._context.free_after_backward()
         self._context.wait_until_read()
         self._reset()
+
+    def finalize_by_hand(self, enabled: bool) -> None:
+        """Set whether a call, and not the end of a backward, finishes the reductions.
+
+        Raises:
+            ShardError: If it changes while a backward runs, or one before is not finished.
+        """
+        settings = self._context.root.settings
+        if self.was_aborted:
+            self._context.clean_up()
+        if enabled == (settings.finalizes_by_hand if self._by_hand is None else self._by_hand):
+            settings.finalizes_by_hand = enabled
+            return
+        if _torch.current_backward() != -1:
+            raise ShardError(
+                "Expected set_manual_backward_finalization() to change outside of backward, got it "
+                "within one; call it between iterations"
+            )
+        if self._by_hand is not None:
+            remedy = "finalize_backward()" if self._by_hand else "set_is_last_backward(True)"
+            raise ShardError(
+                "Expected set_manual_backward_finalization() to change between iterations, got a "
+                f"backward that is not finished; end it by {remedy}, or drop it by "
+                "reset_iter_state()"
+            )
+        settings.finalizes_by_hand = enabled
+
+    def start_finalization(self, handle: object) -> None:
+        """Launch what backwards have left to reduce, and free.
+
+        Raises:
+            ShardError: See refuse_lost_weights.
+
+        Collective: see Reductions.finalize.
+        """
+        self._refuse_lost_weights()
+        self.reductions.finalize()
+        self._context.free_after_backward()
+        self.finalization = handle
+
+    def check_finalized(self) -> None:
+        """Raise if a finalization has been launched and not waited for."""
+        if self.finalization is not None:
+            raise ShardError(
+                "Expected the gradients of the last backward before another forward or "
+                "finalize_backward(), got a GradientReductionHandle that was not waited for; call "
+                "its wait()"
+            )
+
+    def end_finalization(self) -> None:
+        """Wait for what was launched. Collective: none."""
+        self.reductions.in_flight.wait()
+        self._context.wait_until_read()
+        self.finalization = self._by_hand = None
 
     def close(self) -> None:
         """End the backward: take the steps that are left, reduce what is unsynced, wait, free."""
@@ -388,6 +457,8 @@ class BackwardPass:
             self._complete(group, run)  # autograd may have given it undefined gradients
         self._reduce_in_order()
         self.reductions.end_backward()
+        if not self.reductions.is_left_open:
+            self._by_hand = None
         self._context.check_order("end of a backward", self._context.root)
         self._context.free_after_backward()
         for group in self._context.groups:
@@ -401,7 +472,14 @@ class BackwardPass:
         self.record.abandon()
         self._last_forward = 0
         self.reductions.abandon()
+        self._lost.clear()
+        self.finalization = self._by_hand = None
         self._reset()
+
+    def _refuse_lost_weights(self) -> None:
+        lost = list(self._lost)
+        self._lost.clear()
+        refuse_lost_weights(lost)
 
     def _reset(self) -> None:
         self._end, self._id, self._is_inside = None, -1, False

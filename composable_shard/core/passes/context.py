@@ -18,6 +18,7 @@ from composable_shard.core.params.ties import refuse_unowned
 from composable_shard.core.passes.backward import BackwardPass
 from composable_shard.core.passes.forward import ForwardPass
 from composable_shard.core.passes.order_check import OrderCheck, is_asked_for
+from composable_shard.errors import ShardError
 
 Listener = Callable[[str, str], None]
 
@@ -66,19 +67,31 @@ class Context:
         if self.listener is not None:
             self.listener(moment, group.name)
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward has begun."""
+        return self._owners_checked
+
     def check_order(self, act: str, group: ParamGroup) -> None:
         """Compare with the other ranks what comes next, if that is asked for."""
         if self._order_check is not None:
             self._order_check.agree(group, act)
 
     def check_owners(self) -> None:
-        """Look once for parameters without an owner.
+        """Look once for parameters without an owner, and for settings that only the root has.
 
         Raises:
-            ShardError: For a tied one; see refuse_unowned. For others there is a warning.
+            ShardError: For a tied one; see refuse_unowned. For others there is a warning. For a
+                group below the root whose backward is finalized by hand.
         """
         if self._owners_checked:
             return
+        for group in self.groups:
+            if group is not self.root and group.settings.finalizes_by_hand:
+                raise ShardError(
+                    "Expected set_manual_backward_finalization() on the root alone, got it on "
+                    f"{group.label}; set it to False there and to True on the root"
+                )
         refuse_unowned(m for group in self.groups for top in group.modules for m in top.modules())
         self._owners_checked = True
         if self.root.mesh.num_ranks > 1:

@@ -79,6 +79,7 @@ class ForwardPass:
         opens = self._outermost is None
         if opens:
             context.check_owners()
+            context.backward.check_finalized()
             context.free_earlier()
             self._outermost, self._frame = group, _torch.module_call_frame()
             if torch.is_grad_enabled() or _torch.notes_of_checkpoints(with_graph_around=False):

@@ -29,6 +29,11 @@ class Reductions:
         self._limit: int | None = None  # reductions under way at once, while a backward runs
 
     @property
+    def is_left_open(self) -> bool:
+        """Whether the end of a backward leaves reductions under way."""
+        return not self.is_last or self._context.root.settings.finalizes_by_hand
+
+    @property
     def unsynced(self) -> list[ParamGroup]:
         """The groups that accumulated without sync and were not reduced since.
 
@@ -79,17 +84,28 @@ class Reductions:
         self.in_flight.add(group)
 
     def end_backward(self) -> None:
-        """Reduce what earlier backwards left; wait, if this one is the last.
+        """Reduce what earlier backwards left; wait, unless reductions are left open.
+
+        Collective: see finalize.
+        """
+        self._launch_rest()
+        if not self.is_left_open:
+            self.in_flight.wait()
+
+    def finalize(self) -> None:
+        """Launch the reductions that are to be made and leave what is still to come.
 
         Collective: a reduction of each group that was not synchronized, but is to be; of the others
-        that are not averaged over replicas yet, but are to be.
+            that are not averaged over replicas yet, but are to be.
         """
+        self._launch_rest()
+        self._limit = None
+
+    def _launch_rest(self) -> None:
         for group in dict.fromkeys([*self.unsynced, *reversed(self._unreplicated)]):
             is_left = group in self._unsynced or group.settings.reduction.all_reduces
             if is_left and group.settings.requires_gradient_sync:
                 self.launch_at_end(group)
-        if self.is_last:
-            self.in_flight.wait()
 
     def synchronize(self, ran: Iterable[ParamGroup]) -> None:
         """Reduce over all ranks what is not, whatever is set; wait.

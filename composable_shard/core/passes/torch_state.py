@@ -85,7 +85,12 @@ class TorchParamGroup(_ReadOnly):
 class TorchState(_ReadOnly, PipelineState):
     """What is read of torch's ``FSDPState``."""
 
-    _offered = ("_training_state", "_fsdp_param_group", "_fsdp_param_groups")
+    _offered = ("_training_state", "_fsdp_param_group", "_fsdp_param_groups", "_comm_ctx")
+
+    @property
+    def _comm_ctx(self) -> object:
+        """The same object for trees that wait for each other's reductions."""
+        return self._group.context.backward.reductions.in_flight
 
     @property
     def _fsdp_param_group(self) -> TorchParamGroup | None:

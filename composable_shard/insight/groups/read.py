@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-import torch
 from torch import nn
 
 from composable_shard import _torch
@@ -28,7 +27,6 @@ from composable_shard.insight.groups.plan import (
     SubclassPlan,
 )
 from composable_shard.insight.groups.residence import residence_of
-from composable_shard.policy import MixedPrecisionPolicy
 
 Names = Mapping[nn.Module, str]
 """Names of modules within the model that is looked at."""
@@ -69,14 +67,8 @@ def _read_mesh(
     return MeshPlan(
         num_shards=mesh.num_shards,
         num_replicas=mesh.num_replicas,
-        gathers=tuple(
-            _read_unit(unit, group.policy, names)
-            for unit in group.units.members
-            if unit.mesh == mesh
-        ),
-        reductions=tuple(
-            _read_route(route, group.policy, names, widens=widens) for route in routes
-        ),
+        gathers=tuple(_read_unit(unit, names) for unit in group.units.members if unit.mesh == mesh),
+        reductions=tuple(_read_route(route, names, widens=widens) for route in routes),
         all_reduces=group.settings.reduction.all_reduces,
         custom_gather=isinstance(channel.all_gather, CustomAllGather),
         custom_reduce=isinstance(channel.reduce_scatter, CustomReduceScatter),
@@ -84,15 +76,13 @@ def _read_mesh(
     )
 
 
-def _read_unit(
-    unit: GatherUnit, policy: MixedPrecisionPolicy, names: Names
-) -> GatherPlan | SubclassPlan:
+def _read_unit(unit: GatherUnit, names: Names) -> GatherPlan | SubclassPlan:
     if isinstance(unit, ParamBucket):
         first = unit.params[0]
         return GatherPlan(
             members=_members(unit.params, unit.layout, names),
             dtype=unit.sharded.dtype,
-            compute_dtype=policy.compute_dtype(unit.sharded.dtype),
+            compute_dtype=first.policy.compute_dtype(unit.sharded.dtype),
             crosses=unit.sharded.device.type not in ("meta", unit.mesh.device.type),
             offloads=first.offload is not None,
             pads=fuses_on(unit.mesh.device),
@@ -130,19 +120,13 @@ def _padded_nbytes(formats: Sequence[Format]) -> int:
     return rows * prod(formats[0].shape[1:]) * formats[0].dtype.itemsize
 
 
-def _read_route(
-    route: Route, policy: MixedPrecisionPolicy, names: Names, *, widens: bool
-) -> ReducePlan:
+def _read_route(route: Route, names: Names, *, widens: bool) -> ReducePlan:
     params = [param for param, _ in route.members]
     return ReducePlan(
         members=_members(params, route.bucket.layout, names),
         dtype=route.bucket.dtype,
-        grad_dtypes=tuple(
-            _asked(param) or policy.compute_dtype(param.local.dtype) for param in params
-        ),
-        final_dtypes=tuple(
-            _asked(param) or policy.grad_dtype or param.local.dtype for param in params
-        ),
+        grad_dtypes=tuple(param.compute_dtype for param in params),
+        final_dtypes=tuple(route.grad_dtypes()),
         crosses=any(param.device != param.mesh.device for param in params),
         widens=widens,
         offloads=any(param.offload is not None for param in params),
@@ -156,9 +140,3 @@ def _members(params: Sequence[ShardedParam], layout: BucketLayout, names: Names)
         layout,
         tuple(param.form.is_replicated for param in params),
     )
-
-
-def _asked(param: ShardedParam) -> torch.dtype | None:
-    """Return the dtype that the user asked of a parameter's gradients."""
-    asked = param.sharded.grad_dtype
-    return asked if asked != param.sharded.dtype else None

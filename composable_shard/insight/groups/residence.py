@@ -43,9 +43,10 @@ def residence_of(group: ParamGroup) -> Residence:
             "it ends forward and opens backward, so from the second step on it is kept between",
         )
     if isinstance(reshard, bool):
-        return Residence(
-            "gathered", 0, "the parameters are freed after forward and gathered again for backward"
-        )
+        why = "the parameters are freed after forward and gathered again for backward"
+        if settings.keeps_unsharded_storage:
+            why = "the parameters are gathered again for backward, into memory that is kept"
+        return Residence("gathered", 0, why)
     return Residence(
         "regathered",
         reshard,

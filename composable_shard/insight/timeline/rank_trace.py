@@ -194,8 +194,7 @@ class Facts(NamedTuple):
 def _facts_of(group: ParamGroup, sets: dict[tuple[int, ...], int]) -> GroupFacts:
     nbytes = 0
     for param in group.params:
-        dtype = group.policy.param_dtype or param.sharded.dtype
-        nbytes += param.sharded.numel() * dtype.itemsize
+        nbytes += param.sharded.numel() * param.compute_dtype.itemsize
     mesh = group.params[0].mesh if group.params else group.mesh  # one that it communicates over
     shards, replicas = (
         (dist.get_rank() if dist.is_initialized() else 0,)
