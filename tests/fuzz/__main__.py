@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -33,9 +33,7 @@ def main() -> int:
         "--rehearse", action="store_true", help="compare collectives alone, in one process"
     )
     parser.add_argument("--shrink", type=int, default=3, help="how many of a kind to make smaller")
-    parser.add_argument(
-        "--known", default="", help="words; finds with one of them are counted only"
-    )
+    parser.add_argument("--known", default="", help="words, |: such finds are only counted")
     parser.add_argument("--show", action="store_true", help="write each case, too")
     parser.add_argument("--out", default="", help="a folder for what is found")
     args = parser.parse_args()
@@ -60,9 +58,8 @@ def main() -> int:
         if any(word in find.text for word in known):
             continue
         if counts[find.kind] <= args.shrink:
-            limit = min(args.timeout, 8.0)
-            kind = find.kind
-            case = shrunk(case, lambda one: fails_so(one, kind, limit, args.rehearse))
+            limit = min(args.timeout, 12.0)
+            case = shrunk(case, functools.partial(fails_so, find.kind, limit, args.rehearse))
             find = attempt(case, limit, args.rehearse)
         text = f"{shown(case)}\n{find.text if isinstance(find, Find) else find}\n{case!r}\n"
         print(text if counts[kind_of(find)] <= args.shrink else shown(case), flush=True)
@@ -83,14 +80,9 @@ def attempt(case: Case, timeout: float, rehearses: bool) -> Find | str | None:
         return rehearse(case) if rehearses else run(case, timeout)
     except Invalid:
         return "invalid"
-    except Exception:
-        traceback.print_exc()
-        if "-v" in sys.argv:
-            traceback.print_exc()
-        return "invalid"
 
 
-def fails_so(case: Case, kind: str, timeout: float, rehearses: bool) -> bool:
+def fails_so(kind: str, timeout: float, rehearses: bool, case: Case) -> bool:
     find = attempt(case, timeout, rehearses)
     return isinstance(find, Find) and find.kind == kind
 

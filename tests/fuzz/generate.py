@@ -37,6 +37,7 @@ FEATURES = (
     "zeros",  # zero_grad(set_to_none=False)
     "clip",
     "edit",
+    "foreach",  # edits that move no version
     "states",
     "teacher",
     "fail",
@@ -54,9 +55,29 @@ FEATURES = (
     "inplace",
 )
 REACH = frozenset(
-    ["off", "unused", "detach", "data", "lists", "frozen", "nests", "calls", "saved", "order"]
-    + ["skipped", "saved_nests", "reentrant", "reentrant_nests", "accumulate", "several", "cached"]
-    + ["tied", "inner", "fewer", "freeze"]
+    [
+        "off",
+        "unused",
+        "detach",
+        "data",
+        "lists",
+        "frozen",
+        "nests",
+        "calls",
+        "saved",
+        "order",
+        "skipped",
+        "saved_nests",
+        "reentrant",
+        "reentrant_nests",
+        "accumulate",
+        "several",
+        "cached",
+        "tied",
+        "inner",
+        "fewer",
+        "freeze",
+    ]
 )
 # Whose faults are being mended; the sets shrink as they are.
 KNOWN = frozenset(["retain"])
@@ -146,6 +167,8 @@ class Generator:
         if self.has("frozen", 0.12):
             block = replace(block, frozen=True)
         if is_nest:
+            if block.join == "inplace":
+                block = replace(block, join="add")
             children = [self.block(depth + 1, inside) for _ in range(self.random.randint(1, 3))]
             own = pick(["", "", "before", "after", "both"])
             return replace(block, kind="nest" + own, children=tuple(self.grouped(children)))
@@ -154,6 +177,8 @@ class Generator:
         if not inside:
             kinds += ["inner"] if "inner" in self.features else []
             kinds += ["cached"] * 2 if "cached" in self.features else []
+        if block.join == "inplace":  # of outputs that autograd does not save
+            kinds = ["mlp", "norm", "conv", "batched", "rows", "view"]
         block = replace(block, kind=pick(kinds))
         if not block.recompute and not inside:
             block = replace(block, out=pick(["tensor"] * 4 + ["dict", "dataclass", "tuple"]))
@@ -231,8 +256,23 @@ class Generator:
         trained = 0
         for _ in range(self.random.randint(1, 7)):
             word = self.random.choices(
-                ["train", "accumulate", "sync", "zero", "step", "evaluate", "clip", "edit"]
-                + ["states", "teacher", "fail", "by_hand", "settings", "freeze", "none"],
+                [
+                    "train",
+                    "accumulate",
+                    "sync",
+                    "zero",
+                    "step",
+                    "evaluate",
+                    "clip",
+                    "edit",
+                    "states",
+                    "teacher",
+                    "fail",
+                    "by_hand",
+                    "settings",
+                    "freeze",
+                    "none",
+                ],
                 [10, 4, 2, 3, 5, 3, 2, 2, 2, 2, 1, 1, 2, 2, 1],
             )[0]
             if word == "train":
@@ -253,7 +293,12 @@ class Generator:
             elif word == "clip" and "clip" in self.features and trained:
                 ops.append(Op("clip", how=pick(["", "function"])))
             elif word == "edit" and "edit" in self.features:
-                ops.append(Op("edit", how=pick(["clamp", "foreach", "each"])))
+                ops.append(
+                    Op(
+                        "edit",
+                        how=pick(["clamp", "each"] + ["foreach"] * ("foreach" in self.features)),
+                    )
+                )
             elif word == "states" and "states" in self.features:
                 saved = any(op.name == "save" for op in ops)
                 ops.append(Op("restore" if saved else "save", how=pick(["", "full"])))
@@ -282,7 +327,8 @@ class Generator:
         return ops
 
     def dry(self, case: Case) -> Op:
-        return pick_one(self, [self.train(case, sync=True), self.evaluate(case, "evaluate")])
+        ops = [self.train(case, sync=True), self.evaluate(case, "evaluate")]
+        return self.random.choice(ops)
 
     def evaluate(self, case: Case, name: str) -> Op:
         how = "inference" if self.has("inference", 0.5) else ""
@@ -300,7 +346,3 @@ class Generator:
             some = self.random.sample(names, min(len(names), self.random.randint(1, 3)))
             return Op("prefetch", names=tuple(some), how=pick(["forward", "backward"]))
         return Op(name, names=(pick(names),), how=pick(["", "recurse"]), flag=pick([True, False]))
-
-
-def pick_one(generator: Generator, ops: list[Op]) -> Op:
-    return generator.random.choice(ops)

@@ -17,7 +17,7 @@ from .model import BATCH, WIDTH, Model, build
 from .program import Case, Op
 
 
-class Invalid(Exception):
+class Invalid(ValueError):
     """The case asks for what no training can do, such as a backward from nothing."""
 
 
