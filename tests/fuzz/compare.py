@@ -16,6 +16,8 @@ from .ranks import Held, Seen, mesh_of, run_case, what_is_launched
 
 TOLERANCE = {"": 1e-9, "float32": 2e-5, "bfloat16": 6e-2}
 
+REGISTERED_AFTER = ("train", "alone", "evaluate", "step")
+
 
 class Expected(NamedTuple):
     """What the oracle has after a step."""
@@ -59,12 +61,21 @@ def run(case: Case, timeout: float = 60.0, backend: str = "gloo") -> Find | None
         return Find("hang", str(error))
     except RankError as error:
         return Find(_error_kind(error), str(error))
+    by_hand = False
     for num_op, (op, step) in enumerate(zip(case.ops, wanted, strict=True)):
         seen = [ranks_seen[num_op + 1] for ranks_seen in everywhere]
         found = _differences(case, seen, *step)
+        if case.checks_registered and not found and op.name in REGISTERED_AFTER:
+            by_hand |= "unshard" in (one.name for one in case.ops[:num_op])
+            names = {n for one in seen for n, is_so in one.registered.items() if not is_so}
+            if names and not by_hand:
+                found = [f"registered: the unsharded {sorted(names)}"]
         if found:
             kind = found[0].split(":")[0]
             return Find(kind, f"after step {num_op} ({op.name}):\n" + "\n".join(found))
+    for rank, last in enumerate(ranks_seen[-1] for ranks_seen in everywhere):
+        if last.num_tensors and last.num_tensors[-1] > last.num_tensors[0]:
+            return Find("growth", f"rank {rank} has had {last.num_tensors} tensors")
     return None
 
 

@@ -53,6 +53,11 @@ FEATURES = (
     "live",  # parameters asked of the model at each step
     "start",
     "inplace",
+    "wire",  # parameters that travel as two tensors
+    "alone",  # forwards of one part, called by itself
+    "interleaved",  # several forwards, then a backward for each
+    "registered",  # a check: outside of compute the sharded parameters are registered
+    "growth",  # a check: more steps leave no more tensors
 )
 REACH = frozenset(
     [
@@ -86,6 +91,26 @@ FAMILIES = {
     "reach": REACH,
     "alike": frozenset(FEATURES) - KNOWN - {"off", "unused"},
 }
+
+WORDS = {
+    "train": 10,
+    "accumulate": 4,
+    "sync": 2,
+    "zero": 3,
+    "step": 5,
+    "evaluate": 3,
+    "clip": 2,
+    "edit": 2,
+    "states": 2,
+    "teacher": 2,
+    "fail": 1,
+    "by_hand": 1,
+    "settings": 2,
+    "freeze": 2,
+    "none": 1,
+    "alone": 1,
+}
+"""How often the steps of a program are drawn."""
 
 
 def generate(seed: int, features: frozenset[str]) -> Case:
@@ -134,7 +159,12 @@ class Generator:
             optimizer=pick(["sgd", "sgd.foreach", "adamw", "adamw.foreach", "adamw.fused"]),
             live=self.has("live", 0.3),
             start=pick(["double", "assign", "empty"]) if self.has("start", 0.15) else "",
+            checks_registered="registered" in self.features,
+            checks_growth=self.has("growth", 0.2),
         )
+        if case.start in ("assign", "empty"):  # which untie, as torch does
+            untied = tuple(map(_untied, case.blocks))
+            case = replace(case, blocks=untied)
         return replace(case, ops=tuple(self.program(case)))
 
     # The model ------------------------------------------------------------------------------
@@ -186,6 +216,8 @@ class Generator:
             block = replace(block, tied=True)
         if self.has("dims", 0.15):
             block = replace(block, dim=1)
+        if self.has("wire", 0.1):
+            block = replace(block, wire=True)
         if block.kind == "many" and self.has("low", 0.2):
             block = replace(block, low=True)
         return block
@@ -240,6 +272,8 @@ class Generator:
         if self.has("several", 0.15):
             calls.append(self.call(case))
             how = self.random.choice(["", "", "drop"])
+            if self.has("interleaved", 0.4):
+                how = self.random.choice(["each", "each reversed"])
         if self.has("retain", 0.1):
             how = "retain"
         if not sync and len(case.mesh) == 2 and self.random.random() < 0.5:
@@ -255,26 +289,7 @@ class Generator:
         ops.append(Op("optimize"))
         trained = 0
         for _ in range(self.random.randint(1, 7)):
-            word = self.random.choices(
-                [
-                    "train",
-                    "accumulate",
-                    "sync",
-                    "zero",
-                    "step",
-                    "evaluate",
-                    "clip",
-                    "edit",
-                    "states",
-                    "teacher",
-                    "fail",
-                    "by_hand",
-                    "settings",
-                    "freeze",
-                    "none",
-                ],
-                [10, 4, 2, 3, 5, 3, 2, 2, 2, 2, 1, 1, 2, 2, 1],
-            )[0]
+            word = self.random.choices(list(WORDS), list(WORDS.values()))[0]
             if word == "train":
                 ops.append(self.train(case, sync=True))
                 trained += 1
@@ -320,6 +335,9 @@ class Generator:
             elif word == "freeze" and "freeze" in self.features:
                 some = tuple(self.random.sample(names, self.random.randint(1, 2)))
                 ops.append(Op("freeze", names=some, flag=pick([True, False, False])))
+            elif word == "alone" and "alone" in self.features:
+                ops.append(Op("alone", names=(pick([b.name for b in case.blocks]),)))
+                trained += 1
             elif word == "none" and "zeros" in self.features:
                 ops.append(Op("grad_none", names=(pick(names),)))
         if trained < 1:
@@ -346,3 +364,7 @@ class Generator:
             some = self.random.sample(names, min(len(names), self.random.randint(1, 3)))
             return Op("prefetch", names=tuple(some), how=pick(["forward", "backward"]))
         return Op(name, names=(pick(names),), how=pick(["", "recurse"]), flag=pick([True, False]))
+
+
+def _untied(block: Block) -> Block:
+    return replace(block, tied=False, children=tuple(map(_untied, block.children)))

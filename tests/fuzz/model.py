@@ -34,6 +34,7 @@ class Block:
         out: What holds its output: "tensor", "dict", "dataclass", "tuple".
         tied: Whether its weight is that of the first linear block of the model.
         dim: The dim that its parameters are sharded on, where they have that many.
+        wire: Whether its parameters travel as two tensors, by the protocol of extensions.
         low: Whether its last parameter is of a narrower dtype.
         children: Those of a "nest".
     """
@@ -49,6 +50,7 @@ class Block:
     out: str = "tensor"
     tied: bool = False
     dim: int = 0
+    wire: bool = False
     low: bool = False
     children: tuple[Block, ...] = ()
 
@@ -220,7 +222,7 @@ class Leaf(nn.Module):
         return (y, None) if self.spec.out == "tuple" else y
 
 
-def _unpacked(y: Any) -> Tensor:
+def unpacked(y: Any) -> Tensor:
     if isinstance(y, dict):
         y = y["y"]
     elif isinstance(y, Output):
@@ -263,9 +265,9 @@ class Nest(nn.Module):
         for _ in range(spec.calls):
             if spec.recompute:
                 reentrant = spec.recompute == "reentrant"
-                y = _unpacked(checkpoint(part, given, data, plan, use_reentrant=reentrant))
+                y = unpacked(checkpoint(part, given, data, plan, use_reentrant=reentrant))
             else:
-                y = _unpacked(part(given, data, plan))
+                y = unpacked(part(given, data, plan))
             if spec.name in plan.off:
                 y = y.detach()
             elif spec.join == "inplace":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .model import BATCH, WIDTH, Model, build
+from .model import BATCH, WIDTH, Model, Plan, build, unpacked
 from .program import Case, Op
 
 
@@ -98,13 +98,14 @@ class Oracle:
             ]
             if "drop" in op.how:
                 losses = losses[-1:]
-            total = torch.stack(losses).sum()
-            if not total.requires_grad:
+            totals = losses if "each" in op.how else [torch.stack(losses).sum()]
+            if not all(total.requires_grad for total in totals):
                 raise Invalid("a loss that reaches nothing")
             before = {n for n, p in self.params().items() if p.grad is not None}
-            if "retain" in op.how:
-                total.backward(retain_graph=True)
-            total.backward()
+            for total in reversed(totals) if "reversed" in op.how else totals:
+                if "retain" in op.how:
+                    total.backward(retain_graph=True)
+                total.backward()
             grads = self._take()
             if not grads.keys() - before and "nowhere" not in op.how:
                 raise Invalid("a loss that reaches no parameter")
@@ -116,6 +117,22 @@ class Oracle:
             self.sync(op)
         else:
             self.is_synced = False
+        self.heard = heard
+
+    def alone(self, op: Op) -> None:
+        """Train one part, called by itself."""
+        heard = []
+        for rank in self.ranks:
+            self._clear(self.model)
+            loss = alone_loss(self.model, op, batch(self.case, self.num_op, 0, rank))
+            if not loss.requires_grad:
+                raise Invalid("a loss that reaches nothing")
+            loss.backward()
+            for name, grad in self._take().items():
+                mine = self.waiting[rank]
+                mine[name] = mine[name] + grad if name in mine else grad
+            heard.append([loss.item()])
+        self.sync(op)
         self.heard = heard
 
     def _take(self) -> Grads:
@@ -152,7 +169,7 @@ class Oracle:
         """An exception in forward or backward, at the first of the names."""
         for rank in self.ranks:
             self._clear(self.model)
-            with _failing(self.model, op), _expected():
+            with failing(self.model, op), expected_failure():
                 data = batch(self.case, self.num_op, 0, rank)
                 loss = self.model(data, op.calls[0].for_rank(rank))
                 if not loss.requires_grad:
@@ -257,7 +274,12 @@ def owner(name: str) -> str:
     return parts[-2] if len(parts) > 1 else "root"
 
 
-class _failing:
+def alone_loss(model: Model, op: Op, data: torch.Tensor) -> torch.Tensor:
+    part = model.parts[op.names[0]]
+    return unpacked(part(data, data, Plan())).double().square().mean()
+
+
+class failing:
     """Raise where a program wants it."""
 
     def __init__(self, model: Any, op: Op) -> None:
@@ -282,7 +304,7 @@ class _failing:
         self.handle.remove()
 
 
-class _expected:
+class expected_failure:
     def __enter__(self) -> None:
         pass
 

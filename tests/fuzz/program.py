@@ -47,6 +47,8 @@ class Case:
         live: Whether the parameters are asked of the model at each step, not held from the start.
         start: What happens between sharding and training: "double" (made in float32), "assign",
             "empty" (made on the meta device).
+        checks_registered: Whether the sharded parameters have to be registered between steps.
+        checks_growth: Whether the last step that trains is repeated, and tensors are counted.
     """
 
     seed: int
@@ -62,6 +64,8 @@ class Case:
     optimizer: str = "sgd"
     live: bool = False
     start: str = ""
+    checks_registered: bool = False
+    checks_growth: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import types
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,8 +22,8 @@ from composable_shard import (
 )
 from composable_shard.insight.events import record_events
 
-from .model import Block, Model, Nest, build
-from .oracle import _expected, _failing, batch, make_optimizer, owner
+from .model import Block, Leaf, Model, Nest, build
+from .oracle import alone_loss, batch, expected_failure, failing, make_optimizer, owner
 from .program import Case, Op
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "": None}
@@ -41,6 +43,7 @@ class Seen(NamedTuple):
     params: dict[str, Held]
     grads: dict[str, Held | None]
     registered: dict[str, bool]
+    num_tensors: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=8)
@@ -61,6 +64,8 @@ def run_case(case: Case) -> list[Seen]:
             error.add_note(f"in step {num_op}: {op.name}")
             raise
         seen.append(sharded.seen())
+    if case.checks_growth:
+        seen[-1] = seen[-1]._replace(num_tensors=sharded.num_tensors())
     return seen
 
 
@@ -89,7 +94,8 @@ class Sharded:
             self.model.float()
         full = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         if case.start == "empty":
-            self.model.to("meta")
+            with torch.device("meta"):
+                self.model = build(case.blocks, case.own, case.seed)
         shard(self.model, case, self.mesh)
         if case.start == "double":
             self.model.double()
@@ -99,6 +105,7 @@ class Sharded:
         elif case.start == "empty":
             self.model.to_empty(device="cpu")
             self.model.load_state_dict(full, strict=False)
+        travel_as_two(self.model)
         self.held = dict(self.model.named_parameters())
         self.optimizer: torch.optim.Optimizer | None = None
         self.teacher: Any = None
@@ -145,16 +152,34 @@ class Sharded:
         ]
         if "drop" in op.how:
             losses = losses[-1:]
-        total = torch.stack(losses).sum()
+        totals = losses if "each" in op.how else [torch.stack(losses).sum()]
         self.heard = [loss.item() for loss in losses]
         del losses
-        if "retain" in op.how:
-            total.backward(retain_graph=True)
-        total.backward()
+        for total in reversed(totals) if "reversed" in op.how else totals:
+            if "retain" in op.how:
+                total.backward(retain_graph=True)
+            total.backward()
         self.is_synced = op.flag
         if not op.flag:
             self.model.set_requires_all_reduce(True)
             self.model.set_requires_gradient_sync(True)
+
+    def alone(self, op: Op) -> None:
+        loss = alone_loss(self.model, op, batch(self.case, self.num_op, 0, self.rank))
+        loss.backward()
+        self.heard = [loss.item()]
+        self.is_synced = True
+
+    def num_tensors(self) -> tuple[int, ...]:
+        """Count tensors after each of some more steps, of which the first may still add some."""
+        train = next((op for op in reversed(self.case.ops) if op.name == "train"), None)
+        counts = []
+        for _ in range(5 if train else 0):
+            self.train(train)
+            self.model.zero_grad()
+            gc.collect()
+            counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+        return tuple(counts[2:])
 
     def sync(self, op: Op) -> None:
         self.model.synchronize_gradients()
@@ -171,7 +196,7 @@ class Sharded:
             ]
 
     def fail(self, op: Op) -> None:
-        with _failing(self.model, op), _expected():
+        with failing(self.model, op), expected_failure():
             data = batch(self.case, self.num_op, 0, self.rank)
             self.model(data, op.calls[0].for_rank(self.rank)).backward()
         self.model.zero_grad()
@@ -352,3 +377,35 @@ def _dims(model: Model) -> list[tuple[int, Any]]:
         for param in module._parameters.values()
         if param is not None
     ]
+
+
+def travel_as_two(model: Model) -> None:
+    """Let float64 parameters travel as two float32 tensors, whose sum they are."""
+    for module in model.modules():
+        if isinstance(module, Leaf) and module.spec.wire:
+            for param in module._parameters.values():
+                if isinstance(param, DTensor) and param.ndim and param.dtype == torch.float64:
+                    local: Any = param._local_tensor
+                    local.fsdp_pre_all_gather = types.MethodType(_pre_all_gather, local)
+                    local.fsdp_post_all_gather = types.MethodType(_post_all_gather, local)
+
+
+def _pre_all_gather(self: torch.Tensor, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    high = self.float()
+    return (high, (self - high).float()), None
+
+
+def _post_all_gather(
+    self: torch.Tensor,
+    outputs: tuple[torch.Tensor, ...],
+    metadata: Any,
+    param_dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+) -> Any:
+    high, low = outputs
+    tensor = (high.double() + low).to(param_dtype)
+    if out is not None:
+        out.copy_(tensor)
+        return None
+    return tensor, (tensor,)
