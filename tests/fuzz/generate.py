@@ -60,7 +60,7 @@ FEATURES = (
     "growth",  # a check: more steps leave no more tensors
 )
 REACH = frozenset(
-    [
+    (
         "off",
         "unused",
         "detach",
@@ -82,7 +82,7 @@ REACH = frozenset(
         "inner",
         "fewer",
         "freeze",
-    ]
+    )
 )
 # Whose faults are being mended; the sets shrink as they are.
 KNOWN = frozenset(["retain"])
@@ -336,7 +336,8 @@ class Generator:
                 some = tuple(self.random.sample(names, self.random.randint(1, 2)))
                 ops.append(Op("freeze", names=some, flag=pick([True, False, False])))
             elif word == "alone" and "alone" in self.features:
-                ops.append(Op("alone", names=(pick([b.name for b in case.blocks]),)))
+                roots = [b.name for b in case.blocks if b.group != "parent"]
+                ops += [Op("alone", names=(pick(roots),))] if roots else []
                 trained += 1
             elif word == "none" and "zeros" in self.features:
                 ops.append(Op("grad_none", names=(pick(names),)))

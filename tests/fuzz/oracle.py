@@ -121,6 +121,8 @@ class Oracle:
 
     def alone(self, op: Op) -> None:
         """Train one part, called by itself."""
+        if not any(b.name in op.names and b.group != "parent" for b in self.case.blocks):
+            raise Invalid("no such part")
         heard = []
         for rank in self.ranks:
             self._clear(self.model)
