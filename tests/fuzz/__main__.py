@@ -30,7 +30,10 @@ def main() -> int:
     parser.add_argument("--with", dest="with_", default="", help="features besides")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for one program")
     parser.add_argument(
-        "--rehearse", action="store_true", help="compare collectives alone, in one process"
+        "--rehearse",
+        choices=["no", "first", "only"],
+        default="no",
+        help="compare which collectives ranks launch, in one process, before a run or instead",
     )
     parser.add_argument("--shrink", type=int, default=3, help="how many of a kind to make smaller")
     parser.add_argument("--known", default="", help="words, |: such finds are only counted")
@@ -55,7 +58,7 @@ def main() -> int:
             continue
         counts[find.kind] += 1
         print(f"== seed {seed}: {find.kind}", flush=True)
-        if any(word in find.text for word in known):
+        if any(word in find.kind + find.text for word in known):
             continue
         if counts[find.kind] <= args.shrink:
             limit = min(args.timeout, 12.0)
@@ -75,14 +78,15 @@ def kind_of(find: object) -> str:
     return find.kind if isinstance(find, Find) else ""
 
 
-def attempt(case: Case, timeout: float, rehearses: bool) -> Find | str | None:
+def attempt(case: Case, timeout: float, rehearses: str) -> Find | str | None:
     try:
-        return rehearse(case) if rehearses else run(case, timeout)
+        find = rehearse(case) if rehearses != "no" else None
+        return find if find is not None or rehearses == "only" else run(case, timeout)
     except Invalid:
         return "invalid"
 
 
-def fails_so(kind: str, timeout: float, rehearses: bool, case: Case) -> bool:
+def fails_so(kind: str, timeout: float, rehearses: str, case: Case) -> bool:
     find = attempt(case, timeout, rehearses)
     return isinstance(find, Find) and find.kind == kind
 

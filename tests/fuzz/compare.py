@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,15 +49,22 @@ def expected(case: Case) -> list[Expected]:
     return steps
 
 
-def run(case: Case, timeout: float = 60.0, backend: str = "gloo") -> Find | None:
+def run(
+    case: Case, timeout: float = 60.0, follow: Callable[[Case], list[Seen]] = run_case
+) -> Find | None:
     """Run a case; return what went wrong.
+
+    Args:
+        case: The case.
+        timeout: Seconds that it may take.
+        follow: What each rank does; another only to see that faults are found.
 
     Raises:
         Invalid: No training can do that.
     """
     wanted = expected(case)
     try:
-        everywhere = run_on_ranks(run_case, case.num_ranks, case, timeout=timeout, backend=backend)
+        everywhere = run_on_ranks(follow, case.num_ranks, case, timeout=timeout)
     except RankTimeout as error:
         return Find("hang", str(error))
     except RankError as error:
@@ -86,6 +94,8 @@ def rehearse(case: Case) -> Find | None:
     collectives, or in another order, would.
     """
     expected(case)  # raises if no training can do that
+    if any(block.wire for block in case.walk()):
+        return None  # ranks ask each other for the format of what they send
     launched = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

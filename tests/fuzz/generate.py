@@ -84,13 +84,12 @@ REACH = frozenset(
         "freeze",
     )
 )
-# Whose faults are being mended; the sets shrink as they are.
-KNOWN = frozenset(["retain"])
 FAMILIES = {
-    "all": frozenset(FEATURES) - KNOWN,
+    "all": frozenset(FEATURES),
     "reach": REACH,
-    "alike": frozenset(FEATURES) - KNOWN - {"off", "unused"},
+    "alike": frozenset(FEATURES) - {"off", "unused"},
 }
+"""What may be drawn: everything, what decides whom a loss reaches, what all ranks do alike."""
 
 WORDS = {
     "train": 10,
