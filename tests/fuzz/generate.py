@@ -81,6 +81,8 @@ REACH = frozenset(
         "tied",
         "inner",
         "fewer",
+        "interleaved",
+        "retain",
         "freeze",
     )
 )
