@@ -151,10 +151,9 @@ class ModuleHooks:
         dtype = group.policy.param_dtype
         if dtype is not None and group.policy.cast_forward_inputs:
             args, kwargs = _map_inputs(partial(_cast, dtype), args, kwargs)
-        if group.params:
-            self._join(call)
-            if torch.is_grad_enabled():
-                args, kwargs = _map_inputs(partial(self._put_marker, call), args, kwargs)
+        self._join(call)
+        if group.params and torch.is_grad_enabled():
+            args, kwargs = _map_inputs(partial(self._put_marker, call), args, kwargs)
         return args, kwargs
 
     def _join(self, call: Call) -> None:
@@ -162,10 +161,11 @@ class ModuleHooks:
         context = self._group.context
         if context.forward.graph is None or _torch.current_backward() != -1:
             return
-        checkpoints = _torch.notes_of_checkpoints(with_graph_around=True)
-        if checkpoints or torch.is_grad_enabled():
-            call.forward = context.backward.order.forward
-            call.interval = context.backward.order.enter(self._group, checkpoints)
+        call.forward = context.backward.order.forward
+        if self._group.params:
+            checkpoints = _torch.notes_of_checkpoints(with_graph_around=True)
+            if checkpoints or torch.is_grad_enabled():
+                call.interval = context.backward.order.enter(self._group, checkpoints)
 
     @torch.compiler.disable
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
