@@ -45,7 +45,8 @@ class ModuleSettings(HasGroup):
 
         Args:
             reshard_after_forward: The choice, as for :func:`fully_shard`; also for a root, which
-                has no say of its own then.
+                has no say of its own then. ``False`` keeps them until backward; after a forward
+                without gradients they are freed all the same.
             recurse: Whether to set it for all sharded modules below.
 
         Raises:
@@ -53,8 +54,7 @@ class ModuleSettings(HasGroup):
 
         Example:
             >>> model.set_reshard_after_forward(False)
-            >>> with torch.no_grad():
-            ...     output = model(x)
+            >>> output = model(x)
             >>> tuple(model[0].weight.shape), hasattr(model[0].weight, "to_local")
             ((4, 4), False)
         """
@@ -68,8 +68,9 @@ class ModuleSettings(HasGroup):
     ) -> None:
         """Set whether unsharded parameters are freed after backward.
 
-        ``False`` saves the gather of the next microbatch; after an optimizer step the parameters
-        are gathered again all the same.
+        ``False`` saves the gather of the next microbatch, as long as gradients are accumulated
+        without sync or another backward is said to come (:meth:`set_is_last_backward`). The sharded
+        parameters are registered meanwhile, so what is done to them or their gradients counts.
 
         Args:
             reshard_after_backward: The choice.
@@ -77,9 +78,12 @@ class ModuleSettings(HasGroup):
 
         Example:
             >>> model.set_reshard_after_backward(False)
-            >>> model(x).sum().backward()
-            >>> hasattr(model[0].weight, "to_local")
-            False
+            >>> with model.no_sync():
+            ...     model(x).sum().backward()
+            >>> with record_events(model, "all_gather") as events:
+            ...     output = model(x)
+            >>> events
+            []
         """
         checked_bool("reshard_after_backward", reshard_after_backward)
         for group in self._groups(recurse):

@@ -140,29 +140,35 @@ def test_set_reshard_after_forward_acts_at_any_time(when: int) -> None:
 
 
 def keep_after_backward() -> list[list[str]]:
-    """Keep parameters after backward; step before the third iteration."""
+    """What is gathered and freed where parameters are kept from backward to forward."""
     model = shard_net(Net(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
+    model.set_is_last_backward(False)
     parts = recorded_iterations(model, 2)
+    model.synchronize_gradients()
     optimizer.step()
-    return parts + recorded_iterations(model, 1)
+    parts += recorded_iterations(model, 1)
+    model.set_is_last_backward(True)
+    parts += recorded_iterations(model, 2)
+    return [[event for event in part if event.split()[0] in ("free", "gather")] for part in parts]
 
 
-def test_without_reshard_after_backward_only_a_step_makes_gather_again() -> None:
-    _, backward, *second, third_forward, _ = on_ranks(keep_after_backward)
-    quiet_forward = """
-        pre_forward root, pre_forward 0, post_forward 0, pre_forward 1, post_forward 1,
-        post_forward root"""
-    quiet_backward = """
-        pre_backward root, pre_backward 1, post_backward 1, reduce 1,
-        pre_backward 0, post_backward 0, finish 1, reduce 0,
-        post_backward root, finish 0, reduce root, finish root"""
-    assert backward == events(quiet_backward)
-    assert second == [events(quiet_forward), events(quiet_backward)]
-    stale = [event for event in third_forward if event.split()[0] in ("free", "gather")]
-    assert stale == events("free root, gather root, free 0, gather 0, free 1, gather 1")
+def test_without_reshard_after_backward_parameters_stay_until_gradients_are_complete() -> None:
+    first, second, after_step, last, anew = batched(on_ranks(keep_after_backward))
+    gathers = "gather root, gather 0, gather 1"
+    frees = "free root, free 0, free 1"
+    assert first == (events(gathers), [])
+    assert second == ([], [])
+    assert after_step == (events(f"{frees}, {gathers}"), [])
+    assert last == ([], events(frees))
+    assert anew == (events(gathers), events(frees))
+
+
+def batched(parts: list[list[str]]) -> list[tuple[list[str], list[str]]]:
+    """Return the events of forward and backward of each iteration."""
+    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 class Stack(nn.Module):

@@ -114,14 +114,13 @@ def test_an_evaluation_before_the_step(num_ranks: int) -> None:
 
 
 def gathers_of_unchanged() -> list[str]:
-    """What has not changed is not gathered again."""
+    """What is kept for backward, and has not changed, is not gathered again."""
     _, model = two_nets(1)
     model.set_reshard_after_forward(False)
-    with torch.no_grad():
-        model(own_input())
-        with record_events(model, "all_gather") as recorded:
-            model(own_input(1))
-            model(own_input(2))
+    model(own_input())
+    with record_events(model, "all_gather") as recorded:
+        model(own_input(1))
+        model(own_input(2))
     return [name for _, name in recorded]
 
 

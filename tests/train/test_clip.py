@@ -298,18 +298,18 @@ def test_accumulated_gradients_count_as_what_they_stand_for(num_ranks: int, orde
 
 
 def clip_while_unsharded() -> list[float]:
-    """Clip what ``parameters()`` gives while the modules hold unsharded parameters."""
+    """Clip what ``parameters()`` has given while the modules held unsharded parameters."""
     reference, model = two_nets()
     model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
+    model(own_input())
+    params = list(model.parameters())
+    assert not any(isinstance(param, DTensor) for param in params)
     for one in (reference, model):
         train_step(one, 0, None)
-    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    assert all(isinstance(param, DTensor) for param in model.parameters())
     expected = torch_clip(reference.parameters(), 0.5)
-    total = clip_grad_norm_(model.parameters(), 0.5)
+    total = clip_grad_norm_(params, 0.5)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
-    for module in (model, *model.blocks):
-        module.reshard()
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-5, atol=1e-7)
     return [total.item()]

@@ -130,31 +130,37 @@ class Context:
 
     # What stays gathered --------------------------------------------------------------------
 
-    def free_earlier(self) -> None:
+    def free_earlier(self, *, is_anew: bool) -> None:
         """Free what an earlier pass has gathered and what nobody said stays as it is.
 
         Writes that move no counter cannot be seen, so a forward trusts what was gathered before it
         only where users said so. All ranks must decide alike: nothing here depends on this rank's
         graph. Test: ``tests/params/test_registered.py``.
+
+        Args:
+            is_anew: Whether another forward begins. If not, what is kept for backward stays, too.
         """
         for group in self.groups:
             state = type(group.state)
-            if (state is Unsharded or state is PartlySharded) and not self._stays(group):
+            is_left = state is Unsharded or state is PartlySharded
+            if is_left and not self._stays(group, is_anew=is_anew):
                 group.reshard()
 
     def free_unless_trusted(self, group: ParamGroup) -> None:
         """Free what users have had the sharded parameters of, unless they said that it stays."""
-        if group.shows_sharded and not self._stays(group):
+        if group.shows_sharded and not self._stays(group, is_anew=True):
             group.reshard()
 
-    def _stays(self, group: ParamGroup) -> bool:
+    def _stays(self, group: ParamGroup, *, is_anew: bool) -> bool:
         settings = group.settings
-        is_accumulated = not settings.reshard_after_backward
-        is_accumulated = is_accumulated and self.backward.reductions.are_to_go_on
-        is_kept = settings.reshard_after_forward is False
-        is_kept = is_kept and any(one.is_trainable for one in self.groups)
-        is_trusted = group.is_held or is_accumulated or is_kept
-        return is_trusted and not group.freshness.saw_step
+        if group.freshness.saw_step:
+            return False
+        if group.is_held:
+            return True
+        if not settings.reshard_after_backward and self.backward.reductions.are_to_go_on:
+            return True
+        is_for_backward = settings.reshard_after_forward is False or not is_anew
+        return is_for_backward and any(one.is_trainable for one in self.groups)
 
     def free_after_backward(self) -> None:
         """Free what stays neither for a running forward nor for the rest of an accumulation.

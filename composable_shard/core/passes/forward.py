@@ -52,6 +52,7 @@ class ForwardPass:
         self._prefetched: dict[ParamGroup, None] = {}
         self._kept: dict[ParamGroup, None] = {}
         self.frees_all = False
+        self._first: nn.Module | None = None
         self.graph: Graph | None = None
         self._graphs: WeakSet[Graph] = WeakSet()
 
@@ -70,8 +71,8 @@ class ForwardPass:
         order = self._orders.get(outermost)
         return () if order is None else order.recorded
 
-    def enter(self, group: ParamGroup) -> bool:
-        """Gather ``group`` for a forward; return whether that opens the pass."""
+    def enter(self, group: ParamGroup, module: nn.Module) -> bool:
+        """Gather ``group``, as ``module`` of it is called; return whether that opens the pass."""
         context = self._context
         interrupted = self._frame is not None and not _torch.is_executing(self._frame)
         if interrupted or context.backward.was_aborted:
@@ -80,7 +81,7 @@ class ForwardPass:
         if opens:
             context.check_owners()
             context.backward.check_finalized()
-            context.free_earlier()
+            context.free_earlier(is_anew=self._begins_anew(group, module))
             self._outermost, self._frame = group, _torch.module_call_frame()
             if torch.is_grad_enabled() or _torch.notes_of_checkpoints(with_graph_around=False):
                 self.graph = Graph()
@@ -91,6 +92,18 @@ class ForwardPass:
         context.emit("pre_forward", group)
         self.gather(group)
         return opens
+
+    def _begins_anew(self, group: ParamGroup, module: nn.Module) -> bool:
+        """Tell whether a call begins another forward of the tree, and does not go on with the last.
+
+        Modules of a tree may be called one by one, and a head several times. What is called first
+        begins anew: the root, or that one of its modules which was the first to be called.
+        """
+        if group is not self._context.root:
+            return False
+        if self._first is None or len(group.modules) == 1:
+            self._first = module
+        return self._first is module
 
     def gather(self, group: ParamGroup) -> None:
         """Gather ``group``, which forward or a backward within it needs, and whom comes next."""

@@ -134,10 +134,10 @@ class ModuleHooks:
             group.calls.append(call)
             return args, kwargs
         if not _torch.is_transforming():
-            opens = self._gather()
+            opens = self._gather(module)
         else:  # what the gather makes must outlive the transform
             with _torch.outside_transforms():
-                opens = self._gather()
+                opens = self._gather(module)
         if call.lent is Lent.SHARDED:
             context.forward.frees_all = True  # before functional_call takes them out again
         if opens:
@@ -200,11 +200,11 @@ class ModuleHooks:
             group.context.forward.leave(group, module, failed=failed, has_backward=has_backward)
         return output
 
-    def _gather(self) -> bool:
+    def _gather(self, module: nn.Module) -> bool:
         """Gather the group; return whether that opens a forward pass."""
         group = self._group
         if _torch.current_backward() == -1:
-            return group.context.forward.enter(group)
+            return group.context.forward.enter(group, module)
         group.context.backward.recompute(group)  # by an activation checkpoint
         group.unshard()
         group.wait_for_unshard()
