@@ -52,12 +52,9 @@ demo: $(INSTALLED)
 		--trace runs/timeline $(ARGS)
 
 # Ranks wait for each other more than they compute, so two files at a time suit two cores; in the
-# order of tests/conftest.py, as xdist's own begins with the files of many short tests. Once in some
-# ten thousand tests a rank's process has ended by a signal in native code; such a test, and no
-# other, is run once more, and its report says so.
+# order of tests/conftest.py, as xdist's own begins with the files of many short tests.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		--reruns 1 --only-rerun 'exit code -(6|11)' -rR $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The clients lie in a folder of their own, which no other target sees. A torch that brings triton
 # keeps its own.

@@ -219,7 +219,8 @@ def start_process_group() -> None:
     The library ends what it has started: see ``end_process_groups``.
     """
     if not dist.is_initialized():
-        dist.init_process_group()
+        with _torch.gloo_of_one_worker():
+            dist.init_process_group()
         assert dist.group.WORLD is not None
         _started[:] = [(dist.group.WORLD, os.getpid())]
 

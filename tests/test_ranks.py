@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -356,3 +359,32 @@ def test_fake_ranks_shard_as_real_ones_would() -> None:
 @pytest.mark.parametrize("module", [ranks, threads])
 def test_examples(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+
+
+def workers() -> list[int]:
+    """Count the workers of gloo before and after a process group is made, and use them."""
+    found = [num_workers()]
+    group = dist.new_group([0, 1])
+    found.append(num_workers())
+    mesh = init_device_mesh("cpu", (2,))
+    total = distribute_tensor(torch.ones(3, 1), mesh, [Shard(0)]).full_tensor()
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [[2.0]] * 3
+    assert type(group._get_backend(torch.device("cpu"))) is ProcessGroupGloo
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return found
+
+
+def num_workers() -> int:
+    time.sleep(1.0)  # threads name themselves
+    threads = Path("/proc/self/task").iterdir()
+    return sum((thread / "comm").read_text() == "pt_gloo_runloop\n" for thread in threads)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux names the threads of a process")
+def test_process_groups_of_gloo_have_one_worker() -> None:
+    """Two free the same string now and then: torch writes it without a lock."""
+    stop_ranks()
+    assert run_ranks(workers, 2) == [[1, 2]] * 2

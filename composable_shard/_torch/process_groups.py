@@ -7,7 +7,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, cast
 
@@ -123,6 +124,57 @@ def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[torch.Tensor, dist.P
     return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)
 
 
+_Gloo = getattr(distributed_c10d, "ProcessGroupGloo", None)
+
+
+class _MeansGloo(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return _Gloo is not None and isinstance(instance, _Gloo)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(_Gloo, name)
+
+
+class _GlooOfOneWorker(metaclass=_MeansGloo):
+    """Stands where torch looks for the class of gloo's process groups, and makes one of those."""
+
+    def __new__(
+        cls, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, **more: Any
+    ) -> Any:
+        assert _Gloo is not None
+        if any(more.values()):  # what only the plain call can do
+            return _Gloo(store, rank, num_ranks, timeout=timeout, **more)
+        options = _Gloo._Options()
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options._devices = [_Gloo.create_device(interface=name) for name in interfaces] or [
+            _Gloo.create_default_device()
+        ]
+        options._timeout = timeout
+        options._threads = 1
+        return _Gloo(store, rank, num_ranks, options)
+
+
+@contextlib.contextmanager
+def gloo_of_one_worker() -> Iterator[None]:
+    """Let process groups of gloo that are made inside have one worker instead of two.
+
+    Hazard: a worker that has ended a collective writes its name, such as "ALLGATHER_COALESCED",
+    into a string of the group without a lock. Two workers that do it at once free the same memory;
+    torch 2.13 to 2.15 do, once in some 100,000 times ``DTensor.full_tensor``. Guard: one worker.
+    Collectives of a group are in the same order on all ranks, so none waits for a later one.
+    """
+    if _Gloo is None:
+        yield
+        return
+    torch_names = vars(distributed_c10d)
+    before = torch_names["ProcessGroupGloo"]
+    torch_names["ProcessGroupGloo"] = _GlooOfOneWorker
+    try:
+        yield
+    finally:
+        torch_names["ProcessGroupGloo"] = before
+
+
 _unnamed = distributed_c10d._process_group_name
 _given = threading.local()
 
@@ -150,10 +202,9 @@ def new_local_group(ranks: list[int], backend: str, name: str) -> dist.ProcessGr
     distributed_c10d._process_group_name = _name_of_group
     _given.name = name
     try:
-        return cast(
-            dist.ProcessGroup,
-            dist.new_group(ranks, backend=backend, use_local_synchronization=True),
-        )
+        with gloo_of_one_worker():
+            made = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        return cast(dist.ProcessGroup, made)
     finally:
         _given.name = None
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from composable_shard import _torch
 from composable_shard.core.comms.failures import is_lost
 from composable_shard.testing.rank_errors import PackedFailure
 
@@ -82,12 +83,13 @@ def serve(seat: Seat, pipe: Connection) -> None:
             faulthandler.enable(stack_file, all_threads=True)
             if hasattr(signal, "SIGUSR1"):
                 faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
-            _answer(pipe, lambda: _join_group(seat))
-            gc.freeze()  # a collection then looks at what calls leave, not at all of torch
-            for num_calls in range(1, sys.maxsize):
-                _answer(pipe, pipe.recv())
-                if num_calls % CALLS_PER_COLLECTION == 0:
-                    gc.collect()
+            with _torch.gloo_of_one_worker():  # also in groups that calls make
+                _answer(pipe, lambda: _join_group(seat))
+                gc.freeze()  # a collection then looks at what calls leave, not at all of torch
+                for num_calls in range(1, sys.maxsize):
+                    _answer(pipe, pipe.recv())
+                    if num_calls % CALLS_PER_COLLECTION == 0:
+                        gc.collect()
     except (EOFError, OSError):
         pass
     # Without a farewell to the other ranks: they leave for the same reason at the same time.
