@@ -257,6 +257,34 @@ def test_private_names_stay_where_they_are(module: Path) -> None:
     assert strangers == []
 
 
+# What makes memory without values, or frees it.
+COMES_AND_GOES = {"empty", "empty_like", "empty_strided", "new_empty", "resize_"}
+
+
+@pytest.mark.parametrize(
+    "module", [module for module in MODULES if module.parts[0] in ("core", "train")], ids=str
+)
+def test_memory_comes_and_goes_in_one_place(module: Path) -> None:
+    """There it can be poisoned; see ``_torch/memory.py``."""
+    calls = [
+        ast.unparse(node)
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in COMES_AND_GOES
+        and ast.unparse(node.func.value) != "_torch"
+    ]
+    poisoned = "_torch.without_values(torch.empty_like("
+    text = ast.unparse(tree(module))
+    assert [
+        call
+        for call in calls
+        if "device='meta'" not in call
+        and not call.startswith("torch.empty(0,")
+        and poisoned not in text
+    ] == []
+
+
 # Budgets -------------------------------------------------------------------------------------
 
 
