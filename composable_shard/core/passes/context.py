@@ -13,7 +13,7 @@ from composable_shard.core.comms import host_copies, offers
 from composable_shard.core.comms.streams import wait_for_event
 from composable_shard.core.group import ParamGroup, PartlySharded, Unsharded
 from composable_shard.core.params.freed import FreedParameters
-from composable_shard.core.params.left_plain import warn_of_plain
+from composable_shard.core.params.left_plain import refuse_replicated, warn_of_plain
 from composable_shard.core.params.ties import refuse_unowned
 from composable_shard.core.passes.backward import BackwardPass
 from composable_shard.core.passes.forward import ForwardPass
@@ -81,8 +81,9 @@ class Context:
         """Look once for parameters without an owner, and for settings that only the root has.
 
         Raises:
-            ShardError: For a tied one; see refuse_unowned. For others there is a warning. For a
-                group below the root whose backward is finalized by hand.
+            ShardError: For a tied one, and for one that was replicated later; see refuse_unowned
+                and refuse_replicated. For others there is a warning. For a group below the root
+                whose backward is finalized by hand.
         """
         if self._owners_checked:
             return
@@ -93,6 +94,9 @@ class Context:
                     f"{group.label}; set it to False there and to True on the root"
                 )
         refuse_unowned(m for group in self.groups for top in group.modules for m in top.modules())
+        for group in self.groups:
+            holders = {slot.module for param in group.params for slot in param.slots}
+            refuse_replicated(group.modules, holders, group.label)
         self._owners_checked = True
         if self.root.mesh.num_ranks > 1:
             unsharded = (param.unsharded for group in self.groups for param in group.params)
