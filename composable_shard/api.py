@@ -152,8 +152,16 @@ def _check_arguments(
             f"{type(policy).__module__}.{type(policy).__name__}"
         )
     check_offload(offload_policy)
-    if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
+    if ignored_params is None:
+        return
+    if not isinstance(ignored_params, (set, frozenset)):
         raise TypeError(f"Expected ignored_params to be a set, got {type(ignored_params).__name__}")
+    for param in ignored_params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"Expected ignored_params to hold parameters, got {type(param).__name__}; pass "
+                "the parameters themselves, such as {module.weight}"
+            )
 
 
 def _adopt(group: ParamGroup, managed: Managed) -> None:

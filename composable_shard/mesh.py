@@ -140,7 +140,8 @@ def resolve_mesh(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``mesh`` has another number of axes, or lacks names or those asked for.
+        ValueError: If ``mesh`` has another number of axes, lacks names or those asked for, or is
+            one of devices that this process does not have.
     """
     if mesh is None:
         mesh = _default_mesh()
@@ -233,8 +234,8 @@ def started_process_group() -> dist.ProcessGroup | None:
 
 
 def _default_mesh() -> DeviceMesh:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = accelerator.type if accelerator is not None else "cpu"
+    accelerator = _accelerator()
+    device_type = "cpu" if accelerator is None else accelerator
     start_process_group()
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
@@ -242,4 +243,16 @@ def _default_mesh() -> DeviceMesh:
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
+    if mesh.device_type != _accelerator():
+        raise ValueError(
+            "Expected a mesh of devices that this process can use, got one of "
+            f"{mesh.device_type} devices, of which none is available; make the mesh for the "
+            "device type of the machine, such as init_device_mesh('cpu', ...)"
+        )
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _accelerator() -> str | None:
+    """Return the type of the accelerators that this process can use, if it has any."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
