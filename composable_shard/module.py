@@ -319,7 +319,10 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
-        return super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        applied = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        for param in self._group().params:
+            param.keep_attributes(param.sharded)
+        return applied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded copy with shards, groups and settings of its own; without gradients."""

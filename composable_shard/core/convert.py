@@ -18,7 +18,7 @@ from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.params.extension import agree_on_shards, cut_shard, needs_extension
 from composable_shard.core.params.left_plain import is_taken
 from composable_shard.core.params.offload import Offload, check_names, offload_of
-from composable_shard.core.params.param import ShardedParam, Slot
+from composable_shard.core.params.param import Attributes, ShardedParam, Slot
 from composable_shard.core.params.ties import owner_of_sharded, remember
 from composable_shard.core.params.units import build_units
 from composable_shard.errors import ExtensionError
@@ -264,6 +264,7 @@ def commit(group: ParamGroup, managed: Managed) -> None:
     """Register the sharded parameters and move buffers to the device of compute."""
     for param, original in zip(group.params, managed.params, strict=True):
         param.register_sharded()
+        Attributes(param.sharded, original)  # it may be given back, and be sharded again
         remember(original, param.slots, group, param)
     device = group.mesh.device
     for module in managed.modules:

@@ -97,7 +97,7 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
             Slot(copy.deepcopy(module, memo), attribute, calls_setattr)
             for module, attribute, calls_setattr in param.slots
         )
-        filled.sharded = memo[id(param.sharded)]
+        filled.hold(memo[id(param.sharded)])
         filled.forget_unsharded()
         filled.is_unsynced = False
         params.append(filled)
