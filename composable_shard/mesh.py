@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,6 +119,11 @@ class ShardMesh:
         """The 1-D mesh of the ranks that share a parameter; of the replicas if none do."""
         return _torch.last_axis(self.mesh)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without process groups, which a loaded one finds by the ranks of the mesh."""
+        roles = (self.shard_group is not None, self.replica_group is not None)
+        return _restored_mesh, (self.mesh, *roles, self.dims, self.full_mesh)
+
     @property
     def is_whole(self) -> bool:
         """Whether all axes of the mesh that the user passed are data-parallel."""
@@ -203,6 +209,20 @@ def _shard_mesh(
         dims=dims,
         full_mesh=full_mesh,
     )
+
+
+def _restored_mesh(
+    mesh: DeviceMesh,
+    shards: bool,
+    replicates: bool,
+    dims: DataParallelMeshDims | None,
+    full_mesh: DeviceMesh | None,
+) -> ShardMesh:
+    for one in (mesh, full_mesh):
+        if one is not None:
+            _torch.rebind(one)
+    shard_axis, replicate_axis = mesh.ndim - 1 if shards else None, 0 if replicates else None
+    return _shard_mesh(mesh, shard_axis, replicate_axis, dims, full_mesh)
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

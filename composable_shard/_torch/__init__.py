@@ -63,6 +63,7 @@ from composable_shard._torch.memory import (
     without_values,
 )
 from composable_shard._torch.modules import (
+    COMPOSABLE_REGISTRY,
     COMPOSABLE_STATE,
     add_composable_function,
     composable_functions,
@@ -77,6 +78,7 @@ from composable_shard._torch.modules import (
     modules_with_state,
     non_persistent_buffers,
     registered_container,
+    reserve_hook_ids,
     state_dict_metadata,
 )
 from composable_shard._torch.process_groups import (
@@ -89,6 +91,7 @@ from composable_shard._torch.process_groups import (
     is_fake,
     is_in_use,
     new_local_group,
+    rebind,
     reduce_scatter_flat,
     symmetric_memory_of_nccl,
     timeout_of,
@@ -128,6 +131,7 @@ from composable_shard._torch.transforms import (
 )
 
 __all__ = [
+    "COMPOSABLE_REGISTRY",
     "COMPOSABLE_STATE",
     "FULLY_SHARD_MODULES",
     "POISON_VARIABLE",
@@ -209,8 +213,10 @@ __all__ = [
     "poisoned_memory",
     "preserved_versions",
     "reads_a_value",
+    "rebind",
     "reduce_scatter_flat",
     "registered_container",
+    "reserve_hook_ids",
     "set_local_tensor",
     "set_versions",
     "shards_dim",

@@ -20,11 +20,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils.hooks import RemovableHandle
 
 _call_codes = {nn.Module._call_impl.__code__}
 
 COMPOSABLE_STATE = STATE_KEY
-"""Where functions of torch keep what they know of a module."""
+"""Where functions of torch keep what they know of a module; another name in each process."""
+
+COMPOSABLE_REGISTRY = REGISTRY_KEY
+"""Where a module says which functions were applied to it; another name in each process."""
 
 
 def composable_functions(module: nn.Module) -> Collection[str]:
@@ -46,6 +50,13 @@ def modules_with_state() -> list[nn.Module]:
 def list_module_state(module: nn.Module, state: Any) -> None:
     """Enter a module among those that torch keeps a state of, which must outlive the entry."""
     _module_state_mapping.setdefault(module, weakref.ref(state))
+
+
+def reserve_hook_ids(module: nn.Module) -> None:
+    """Let no hook that is registered later take the place of one that was unpickled."""
+    places = (value for name, value in module.__dict__.items() if name.endswith("_hooks"))
+    used = [key for hooks in places if isinstance(hooks, dict) for key in hooks]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for key in used)])
 
 
 def in_functional_call() -> bool:

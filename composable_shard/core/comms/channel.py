@@ -109,6 +109,25 @@ class Channel:
         if group is not None:
             self._reduce_group = subgroup(group, group.size()) if enable else group
 
+    def saved(self) -> tuple[AllGatherLaunch | None, ReduceScatterLaunch | None, bool]:
+        """Return what of the choices is pickled: memory of a backend is not."""
+        is_separate = self._reduce_group is not self.mesh.shard_group
+        custom = (self.all_gather, self.reduce_scatter) if self._is_custom else (None, None)
+        return (*custom, is_separate)
+
+    def restore(
+        self,
+        all_gather: AllGatherLaunch | None,
+        reduce_scatter: ReduceScatterLaunch | None,
+        is_separate: bool,
+    ) -> None:
+        """Make the choices that :meth:`saved` returned. Collective: see separate_reductions."""
+        if all_gather is not None and reduce_scatter is not None:
+            self.all_gather, self.reduce_scatter = all_gather, reduce_scatter
+            self._is_custom = True
+        if is_separate:
+            self.separate_reductions(True)
+
     # Collectives ----------------------------------------------------------------------------
 
     def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:

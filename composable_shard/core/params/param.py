@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -201,6 +201,25 @@ class ShardedParam:
         self._has_asked = False
         self._asked_grad_dtype: torch.dtype | None = None
         self._shown_grad_dtype: torch.dtype | None = original.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the sharded form alone, which keeps no ``grad_dtype`` by itself."""
+        left_out = ("local", "unsharded", "attributes", "accumulator", "parts", "_dict", "_specs")
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "grad_dtype": self.sharded.grad_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        grad_dtype = state.pop("grad_dtype")
+        self.__dict__.update(state)
+        self._specs, self._is_watched, self.is_unsynced = {}, False, False
+        self.forget_unsharded()
+        self.hold(self.sharded)
+        for spec in (self.spec, self.placement.model, _torch.spec_of(self.sharded)):
+            if spec is not None:
+                _torch.rebind(spec.mesh)
+        if grad_dtype != self.sharded.grad_dtype:
+            self.sharded.grad_dtype = grad_dtype
+        self.local = _torch.local_tensor(self.sharded)
 
     @property
     def layout(self) -> ParamLayout:
