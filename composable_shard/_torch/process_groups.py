@@ -216,10 +216,11 @@ def rebind(mesh: DeviceMesh) -> None:
             f"Expected what rank {rank} has saved, got what rank {saved_by} has, which holds the "
             "shards of that rank; let each rank save and load a file of its own"
         )
-    names = []
+    names: list[Any] = []
     for axis, name in enumerate(mesh._dim_group_names):
-        along = mesh.mesh[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])]
-        names.append(_name_of_ranks(along.tolist(), name))
+        place: list[Any] = list(coordinate)
+        place[axis] = slice(None)
+        names.append(_name_of_ranks(mesh.mesh[tuple(place)].tolist(), name))
     mesh._dim_group_names = names
     mesh._pg_registry = {name: distributed_c10d._resolve_process_group(name) for name in names}
 

@@ -200,7 +200,7 @@ def save_module(module: nn.Module) -> SavedModule:
         if group is not None:
             group.reshard()
     methods = forward_methods(module)
-    attributes = module.__getstate__()  # type: ignore[attr-defined]
+    attributes = module.__getstate__()
     states, applied = {}, {}
     if isinstance(attributes, dict):
         attributes = {k: v for k, v in attributes.items() if k not in methods}
@@ -245,12 +245,12 @@ def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     group.settings.reduction.__dict__.update(saved.reduction)
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
-    group.__dict__[_SAVED] = saved
+    group.__dict__[_SAVED] = saved._replace(modules=(), params=[], channels={})
     Context(group, [group])
     _join(group)
 
 
-copyreg.pickle(ParamGroup, _reduce_group)  # type: ignore[arg-type]
+copyreg.pickle(ParamGroup, _reduce_group)
 
 
 def _join(group: ParamGroup) -> None:

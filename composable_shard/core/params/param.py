@@ -213,6 +213,13 @@ class ShardedParam:
         self.__dict__.update(state)
         self._specs, self._is_watched, self.is_unsynced = {}, False, False
         self.forget_unsharded()
+        if not self.sharded.is_leaf:  # torch loads a DTensor on the meta device as a view
+            local = _torch.local_tensor(self.sharded).detach()
+            leaf = _torch.parameter_of(
+                _torch.from_local(local, self.spec), self.sharded.requires_grad
+            )
+            leaf.__dict__.update(self.sharded.__dict__)
+            torch.utils.swap_tensors(self.sharded, leaf)
         self.hold(self.sharded)
         for spec in (self.spec, self.placement.model, _torch.spec_of(self.sharded)):
             if spec is not None:
