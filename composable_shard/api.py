@@ -16,6 +16,7 @@ from composable_shard.core.convert import (
     Managed,
     ShardPlacementFn,
     build_group,
+    check_not_taken,
     commit,
     find_managed,
     plan_params,
@@ -100,7 +101,7 @@ def fully_shard(
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     _check_arguments(modules, policy, offload_policy, ignored_params)
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
-    managed = find_managed(modules, ignored_params or (), lambda m: group_of(m) is not None)
+    managed = find_managed(modules, ignored_params or ())
     managed, claims = claim_ties(managed, modules)
     planned = plan_params(managed, shard_mesh, shard_placement_fn, policy, offload_policy)
     group = build_group(modules, managed, planned, shard_mesh, policy)
@@ -144,20 +145,23 @@ def _check_arguments(
     offload_policy: object,
     ignored_params: object,
 ) -> None:
-    for module in modules:
-        if group_of(module) is not None:
-            raise ValueError(
-                f"Expected a module that is not sharded, got {type(module).__name__}, which "
-                "fully_shard was applied to before"
-            )
+    check_not_taken(modules)
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got "
             f"{type(policy).__module__}.{type(policy).__name__}"
         )
     check_offload(offload_policy)
-    if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
+    if ignored_params is None:
+        return
+    if not isinstance(ignored_params, (set, frozenset)):
         raise TypeError(f"Expected ignored_params to be a set, got {type(ignored_params).__name__}")
+    for param in ignored_params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"Expected ignored_params to hold parameters, got {type(param).__name__}; pass "
+                "the parameters themselves, such as {module.weight}"
+            )
 
 
 def _adopt(group: ParamGroup, managed: Managed) -> None:

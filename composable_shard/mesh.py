@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,6 +119,11 @@ class ShardMesh:
         """The 1-D mesh of the ranks that share a parameter; of the replicas if none do."""
         return _torch.last_axis(self.mesh)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without process groups, which a loaded one finds by the ranks of the mesh."""
+        roles = (self.shard_group is not None, self.replica_group is not None)
+        return _restored_mesh, (self.mesh, *roles, self.dims, self.full_mesh)
+
     @property
     def is_whole(self) -> bool:
         """Whether all axes of the mesh that the user passed are data-parallel."""
@@ -140,7 +146,8 @@ def resolve_mesh(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``mesh`` has another number of axes, or lacks names or those asked for.
+        ValueError: If ``mesh`` has another number of axes, lacks names or those asked for, or is
+            one of devices that this process does not have.
     """
     if mesh is None:
         mesh = _default_mesh()
@@ -204,6 +211,20 @@ def _shard_mesh(
     )
 
 
+def _restored_mesh(
+    mesh: DeviceMesh,
+    shards: bool,
+    replicates: bool,
+    dims: DataParallelMeshDims | None,
+    full_mesh: DeviceMesh | None,
+) -> ShardMesh:
+    for one in (mesh, full_mesh):
+        if one is not None:
+            _torch.rebind(one)
+    shard_axis, replicate_axis = mesh.ndim - 1 if shards else None, 0 if replicates else None
+    return _shard_mesh(mesh, shard_axis, replicate_axis, dims, full_mesh)
+
+
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if names is None:
         return ()
@@ -234,8 +255,8 @@ def started_process_group() -> dist.ProcessGroup | None:
 
 
 def _default_mesh() -> DeviceMesh:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = accelerator.type if accelerator is not None else "cpu"
+    accelerator = _accelerator()
+    device_type = "cpu" if accelerator is None else accelerator
     start_process_group()
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
@@ -243,4 +264,16 @@ def _default_mesh() -> DeviceMesh:
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
+    if mesh.device_type != _accelerator():
+        raise ValueError(
+            "Expected a mesh of devices that this process can use, got one of "
+            f"{mesh.device_type} devices, of which none is available; make the mesh for the "
+            "device type of the machine, such as init_device_mesh('cpu', ...)"
+        )
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _accelerator() -> str | None:
+    """Return the type of the accelerators that this process can use, if it has any."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type

@@ -9,7 +9,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from composable_shard import _torch
-from composable_shard.core.copying import copy_sharded
+from composable_shard.core.copying import (
+    SavedModule,
+    copy_sharded,
+    restore_module,
+    save_module,
+)
 from composable_shard.core.grad_norm import clip_grad_norm
 from composable_shard.core.grads.sharded_grad import is_partial
 from composable_shard.core.group import ParamGroup, group_of, set_group
@@ -28,13 +33,28 @@ def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     """Give a module its group and mix :class:`FSDPModule` into its class."""
     set_group(module, group)
     answer_torch(module, group)
-    original = type(module)
+    module.__class__ = _sharded_class(type(module))
+
+
+def _sharded_class(original: type) -> type:
     sharded = _sharded_classes.get(original)
     if sharded is None:
         sharded = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
         sharded.__module__, sharded.__qualname__ = original.__module__, sharded.__name__
         _sharded_classes[original] = sharded
-    module.__class__ = sharded
+    return sharded
+
+
+def _original_class(sharded: type) -> type:
+    return next(
+        c for c in sharded.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule)
+    )
+
+
+def _new_sharded(original: type) -> nn.Module:
+    """Return what unpickling makes a sharded module of; see ``FSDPModule.__reduce_ex__``."""
+    module: nn.Module = object.__new__(_sharded_class(original))
+    return module
 
 
 class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type: ignore[misc]
@@ -47,10 +67,7 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct the original class: slicing a sharded container gives a plain one."""
-        original = next(
-            c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule)
-        )
-        return original(*args, **kwargs)
+        return _original_class(cls)(*args, **kwargs)
 
     # Moments --------------------------------------------------------------------------------
 
@@ -319,11 +336,29 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
-        return super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        applied = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        for param in self._group().params:
+            param.keep_attributes(param.sharded)
+        return applied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded copy with shards, groups and settings of its own; without gradients."""
         return copy_sharded(cast(nn.Module, self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle this rank's shards, and how they are sharded; see ``docs/checkpoints.md``.
+
+        To be loaded by the same rank, over a mesh of the same ranks. Left out is what belongs to a
+        process: gradients (as of any module), streams, events, and memory of a backend.
+        """
+        return _new_sharded, (_original_class(type(self)),), save_module(cast(nn.Module, self))
+
+    def __setstate__(self, state: Any) -> None:
+        saved = state if isinstance(state, SavedModule) else None
+        attributes = state if saved is None else saved.attributes
+        super(TorchFSDPModule, self).__setstate__(attributes)  # type: ignore[misc]
+        if saved is not None:
+            restore_module(cast(nn.Module, self), saved)
 
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
         """Answer those that read torch's private state; it cannot be written to."""

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-import torch
 from torch import nn
 
+from composable_shard.core.comms.streams import Waitable
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.settings import check_reshard
 from composable_shard.errors import ShardError
@@ -165,23 +165,30 @@ class ModuleSettings(HasGroup):
         """
         self._group().settings.backward_prefetch = groups_of(modules)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: Waitable | None) -> None:
         """Let the next gather wait for ``event``, such as the end of an optimizer step.
 
-        Needed for an optimizer that steps on a stream of its own.
+        Needed for an optimizer that steps on a stream, or on a thread, of its own.
 
         Args:
-            event: Recorded after the optimizer step; used once. On the CPU nothing waits.
+            event: Any object with a ``wait``, called without arguments before the next gather is
+                launched, once: a ``torch.Event``, that of a backend such as ``torch.cuda.Event``,
+                or a ``threading.Event``. ``None`` (what a stream of the CPU records) waits for
+                nothing.
 
         Raises:
-            TypeError: If it is no event.
+            TypeError: If it has no ``wait``.
 
         Example:
+            >>> import torch
             >>> model.set_post_optim_event(torch.Event("cpu"))
             >>> output = model(x)
         """
-        if not isinstance(event, torch.Event):
-            raise TypeError(f"Expected event to be a torch.Event, got {type(event).__name__}")
+        if event is not None and not callable(getattr(event, "wait", None)):
+            raise TypeError(
+                "Expected event to have a method wait, as a torch.Event has, got "
+                f"{type(event).__name__}"
+            )
         self._group().context.post_optim_event = event
 
     # When gradients are reduced -------------------------------------------------------------

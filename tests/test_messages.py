@@ -95,6 +95,13 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         "Expected mesh to be a DeviceMesh, got int: 2",
     ),
     (
+        lambda: fully_shard(linear(), mesh=init_device_mesh("xpu", (2,))),
+        ValueError,
+        "Expected a mesh of devices that this process can use, got one of xpu devices, of which "
+        "none is available; make the mesh for the device type of the machine, such as "
+        "init_device_mesh('cpu', ...)",
+    ),
+    (
         lambda: fully_shard(linear(), reshard_after_forward="no"),  # type: ignore[arg-type]
         ValueError,
         "Expected reshard_after_forward to be True, False, a number of ranks or None, "
@@ -115,6 +122,62 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: fully_shard(linear(), ignored_params=[]),  # type: ignore[arg-type]
         TypeError,
         "Expected ignored_params to be a set, got list",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params={"weight"}),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to hold parameters, got str; pass the parameters themselves, "
+        "such as {module.weight}",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params={0}),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to hold parameters, got int; pass the parameters themselves, "
+        "such as {module.weight}",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params={nn.Linear(2, 2)}),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to hold parameters, got Linear; pass the parameters themselves, "
+        "such as {module.weight}",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params={torch.ones(2)}),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to hold parameters, got Tensor; pass the parameters themselves, "
+        "such as {module.weight}",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params={None}),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to hold parameters, got NoneType; pass the parameters themselves, "
+        "such as {module.weight}",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params=frozenset({b"weight"})),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to hold parameters, got bytes; pass the parameters themselves, "
+        "such as {module.weight}",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params="weight"),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to be a set, got str",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params=nn.Parameter(torch.ones(2))),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to be a set, got Parameter",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params=nn.Linear(2, 2).parameters()),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to be a set, got generator",
+    ),
+    (
+        lambda: fully_shard(linear(), ignored_params=3),  # type: ignore[arg-type]
+        TypeError,
+        "Expected ignored_params to be a set, got int",
     ),
     (
         lambda: fully_shard(linear(), shard_placement_fn=lambda _: 1),  # type: ignore[arg-type]

@@ -190,7 +190,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: sharded().set_post_optim_event("event"),
         TypeError,
-        "Expected event to be a torch.Event, got str",
+        "Expected event to have a method wait, as a torch.Event has, got str",
     ),
     # Communication
     (

@@ -4,27 +4,59 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY, _get_registry
+from torch.distributed._composable.contract import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    RegistryItem,
+    _get_registry,
+)
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils.hooks import RemovableHandle
 
 _call_codes = {nn.Module._call_impl.__code__}
 
 COMPOSABLE_STATE = STATE_KEY
-"""Where functions of torch keep what they know of a module."""
+"""Where functions of torch keep what they know of a module; another name in each process."""
+
+COMPOSABLE_REGISTRY = REGISTRY_KEY
+"""Where a module says which functions were applied to it; another name in each process."""
+
+
+def composable_functions(module: nn.Module) -> Collection[str]:
+    """Return the names of the functions made by torch's ``contract`` that were applied to it."""
+    return _get_registry(module) or ()
+
+
+def add_composable_function(module: nn.Module, name: str) -> None:
+    """Have a module say that the function ``name`` was applied to it, as those of torch do."""
+    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault(name, RegistryItem())
+
+
+def modules_with_state() -> list[nn.Module]:
+    """Return the modules that functions of torch keep a state of."""
+    found = (ref() for ref in _module_state_mapping.keyrefs())  # copied, as others may add
+    return [module for module in found if module is not None]
 
 
 def list_module_state(module: nn.Module, state: Any) -> None:
     """Enter a module among those that torch keeps a state of, which must outlive the entry."""
     _module_state_mapping.setdefault(module, weakref.ref(state))
+
+
+def reserve_hook_ids(module: nn.Module) -> None:
+    """Let no hook that is registered later take the place of one that was unpickled."""
+    places = (value for name, value in module.__dict__.items() if name.endswith("_hooks"))
+    used = [key for hooks in places if isinstance(hooks, dict) for key in hooks]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for key in used)])
 
 
 def in_functional_call() -> bool:
@@ -81,9 +113,16 @@ def registered_container(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]
     return list(children), lambda changed: node.unflatten_fn(changed, context)
 
 
+def is_replicated(module: nn.Module) -> bool:
+    """Tell whether ``replicate`` of torch, either of the two, or its DDP class has a module."""
+    return "replicate" in composable_functions(module) or isinstance(
+        module, DistributedDataParallel
+    )
+
+
 def is_averaged(module: nn.Module) -> bool:
     """Tell whether torch itself averages the gradients of a module's parameters over ranks."""
-    if isinstance(module, DistributedDataParallel) or "replicate" in (_get_registry(module) or ()):
+    if is_replicated(module):
         return True
     return any(
         kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__

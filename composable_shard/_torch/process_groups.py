@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
@@ -243,3 +244,49 @@ def _is_running(stat: str) -> bool:
             return file.read().rpartition(") ")[2][:1] in ("R", "D")
     except OSError:  # it has ended
         return False
+
+
+def rebind(mesh: DeviceMesh) -> None:
+    """Let a mesh that was unpickled use the process groups of this process.
+
+    They have the ranks that those of the mesh had, and the same names if there are such.
+
+    Raises:
+        ValueError: If this is not the rank that pickled it, or some group does not exist.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "Expected the process group that a saved module was sharded over, got none; call "
+            "torch.distributed.init_process_group, and make the same mesh, before loading"
+        )
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    saved_by, rank = int(mesh.mesh[tuple(coordinate)]), dist.get_rank()
+    if saved_by != rank:
+        raise ValueError(
+            f"Expected what rank {rank} has saved, got what rank {saved_by} has, which holds the "
+            "shards of that rank; let each rank save and load a file of its own"
+        )
+    names: list[Any] = []
+    for axis, name in enumerate(mesh._dim_group_names):
+        place: list[Any] = list(coordinate)
+        place[axis] = slice(None)
+        names.append(_name_of_ranks(mesh.mesh[tuple(place)].tolist(), name))
+    mesh._dim_group_names = names
+    mesh._pg_registry = {name: distributed_c10d._resolve_process_group(name) for name in names}
+
+
+def _name_of_ranks(ranks: list[int], name: str) -> str:
+    """Return the name of a process group of ``ranks``: the given one, or the first made."""
+    world = distributed_c10d._world
+    names = [
+        str(world.pg_names[group])
+        for group, members in world.pg_group_ranks.items()
+        if list(members) == ranks
+    ]
+    if not names:
+        raise ValueError(
+            f"Expected a process group of the ranks {ranks}, as the mesh of a saved module had, "
+            "got none; make the same mesh before loading"
+        )
+    return name if name in names else names[0]

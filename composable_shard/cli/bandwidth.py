@@ -160,7 +160,7 @@ def _measure_rank(request: Request, device: torch.device) -> Measurement:
     expected = torch.arange(1.0, num_ranks + 1, device=device)
     is_gathered = bool((full.view(num_ranks, numel) == expected[:, None]).all())
     full.fill_(float(rank + 1))
-    reduce = _median(lambda: channel.reduce([shard], [full], average=False), channel, request)
+    reduce = _median(lambda: channel.reduce([shard], [full], None), channel, request)
     is_reduced = bool((shard == num_ranks * (num_ranks + 1) / 2).all())
     received = 4 * numel * (num_ranks - 1)
     is_direct = device.type == "cpu" and dist.get_backend(group) == "gloo"

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from composable_shard.core.group import ParamGroup
+from composable_shard import _torch
+from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.params.extension import agree_on_shards, cut_shard, needs_extension
+from composable_shard.core.params.left_plain import is_taken
 from composable_shard.core.params.offload import Offload, check_names, offload_of
-from composable_shard.core.params.param import ShardedParam, Slot
+from composable_shard.core.params.param import Attributes, ShardedParam, Slot
 from composable_shard.core.params.ties import owner_of_sharded, remember
 from composable_shard.core.params.units import build_units
 from composable_shard.errors import ExtensionError
@@ -70,17 +72,45 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
     return tuple(unique.values())
 
 
-def find_managed(
-    modules: Sequence[nn.Module],
-    ignored: Iterable[nn.Parameter],
-    is_sharded: Callable[[nn.Module], bool],
-) -> Managed:
-    """Walk down to nested sharded modules and collect what lies above them.
+def check_not_taken(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules whose gradients another call, or another function, reduces.
+
+    Raises:
+        ValueError: If ``fully_shard``, ours or torch's, or ``replicate`` has one, or if a function
+            of torch has converted the parameters of a module around it.
+    """
+    for module in modules:
+        kind = type(module).__name__
+        if _torch.is_replicated(module):
+            raise ValueError(
+                f"Expected a module that torch's replicate was not applied to, got {kind}; apply "
+                "fully_shard to modules inside of it, before replicate, or to one around it"
+            )
+        if is_taken(module):
+            raise ValueError(
+                f"Expected a module that is not sharded, got {kind}, which fully_shard was "
+                "applied to before"
+            )
+        if not any(isinstance(param, DTensor) for param in module.parameters()):
+            continue
+        for outer in _torch.modules_with_state():
+            is_of_torch = group_of(outer) is None and is_taken(outer)
+            if is_of_torch and any(module is inner for inner in outer.modules()):
+                raise ValueError(
+                    f"Expected fully_shard of {kind} before torch has converted the parameters "
+                    f"of {type(outer).__name__} around it, got it after; start with the inner "
+                    "modules"
+                )
+
+
+def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> Managed:
+    """Walk down to nested modules that are sharded or replicated; collect what lies above them.
+
+    A parameter that is tied to one of a replicated module is replicated, too.
 
     Args:
         modules: The top modules.
         ignored: Parameters to leave alone.
-        is_sharded: Tells whether a module was sharded before.
     """
     ignored_ids = {id(param) for param in ignored}
     visited: dict[nn.Module, str] = {}
@@ -90,7 +120,9 @@ def find_managed(
             return
         visited[module] = name
         for child_name, child in module.named_children():
-            if not is_sharded(child):
+            if _torch.is_replicated(child):
+                ignored_ids.update(map(id, child.parameters()))
+            elif not is_taken(child):
                 visit(child, f"{name}{child_name}.")
 
     for top in modules:
@@ -232,6 +264,7 @@ def commit(group: ParamGroup, managed: Managed) -> None:
     """Register the sharded parameters and move buffers to the device of compute."""
     for param, original in zip(group.params, managed.params, strict=True):
         param.register_sharded()
+        Attributes(param.sharded, original)  # it may be given back, and be sharded again
         remember(original, param.slots, group, param)
     device = group.mesh.device
     for module in managed.modules:

@@ -1,15 +1,20 @@
-"""Deep copies of sharded modules: shards, groups and settings of their own, the same ranks.
+"""Deep copies and pickles of sharded modules: the same shards, groups and settings once more.
 
 Everything of ours that a module refers to (groups, parameters, hooks) is reached by the copy of its
 attributes. So empty objects take the places of groups and parameters first, the modules are copied
 around them, and then they are filled in.
+
+A pickle, too, goes through the attributes of modules, plain ones included, and finds our objects
+there; each says what of it is saved. A group is restored before, or after, its modules are, as
+they refer to each other; whoever comes last joins the tree.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+import copyreg
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,9 +24,13 @@ from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.params.extension import copied_shard
 from composable_shard.core.params.param import ShardedParam, Slot
 from composable_shard.core.params.units import build_units
-from composable_shard.core.passes.context import join_tree
+from composable_shard.core.passes.arrival import Arrival
+from composable_shard.core.passes.context import Context, join_tree
+from composable_shard.core.passes.forward_method import forward_methods, register_forward_method
 from composable_shard.core.passes.hooks import hooks_of
-from composable_shard.core.passes.torch_state import list_with_torch
+from composable_shard.core.passes.torch_state import answer_torch, list_with_torch
+from composable_shard.mesh import ShardMesh
+from composable_shard.policy import MixedPrecisionPolicy
 
 Memo = dict[int, Any]
 
@@ -97,23 +106,34 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
             Slot(copy.deepcopy(module, memo), attribute, calls_setattr)
             for module, attribute, calls_setattr in param.slots
         )
-        filled.sharded = memo[id(param.sharded)]
+        filled.hold(memo[id(param.sharded)])
         filled.forget_unsharded()
         filled.is_unsynced = False
         params.append(filled)
+    copied: ParamGroup = memo[id(group)]
+    modules = tuple(copy.deepcopy(module, memo) for module in group.modules)
+    _initialize(copied, modules, params, group.mesh, group.policy)
+    for module in modules:
+        hooks_of(module).claim_modules()
+        list_with_torch(module)
+    _copy_settings(group, copied, memo)
+
+
+def _initialize(
+    group: ParamGroup,
+    modules: tuple[nn.Module, ...],
+    params: Sequence[ShardedParam],
+    mesh: ShardMesh,
+    policy: MixedPrecisionPolicy,
+) -> None:
+    """Make an empty object a group of parameters whose local shards are filled."""
     shards = [_torch.local_tensor(param.sharded) for param in params]
     with torch.inference_mode(False), torch.no_grad():
         units, locals_ = build_units(params, shards)
         for param, local in zip(params, locals_, strict=True):
             param.adopt_local(local)
-    copied: ParamGroup = memo[id(group)]
-    modules = tuple(copy.deepcopy(module, memo) for module in group.modules)
-    copied.__init__(modules, params, units, group.mesh, group.policy)  # type: ignore[misc]
-    copied.on_gradient = copy.deepcopy(group.on_gradient, memo)
-    for module in modules:
-        hooks_of(module).claim_modules()
-        list_with_torch(module)
-    _copy_settings(group, copied, memo)
+    group.__init__(modules, params, units, mesh, policy)  # type: ignore[misc]
+    group.on_gradient = Arrival(group)
 
 
 def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
@@ -127,3 +147,133 @@ def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
         setattr(settings, name, [memo[id(group)] for group in targets if id(group) in memo])
     for mesh, channel in source.channels.items():
         target.channels[mesh].__dict__.update(channel.__dict__)
+
+
+# Pickles --------------------------------------------------------------------------------------
+
+
+class SavedModule(NamedTuple):
+    """What is pickled of a sharded module.
+
+    Attributes:
+        attributes: What the module itself would pickle, without what has a name of this process.
+        states: What other composable functions of torch keep on it, by function.
+        applied: What these functions are called, and what stands for them.
+        forward_methods: The names of methods that are called as forward is.
+    """
+
+    attributes: Any
+    states: dict[Any, Any]
+    applied: dict[str, Any]
+    forward_methods: list[str]
+
+
+class _SavedGroup(NamedTuple):
+    """What is pickled of a group; it refers to others by their names.
+
+    Prefetched groups are not referred to, or the pickle of a chain of layers would be as deep.
+    """
+
+    modules: tuple[nn.Module, ...]
+    params: list[ShardedParam]
+    mesh: ShardMesh
+    policy: MixedPrecisionPolicy
+    name: str
+    settings: dict[str, Any]
+    reduction: dict[str, Any]
+    prefetch: dict[str, list[str]]
+    channels: dict[ShardMesh, tuple[Any, Any, bool]]
+    is_last_backward: bool
+
+
+_LISTS = ("forward_prefetch", "backward_prefetch")
+_SAVED = "_composable_shard_saved"
+
+
+def save_module(module: nn.Module) -> SavedModule:
+    """Return what is to be pickled of a sharded module. Collective: none.
+
+    Memory: none here; the groups below free their unsharded parameters.
+    """
+    for inner in module.modules():
+        group = group_of(inner)
+        if group is not None:
+            group.reshard()
+    methods = forward_methods(module)
+    attributes = module.__getstate__()
+    states, applied = {}, {}
+    if isinstance(attributes, dict):
+        attributes = {k: v for k, v in attributes.items() if k not in methods}
+        states = dict(attributes.pop(_torch.COMPOSABLE_STATE, {}))
+        applied = dict(attributes.pop(_torch.COMPOSABLE_REGISTRY, {}))
+    return SavedModule(attributes, states, applied, methods)
+
+
+def restore_module(module: nn.Module, saved: SavedModule) -> None:
+    """Make a module sharded again, whose attributes are there."""
+    group = group_of(module)
+    assert group is not None
+    module.__dict__[_torch.COMPOSABLE_STATE] = saved.states
+    module.__dict__[_torch.COMPOSABLE_REGISTRY] = saved.applied
+    answer_torch(module, group)
+    for name in saved.forward_methods:
+        register_forward_method(module, name)
+    _join(group)
+
+
+def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
+    settings = dict(group.settings.__dict__)
+    reduction = {**settings.pop("reduction").__dict__, "hook_stream": None}
+    saved = _SavedGroup(
+        group.modules,
+        group.params,
+        group.mesh,
+        group.policy,
+        group.name,
+        settings,
+        reduction,
+        {name: [target.name for target in settings.pop(name)] for name in _LISTS},
+        {mesh: channel.saved() for mesh, channel in group.channels.items()},
+        group.context.backward.reductions.is_last,
+    )
+    return object.__new__, (ParamGroup,), saved, None, None, _restore_group
+
+
+def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
+    _initialize(group, saved.modules, saved.params, saved.mesh, saved.policy)
+    group.settings.__dict__.update(saved.settings)
+    group.settings.reduction.__dict__.update(saved.reduction)
+    for mesh, channel in saved.channels.items():
+        group.channels[mesh].restore(*channel)
+    group.__dict__[_SAVED] = saved._replace(modules=(), params=[], channels={})
+    Context(group, [group])
+    _join(group)
+
+
+copyreg.pickle(ParamGroup, _reduce_group)
+
+
+def _join(group: ParamGroup) -> None:
+    """Join what is below a restored group, if all of it is restored."""
+    below = [inner for top in group.__dict__.get("modules", ()) for inner in _below(top)]
+    if not below or not all("_modules" in module.__dict__ for module in below):
+        return
+    for module in below:
+        _torch.reserve_hook_ids(module)
+    groups = list(dict.fromkeys(found for m in below if (found := group_of(m)) is not None))
+    if not all(_SAVED in found.__dict__ for found in groups):
+        return
+    context = join_tree(group, group_of)
+    context.backward.reductions.is_last = group.__dict__[_SAVED].is_last_backward
+    by_name = {found.__dict__[_SAVED].name: found for found in groups}
+    for found in groups:
+        for name, targets in found.__dict__[_SAVED].prefetch.items():
+            setattr(found.settings, name, [by_name[one] for one in targets if one in by_name])
+
+
+def _below(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those below, as far as they are restored."""
+    yield module
+    for child in module.__dict__.get("_modules", {}).values():
+        if child is not None:
+            yield from _below(child)

@@ -188,6 +188,8 @@ class ParamGroup:
         """
         if not self.params:
             return
+        if self.context.post_optim_event is not None:
+            self.context.wait_for_optimizer()
         if torch.is_inference_mode_enabled():  # what is made now outlives it
             with torch.inference_mode(False), torch.no_grad():
                 self._unshard()

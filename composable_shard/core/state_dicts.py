@@ -152,9 +152,11 @@ def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign:
 
 
 def _after_load(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
-    """Register an assigned parameter wherever the one that it replaces is registered."""
+    """Register an assigned parameter wherever the one that it replaces is; keep attributes."""
     for attribute, param in _owned(group, params).items():
         current = module._parameters.get(attribute)
+        if isinstance(current, DTensor):
+            param.keep_attributes(current)
         if len(param.slots) > 1 and isinstance(current, DTensor):
             for slot in param.slots:
                 slot.put(current)

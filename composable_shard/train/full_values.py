@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable_shard import _torch
 from composable_shard.core.grads.sharded_grad import assign_grad
 from composable_shard.core.params.optimizer_steps import watch_optimizers
-from composable_shard.core.params.param import remember_stand_in
+from composable_shard.core.params.param import Attributes, remember_stand_in
 from composable_shard.core.params.ties import owner_of_sharded
 from composable_shard.errors import MaterializationError
 
@@ -55,6 +55,7 @@ class FullParams:
         self, modules: Iterable[nn.Module], *, rank0_only: bool, to_cpu: bool, with_grads: bool
     ) -> None:
         self._rank0_only, self._to_cpu, self._with_grads = rank0_only, to_cpu, with_grads
+        self._attributes: list[Attributes] = []
         self._slots: dict[nn.Parameter, list[_Slot]] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         for module in modules:
@@ -78,8 +79,7 @@ class FullParams:
                 if full is None:
                     continue
                 copy = nn.Parameter(full, requires_grad=param.requires_grad)
-                if type(full) is torch.Tensor:  # a subclass keeps its inner tensors there
-                    copy.__dict__.update(param.__dict__)
+                self._attributes.append(Attributes(param, copy))
                 if grad is not None:
                     assign_grad(copy, grad)
                 self._copies.append((copy, param))
@@ -93,6 +93,8 @@ class FullParams:
 
     def register_sharded(self) -> None:
         """Register the sharded parameters again. Collective: none."""
+        for attributes in self._attributes:
+            attributes.take()
         for param, slots in self._slots.items():
             for slot in slots:
                 slot.module._parameters[slot.attribute] = param

@@ -11,7 +11,7 @@ from torch import nn
 
 from composable_shard.api import fully_shard
 from composable_shard.core.convert import top_modules
-from composable_shard.module import FSDPModule
+from composable_shard.core.params.left_plain import is_taken
 
 Policy = (
     int
@@ -113,8 +113,8 @@ def _choose(
 
 
 def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield all modules, children before parents; go into no sharded one."""
-    if module in seen or isinstance(module, FSDPModule):
+    """Yield all modules, children before parents; go into none that is sharded or replicated."""
+    if module in seen or is_taken(module):
         return
     seen.add(module)
     for child in module.children():
@@ -162,7 +162,7 @@ class _Planner:
         self._seen: set[nn.Module] = set()
 
     def visit(self, module: nn.Module, *, is_root: bool = False) -> _Rest:
-        if module in self._seen or isinstance(module, FSDPModule):
+        if module in self._seen or is_taken(module):
             return _Rest()
         self._seen.add(module)
         rest = _Rest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import run_ranks
+from composable_shard.testing import RankError, run_ranks
 from dist.models import Block, full
 from torch_versions import needs_newer_torch
 
@@ -261,6 +262,81 @@ def halves(reshard: bool) -> str | None:
     with pytest.raises(ShardError) as caught:
         state._root_post_backward_final_callback()
     return str(caught.value)
+
+
+def mixed(order: str) -> str | None:
+    """Differentiate some microbatches as a whole and others in halves, and ask for the reduction.
+
+    Args:
+        order: ``F`` runs forward of the next microbatch; ``B`` the oldest's backward as a whole,
+            ``I`` that of its inputs alone, after which its weights get ones.
+    """
+    stage = shard(Stage(), init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for action in order:
+        if action == "F":
+            x = torch.randn(2, WIDTH, requires_grad=True)
+            waiting.append((x, stage(x)))
+            continue
+        x, output = waiting.pop(0)
+        stage.set_is_last_backward(False)
+        stage.set_reshard_after_backward(False)
+        stage.set_requires_gradient_sync(False)
+        if action == "B":
+            output.sum().backward()
+        else:
+            weights = list(stage.parameters())
+            torch.autograd.grad(output.sum(), [x], retain_graph=True)
+            for param in weights:
+                param.grad = torch.ones_like(param)
+    stage.set_is_last_backward(True)
+    stage.set_reshard_after_backward(True)
+    stage.set_requires_gradient_sync(True)
+    try:
+        torch_fully_shard.state(stage)._root_post_backward_final_callback()
+    except ShardError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("order", "is_exact"),
+    [
+        *[("FB", True), ("FFBB", True), ("FI", False)],
+        # some microbatches have gradients of weights, others none
+        *[("FBFI", False), ("FFIB", False), ("FIFB", False), ("FFII", False)],
+        # the parameters stay from a backward to the next, so they are there to be asked for
+        *[("FFBI", True), ("FFFBIB", True), ("FFBIFI", False)],
+    ],
+)
+def test_no_microbatch_is_left_out_silently(order: str, is_exact: bool) -> None:
+    """Some backward was split while parameters were sharded: an error, on all ranks."""
+    assert run_ranks(mixed, 2, order) == [None if is_exact else TEXTS["no gradients"]] * 2
+
+
+def quiet(schedule: str, reshard: bool | int | None) -> None:
+    logging.disable(logging.ERROR)  # torch prints the whole schedule
+    drive(schedule, {"reshard_after_forward": reshard})
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "zero bubble",
+        pytest.param("zbv", marks=needs_self_sends),
+        pytest.param("dual pipe v", marks=needs_self_sends),
+    ],
+)
+def test_schedules_that_split_backward_refuse_to_reshard(
+    schedule: str, reshard: bool | None
+) -> None:
+    """All ranks of the stage that comes first to its end say why; the job is over."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(partial(quiet, schedule, reshard), 4)
+    said = {failure.rank: failure.message for failure in caught.value.failures}
+    why = {rank for rank, text in said.items() if text == TEXTS["no gradients"]}
+    assert why >= {0, 1} or why >= {2, 3}  # which hold the same stages
 
 
 def test_backward_in_halves_needs_parameters_that_stay() -> None:

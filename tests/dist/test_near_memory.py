@@ -247,10 +247,10 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
     offers.settle({TAG: "testing"})
     same = []
     for out, parts in zip(outputs, full, strict=True):
-        total = parts[0][rank].to(dtype, copy=True)
+        total = parts[0][rank].to(torch.promote_types(dtype, torch.float32), copy=True)
         for part in parts[1:]:
             total += part[rank]
-        same.append(torch.equal(out, total / count if op == "AVG" else total))
+        same.append(torch.equal(out, (total / count if op == "AVG" else total).to(dtype)))
     return all(same)
 
 
@@ -262,6 +262,7 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
     [
         ((torch.float32,), torch.float32),
         ((torch.bfloat16,), torch.bfloat16),
+        ((torch.float16,), torch.float16),
         ((torch.float64,), torch.float64),
         ((torch.bfloat16,), torch.float32),
         ((torch.bfloat16, torch.float32), torch.float32),

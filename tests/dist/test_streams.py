@@ -17,28 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_shard import AllGather, ReduceScatter, _torch, fully_shard
 from composable_shard.core import group as group_module
 from composable_shard.core.comms.channel import Channel
-from composable_shard.core.comms.streams import compute_stream, wait_for_event
+from composable_shard.core.comms.streams import compute_stream
 from composable_shard.core.passes import hooks
 from composable_shard.core.passes.hooks import owner_of
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import run_ranks
-
-
-class Event:
-    """An event of some backend, whose streams alone know how to wait for it."""
-
-    def __init__(self) -> None:
-        self.waits: list[tuple[object, ...]] = []
-
-    def wait(self, *stream: object) -> None:
-        self.waits.append(stream)
-
-
-@pytest.mark.parametrize(("device", "waits"), [("cpu", []), ("cuda:0", [()]), ("xpu", [()])])
-def test_the_event_of_a_backend_is_asked_to_be_waited_for(device: str, waits: list[Any]) -> None:
-    event: Any = Event()
-    wait_for_event(event, torch.device(device))
-    assert event.waits == waits
 
 
 def chosen() -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -294,18 +295,75 @@ def test_a_group_that_backward_does_not_read_is_not_gathered_for_it() -> None:
     assert run_ranks(without_unsharding_in_backward, 2) == [expected] * 2
 
 
-def test_an_event_after_the_optimizer_is_waited_for_once() -> None:
-    assert run_ranks(with_an_event, 2) == [[True, None]] * 2
+class StandIn:
+    """An event of a user's own, or of a backend: what it is, it alone knows."""
+
+    def __init__(self, at_wait: Callable[[], object] = lambda: None) -> None:
+        self.waits: list[tuple[object, ...]] = []
+        self._at_wait = at_wait
+
+    def wait(self, *stream: object) -> None:
+        self.waits.append(stream)
+        self._at_wait()
 
 
-def with_an_event() -> list[object]:
+class OneWhoseWaitFails:
+    def wait(self) -> None:
+        raise RuntimeError("the optimizer has failed")
+
+
+def steps_beside(reshard: bool) -> list[object]:
+    """Let the event's ``wait`` change the shard, as the end of an optimizer on a thread does."""
+    model: Any = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=reshard)
+    x, weight = torch.ones(2, 4), model.weight
+
+    def step() -> None:
+        with torch.no_grad():
+            weight.to_local().fill_(2.0)
+
+    event = StandIn(step)
+    with torch.no_grad():
+        model(x)
+        model.set_post_optim_event(event)
+        before = list(event.waits)
+        outputs = [model(x).sum().item(), model(x).sum().item()]
+    return [before, event.waits, *outputs]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gather_waits_for_the_event_after_the_optimizer(ranks: int, reshard: bool) -> None:
+    """Once, without an argument, before anything of the parameters is sent."""
+    assert run_ranks(steps_beside, ranks, reshard) == [[[], [()], 64.0, 64.0]] * ranks
+
+
+def with_events() -> list[object]:
     model: Any = fully_shard(nn.Linear(4, 4))
-    event = torch.Event("cpu")
+    done = threading.Event()
+    done.set()
+    seen: list[object] = []
+    for event in (torch.Event("cpu"), torch.cpu.Event(), done, None):
+        model.set_post_optim_event(event)
+        seen.append(model(torch.ones(2, 4)).shape)
+    replaced, event = StandIn(), StandIn()
+    model.set_post_optim_event(replaced)
     model.set_post_optim_event(event)
-    context = model._group().context
-    seen: list[object] = [context.post_optim_event is event]
     model(torch.ones(2, 4))
-    return [*seen, context.post_optim_event]
+    seen += [replaced.waits, event.waits]
+    model.set_post_optim_event(event)
+    model.set_post_optim_event(None)
+    model(torch.ones(2, 4))
+    model.set_post_optim_event(OneWhoseWaitFails())
+    with pytest.raises(RuntimeError, match="the optimizer has failed"):
+        model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    return [*seen, event.waits, model.weight.grad.full_tensor().sum().item()]
+
+
+def test_whatever_can_be_waited_for_is_an_event() -> None:
+    shape = torch.Size([2, 4])
+    expected = [*[shape] * 4, [], [()], [()], 32.0]
+    assert run_ranks(with_events, 2) == [expected] * 2
 
 
 def deprecated_name() -> float:

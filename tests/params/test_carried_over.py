@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dist.two_tensors import two_tensor_hooks
 from meshes.compare import Oracle, gradient_differences, value_differences, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
-from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
+from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard, unsharded
 from composable_shard.testing import fake_ranks, run_ranks
 
 WIDTH = 5
@@ -33,16 +38,151 @@ def batch(step: int = 0) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
-def test_python_attributes_are_carried_over() -> None:
+class Tagging(nn.Module):
+    """Reads the attributes of its weight in forward, and sets one there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.seen: list[dict[str, object]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        names = ("before", "between", "inside", "in_backward", "later", "changed")
+        self.seen.append({n: getattr(self.weight, n) for n in names if hasattr(self.weight, n)})
+        self.weight.inside = len(self.seen)
+        self.weight.changed = "inside"
+        weight = self.weight
+
+        def note(grad: torch.Tensor) -> torch.Tensor:
+            weight.in_backward = True
+            return grad
+
+        y = x @ self.weight
+        y.register_hook(note)
+        return y
+
+
+def make_tagging(kind: str) -> nn.Sequential:
+    """Return two layers whose parameters are plain, or of one class or another."""
+    model = nn.Sequential(Tagging(), Tagging())
+    for layer in model:
+        if kind != "plain":
+            layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach()))
+    return model
+
+
+def attributes(kind: str, reshard: bool | None, where: str) -> list[object]:
+    with two_tensor_hooks() if kind == "two tensors with hooks" else nullcontext():
+        return read_attributes(kind, reshard, where)
+
+
+def read_attributes(kind: str, reshard: bool | None, where: str) -> list[object]:
+    model = make_tagging(kind)
+    own: nn.Parameter = model[0].weight
+    own.before = tags = ["a", "list"]  # type: ignore[attr-defined]
+    own.changed = "before"  # type: ignore[attr-defined]
+    for layer in model if where == "inner" else ():
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    sharded: Any = model[0].weight
+    found: list[object] = [sharded.before is tags, sharded.changed]
+    sharded.between = 1
+    x = torch.randn(2, WIDTH)
+    loss = model(x).sum()
+    if kind != "plain":  # which are copied when the forms change places
+        for module in (model[0], model) if where == "inner" else (model,):
+            module.reshard()
+    found += [sharded.inside, sharded.changed, hasattr(sharded, "in_backward")]
+    loss.backward()
+    model.reshard()
+    found += [sharded.in_backward, model[0].weight is sharded]
+    sharded.later, sharded.changed = 2, "later"
+    with unsharded(model):
+        found += [model[0].weight.later, model[0].weight.before is tags]
+        model[0].weight.opened = True
+    found += [sharded.opened]
+    model(x).sum().backward()
+    model.reshard()
+    del sharded.before
+    (model[0] if where == "inner" else model).unshard()
+    if kind == "plain":
+        found.append(hasattr(model[0].weight, "before"))
+    expected_first = {"before": tags, "between": 1, "changed": "before"}
+    expected_second = {
+        **expected_first,
+        "inside": 1,
+        "in_backward": True,
+        "later": 2,
+        "changed": "later",
+    }
+    return [*found, model[0].seen == [expected_first, expected_second]]
+
+
+@pytest.mark.parametrize("where", ["inner", "root"])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("kind", ["plain", "two tensors", "two tensors with hooks"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_attribute_of_a_parameter_is_on_both_forms(
+    ranks: int, kind: str, reshard: bool | None, where: str
+) -> None:
+    """Whichever form it is set on, and whenever; the last value counts."""
+    inside = [1, "inside", False, True, True]
+    expected: list[object] = [True, "before", *inside, 2, True, True]
+    if kind == "plain":
+        expected.append(False)
+    found = run_ranks(attributes, ranks, kind, reshard, where)
+    assert found == [[*expected, True]] * ranks
+
+
+def test_attributes_stay_when_parameters_are_converted_or_loaded() -> None:
     with fake_ranks(2):
-        model = make()
-        model[0].weight.is_expert = True
-        model[0].weight.tags = tags = ["a"]
+        with torch.device("meta"):
+            model = make()
+        model[0].weight.tag = 1
         shard_layers(model)
-        assert model[0].weight.is_expert is True
-        assert model[0].weight.tags is tags
-        model(torch.ones(2, WIDTH)).sum().backward()
-        assert model[0].weight.tags is tags
+        weights = (model[0].weight, model[2].weight)
+        model.to_empty(device="cpu")
+        assert model[0].weight.tag == 1
+        model[2].weight.tag = 2
+        model.double()
+        assert [model[0].weight.tag, model[2].weight.tag] == [1, 2]
+        model.load_state_dict(make().state_dict())
+        model.load_state_dict(model.state_dict())
+        assert [model[0].weight.tag, model[2].weight.tag] == [1, 2]
+        full = {name: p.double() for name, p in make().state_dict().items()}
+        model.load_state_dict(full, assign=True)
+        assert model[0].weight is not weights[0]
+        assert [model[0].weight.tag, model[2].weight.tag] == [1, 2]
+        model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+        model.float()
+        model[0].weight.tag = 3
+        model[0].unshard()
+        assert model[0].weight.tag == 3
+        model[0].reshard()
+        copied = copy.deepcopy(model)
+        copied[0].weight.tag = 4
+        copied.double()
+        assert [model[0].weight.tag, copied[0].weight.tag, copied[2].weight.tag] == [3, 4, 2]
+
+
+def test_a_tied_parameter_that_finds_its_owner_keeps_its_attributes() -> None:
+    with fake_ranks(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        fully_shard(model[0])
+        model[0].weight.tag = 1
+        fully_shard(model)
+        assert model[1].weight.tag == 1
+        assert model[0].weight is model[1].weight
+
+
+def test_the_attributes_of_a_class_are_not_those_of_users() -> None:
+    with fake_ranks(2):
+        model = make_tagging("two tensors")
+        model[0].weight.tag = 1
+        fully_shard(model)
+        assert {"a", "b"} & set(vars(model[0].weight)) == set()
+        assert model[0].weight.tag == 1
 
 
 # Hooks on gradients --------------------------------------------------------------------------

@@ -67,6 +67,15 @@ def test_an_average_by_the_backend_is_all_there_is_to_do() -> None:
     assert plan_scale(6, torch.float32) == ReductionScale(before=1, averages=True, after=1, total=6)
 
 
+@given(ranks, st.sampled_from(DTYPES), divisors, st.booleans())
+def test_a_reduction_that_divides_does_all_of_it(
+    num_ranks: int, dtype: torch.dtype, divisor: float | None, can_average: bool
+) -> None:
+    scale = plan_scale(num_ranks, dtype, divisor=divisor, can_average=can_average, can_divide=True)
+    total = num_ranks if divisor is None else divisor
+    assert scale == ReductionScale(before=1, averages=True, after=1, total=total)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "each", "mean"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -12,6 +14,7 @@ from composable_shard.core.comms.collectives import (
     CoalescedReduceScatter,
     ReduceScatterLaunch,
     Tensors,
+    sum_dtype,
 )
 from composable_shard.core.comms.custom import (
     AllGather,
@@ -21,6 +24,7 @@ from composable_shard.core.comms.custom import (
     Memory,
     ReduceScatter,
     ReduceScatterIn,
+    Then,
 )
 from composable_shard.core.comms.direct import DirectAllGather, DirectReduceScatter
 from composable_shard.core.comms.failures import named
@@ -105,6 +109,25 @@ class Channel:
         if group is not None:
             self._reduce_group = subgroup(group, group.size()) if enable else group
 
+    def saved(self) -> tuple[AllGatherLaunch | None, ReduceScatterLaunch | None, bool]:
+        """Return what of the choices is pickled: memory of a backend is not."""
+        is_separate = self._reduce_group is not self.mesh.shard_group
+        custom = (self.all_gather, self.reduce_scatter) if self._is_custom else (None, None)
+        return (*custom, is_separate)
+
+    def restore(
+        self,
+        all_gather: AllGatherLaunch | None,
+        reduce_scatter: ReduceScatterLaunch | None,
+        is_separate: bool,
+    ) -> None:
+        """Make the choices that :meth:`saved` returned. Collective: see separate_reductions."""
+        if all_gather is not None and reduce_scatter is not None:
+            self.all_gather, self.reduce_scatter = all_gather, reduce_scatter
+            self._is_custom = True
+        if is_separate:
+            self.separate_reductions(True)
+
     # Collectives ----------------------------------------------------------------------------
 
     def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
@@ -130,11 +153,20 @@ class Channel:
         group = self.mesh.shard_group
         return group is not None and self.reduce_scatter.averages(group, self.mesh.device)
 
-    def reduce(self, outputs: Tensors, inputs: Tensors, *, average: bool) -> list[Waitable]:
-        """Reduce every input over the ranks that share the parameters, and scatter it."""
+    def reduce(self, outputs: Tensors, inputs: Tensors, divisor: float | None) -> list[Waitable]:
+        """Reduce every input over the ranks that share the parameters, and scatter it.
+
+        Args:
+            outputs: What to write.
+            inputs: What to reduce.
+            divisor: What to divide the sum by, the number of ranks unless the reduce-scatter
+                ``divides``; ``None`` to leave it as it is.
+        """
         group = self._reduce_group
         assert group is not None
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
+        if divisor is not None and self.reduce_scatter.divides:
+            op = divisor
         try:
             return self.reduce_scatter.launch(outputs, inputs, group, op, self.tags[1])
         except RuntimeError as error:
@@ -160,11 +192,25 @@ class Channel:
             return False
         return _torch.average_is_supported(_torch.backend_name(group, self.mesh.device))
 
+    def divides_over_replicas(self, dtype: torch.dtype) -> bool:
+        """Tell whether :meth:`all_reduce` averages before it rounds to ``dtype``.
+
+        Gloo rounds each sum of two ranks, so it is given what is wide enough to be rounded once.
+        """
+        group = self.mesh.replica_group
+        is_gloo = group is not None and _torch.backend_name(group, self.mesh.device) == "gloo"
+        return is_gloo and sum_dtype(dtype) != dtype
+
     def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> list[Waitable]:
         """Reduce a tensor over the ranks that hold the same shards, in place."""
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        divides = self.divides_over_replicas(tensor.dtype)
+        op = dist.ReduceOp.AVG if average and not divides else dist.ReduceOp.SUM
+        summed = tensor.to(sum_dtype(tensor.dtype)) if divides else tensor
         try:
-            work = dist.all_reduce(tensor, op, group=self.mesh.replica_group, async_op=True)
+            work = dist.all_reduce(summed, op, group=self.mesh.replica_group, async_op=True)
         except RuntimeError as error:
             raise named(error, self.reducing) from error
+        if divides:
+            divisor = self.mesh.num_replicas if average else 1
+            return [Then(work, summed, lambda: tensor.copy_(summed.div_(divisor)))]
         return [] if work is None else [work]

@@ -39,10 +39,12 @@ class ReduceScatterLaunch(Protocol):
     Attributes:
         widens: Whether an input may be of a narrower dtype than its output, in which it is summed;
             another one on each rank.
+        divides: Whether it divides a sum by any number before it is rounded.
         reads_padding: Whether it may look at an input as a whole, so that padding must be zeros.
     """
 
     widens: bool = False
+    divides: bool = False
     reads_padding: bool = False
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -51,7 +53,21 @@ class ReduceScatterLaunch(Protocol):
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
     ) -> list[Waitable]:
-        """Launch the reduce-scatter of each input [N * n] into its output [n]; see all-gather."""
+        """Launch the reduce-scatter of each input [N * n] into its output [n]; see all-gather.
+
+        Args:
+            outputs: What to write.
+            inputs: What to send.
+            group: The ranks.
+            op: A ``ReduceOp``, or, if it ``divides``, the number to divide the sum by.
+            tag: See all-gather.
+        """
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return in what to add tensors of ``dtype``, that their sum is rounded to it only once."""
+    is_half = dtype.is_floating_point and dtype.itemsize < 4
+    return torch.float32 if is_half else dtype
 
 
 class CoalescedAllGather(AllGatherLaunch):

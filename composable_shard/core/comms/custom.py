@@ -95,16 +95,18 @@ class ReduceScatter(_Allocates):
         """Reduce ``input_tensor`` [N * numel] by ``op`` and scatter it to ``output_tensor``."""
 
 
-class _Then:
+class Then:
     """Does something when a collective has been waited for; until then keeps what it reads.
 
     A custom collective may run where nothing orders it before the next use of that memory.
     """
 
-    def __init__(self, work: Waitable | None, sent: torch.Tensor, act: Callable[[], None]) -> None:
+    def __init__(
+        self, work: Waitable | None, sent: torch.Tensor, act: Callable[[], object]
+    ) -> None:
         self._work = work
         self._sent: torch.Tensor | None = sent
-        self._act: Callable[[], None] | None = act
+        self._act: Callable[[], object] | None = act
 
     def wait(self) -> bool:
         if self._work is not None:
@@ -142,7 +144,7 @@ class CustomAllGather(AllGatherLaunch):
                 for place, part in zip(places, parts, strict=True):
                     place.copy_(part)
 
-            works.append(_Then(work, sent, copy_out))
+            works.append(Then(work, sent, copy_out))
         return works
 
 
@@ -177,7 +179,7 @@ class CustomReduceScatter(ReduceScatterLaunch):
                 for place, part in zip(places, arrived.split(numels), strict=True):
                     place.view(-1).copy_(part)
 
-            works.append(_Then(work, sent, copy_out))
+            works.append(Then(work, sent, copy_out))
         return works
 
 

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.comms.collectives import AllGatherLaunch, ReduceScatterLaunch, Tensors
+from composable_shard.core.comms.collectives import (
+    AllGatherLaunch,
+    ReduceScatterLaunch,
+    Tensors,
+    sum_dtype,
+)
 from composable_shard.core.comms.failures import lost, refuse_lost
 from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.core.comms.offers import Offer, Place
@@ -22,6 +27,7 @@ from composable_shard.core.comms.streams import Waitable
 from composable_shard.errors import ShardError
 
 CHUNK_NUMEL = 1 << 16  # elements summed at once: a few of them fit into a cache
+_SUM, _AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 class DirectAllGather(AllGatherLaunch):
@@ -137,11 +143,13 @@ class _Reading(_Reader):
 class DirectReduceScatter(ReduceScatterLaunch):
     """Every rank gets its part from every other and sums.
 
-    The sum is taken in rank order, so that every shard of a gradient is rounded alike. Neighbours
+    The sum is taken in rank order, so that every shard of a gradient is rounded alike, and in
+    float32 at least: one of half precision is rounded once, when it has been divided. Neighbours
     are read as they are, and widened as they are added; what is sent is cast before.
     """
 
     widens = True
+    divides = True
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         return True
@@ -149,12 +157,12 @@ class DirectReduceScatter(ReduceScatterLaunch):
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
     ) -> list[Waitable]:
-        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         rank, num_ranks = group.rank(), group.size()
+        divisor = op if isinstance(op, float) else {_SUM: 1, _AVERAGE: num_ranks}[op]
         near, far = _routes(group)
         parts = [full.view(num_ranks, -1) for full in inputs]
         sums = [
-            _RankOrderSum(out, {rank: part[rank]}, num_ranks if op == dist.ReduceOp.AVG else 1)
+            _RankOrderSum(out, {rank: part[rank]}, divisor)
             for out, part in zip(outputs, parts, strict=True)
         ]
         messages = _Messages(group, tag)
@@ -194,7 +202,8 @@ class _Summing(_Reader):
 class _RankOrderSum:
     """Sums the parts of all ranks, chunk by chunk.
 
-    A chunk of a neighbour is read into a scratch that stays in the cache until it is added.
+    A chunk of a neighbour is read into a scratch that stays in the cache until it is added. So does
+    the sum of a chunk that is to be rounded.
 
     Attributes:
         out: The sum, or the average.
@@ -202,15 +211,20 @@ class _RankOrderSum:
         divisor: What to divide by.
     """
 
-    def __init__(self, out: torch.Tensor, parts: dict[int, torch.Tensor], divisor: int) -> None:
+    def __init__(self, out: torch.Tensor, parts: dict[int, torch.Tensor], divisor: float) -> None:
         self.out = out
         self.parts = parts
         self.divisor = divisor
+        self._sum_dtype = sum_dtype(out.dtype)
 
     def take(self, offer: Offer | None, places: dict[int, Place]) -> None:
         """Take the sum of ``parts`` and of those that neighbours offer."""
         numel = self.out.numel()
-        chunk_numel = CHUNK_NUMEL if places else max(numel, 1)
+        rounds = self._sum_dtype != self.out.dtype
+        chunk_numel = CHUNK_NUMEL if places or rounds else max(numel, 1)
+        wide = _torch.empty(
+            min(chunk_numel, numel) if rounds else 0, dtype=self._sum_dtype, device=self.out.device
+        )
         scratch = {
             peer: _torch.empty(min(chunk_numel, numel), dtype=place.dtype, device=self.out.device)
             for peer, place in places.items()
@@ -222,7 +236,12 @@ class _RankOrderSum:
                 assert offer is not None
                 parts[peer] = scratch[peer][: total.numel()]
                 offer.read(peer, place.address + start * place.dtype.itemsize, parts[peer])
-            self._add([parts[rank] for rank in sorted(parts)], total)
+            in_order = [parts[rank] for rank in sorted(parts)]
+            if rounds:
+                self._add(in_order, wide[: total.numel()])
+                total.copy_(wide[: total.numel()])
+            else:
+                self._add(in_order, total)
 
     def _add(self, parts: Tensors, total: torch.Tensor) -> None:
         first, second, *others = parts

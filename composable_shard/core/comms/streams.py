@@ -20,10 +20,10 @@ from composable_shard.errors import ShardError
 
 
 class Waitable(Protocol):
-    """What a launched collective returns: ``torch.distributed.Work`` or one of ours."""
+    """A launched collective, as ``torch.distributed.Work`` is, or an event of any backend."""
 
     def wait(self) -> object:
-        """Make the current stream (on the CPU: the caller) continue after the collective."""
+        """Make the current stream (on the CPU: the caller) continue after it."""
 
 
 class Pending:
@@ -78,16 +78,6 @@ class Pending:
             with contextlib.suppress(RuntimeError):
                 self._works.pop().wait()
         self._owned.clear()
-
-
-def wait_for_event(event: torch.Event, device: torch.device) -> None:
-    """Make the compute stream of ``device`` continue after ``event``.
-
-    Hazard: a generic stream takes the event of a backend, such as ``torch.cuda.Event``, for one
-    that was never recorded, and does not wait. Guard: the event is asked, which knows its kind.
-    """
-    if device.type != "cpu":
-        event.wait()
 
 
 def compute_stream(device: torch.device) -> int:

@@ -151,7 +151,8 @@ class MeshGradients:
         works, results = [], [reduction.transfer.result for reduction in self._reductions]
         for reduction, result in zip(self._reductions, results, strict=True):
             dtype, num_replicas = reduction.route.bucket.dtype, self._mesh.num_replicas
-            scale = plan_scale(num_replicas, dtype, can_average=average)
+            divides = self._channel.divides_over_replicas(dtype)
+            scale = plan_scale(num_replicas, dtype, can_average=average, can_divide=divides)
             if scale.before != 1:
                 result.div_(scale.before)
             works += self._channel.all_reduce(result, average=scale.averages)
@@ -238,6 +239,7 @@ class MeshGradients:
                 dtype,
                 divisor=None if divisor is None else divisor / self._mesh.num_replicas,
                 can_average=self._channel.can_average() and not sums_only,
+                can_divide=self._channel.reduce_scatter.divides,
             )
         return scale
 
@@ -254,7 +256,8 @@ class MeshGradients:
             assert reduction.route.bucket.dtype == torch.float16  # others keep flags as they are
             _torch.divide_all_(transfer.inputs, scale.before)
         reduction.divide_after = scale.after
-        return self._channel.reduce(transfer.outputs, transfer.inputs, average=scale.averages)
+        divisor = scale.total if scale.averages else None
+        return self._channel.reduce(transfer.outputs, transfer.inputs, divisor)
 
     # What comes out -------------------------------------------------------------------------
 

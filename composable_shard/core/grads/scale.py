@@ -18,7 +18,7 @@ class ReductionScale:
     """Divide by ``before``, reduce (averaging if ``averages``), divide by ``after``.
 
     Attributes:
-        total: What a sum that was taken in another way is divided by.
+        total: What a sum that is divided but once is divided by.
     """
 
     before: float
@@ -33,6 +33,7 @@ def plan_scale(
     *,
     divisor: float | None = None,
     can_average: bool = True,
+    can_divide: bool = False,
 ) -> ReductionScale:
     """Split the division of a gradient sum between before, during and after the reduction.
 
@@ -42,8 +43,12 @@ def plan_scale(
             the division (about the square root, a power of two) is done beforehand.
         divisor: What to divide the sum by; the number of ranks if absent.
         can_average: Whether the backend averages by itself.
+        can_divide: Whether the reduction divides by any number, before it rounds; it then divides
+            by ``total``.
     """
     total = float(num_ranks) if divisor is None else float(divisor)
+    if can_divide:
+        return ReductionScale(1.0, True, 1.0, total)
     if reduce_dtype == torch.float16:
         before = 1.0
         while before * before < total and total % (2 * before) == 0:

@@ -1,7 +1,7 @@
-"""Trainable parameters that nobody shards.
+"""Trainable parameters that we do not shard.
 
-Some are ignored, some were added too late, and some belong to modules of which only children were
-sharded.
+Some are ignored, some belong to modules that torch's ``replicate`` keeps whole on every rank, some
+were added too late, and some belong to modules of which only children were sharded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.errors import ShardError
 
 if TYPE_CHECKING:
     from composable_shard.core.group import ParamGroup
@@ -40,6 +41,37 @@ def ignore(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None
             module.__dict__[_ATTRIBUTE] = (*module.__dict__.get(_ATTRIBUTE, ()), *names)
 
 
+def is_taken(module: nn.Module) -> bool:
+    """Tell whether a function, ``fully_shard`` or ``replicate``, reduces a module's gradients.
+
+    It may be torch's own ``fully_shard``.
+    """
+    return "fully_shard" in _torch.composable_functions(module) or _torch.is_replicated(module)
+
+
+def refuse_replicated(
+    tops: Iterable[nn.Module], holders: Collection[nn.Module], label: str
+) -> None:
+    """Raise if ``replicate`` was applied to a module after its parameters were sharded.
+
+    Args:
+        tops: The modules of a group.
+        holders: The modules in which its parameters are registered.
+        label: What messages call the group.
+
+    Raises:
+        ShardError: On all ranks, with the name of the module.
+    """
+    for top in tops:
+        for name, module in top.named_modules():
+            is_ours = module is not top and _torch.is_replicated(module)
+            if is_ours and any(inner in holders for inner in module.modules()):
+                raise ShardError(
+                    f"Expected replicate of '{name}' before fully_shard of {label}, whose "
+                    "parameters it holds, got it after; apply replicate first"
+                )
+
+
 def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | None]) -> None:
     """Warn if trainable parameters of ``modules`` are plain and were not ignored.
 
@@ -47,10 +79,18 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
         modules: Modules that are sharded.
         ours: Plain parameters that belong there.
     """
-    known = set(map(id, ours))
+    tops = tuple(modules)
+    replicated = {
+        id(param)
+        for top in tops
+        for module in top.modules()
+        if _torch.is_replicated(module)
+        for param in module.parameters()
+    }
+    known = replicated.union(map(id, ours))
     names = [
         f"{prefix}.{name}".lstrip(".")
-        for top in modules
+        for top in tops
         for prefix, module in top.named_modules()
         for name, param in module._parameters.items()
         if param is not None

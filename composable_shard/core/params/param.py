@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -92,6 +92,50 @@ class Slot(NamedTuple):
         return self.module._parameters.get(self.attribute)
 
 
+class Attributes:
+    """What users set on one form of a parameter, ``param.tag = ...``, is there on the other.
+
+    Both forms have one dict, unless the other is a tensor subclass, which keeps inner tensors and
+    metadata in its own: what is not of the class is then copied when the forms change places.
+
+    Args:
+        sharded: The sharded form.
+        other: An unsharded one, just made.
+    """
+
+    def __init__(self, sharded: nn.Parameter, other: nn.Parameter) -> None:
+        self._sharded, self._other = sharded, other
+        self.are_shared = type(other) in (nn.Parameter, DTensor)
+        self._of_class = {"_is_param", *other.__dict__}
+        if self.are_shared:
+            other.__dict__ = sharded.__dict__
+        else:
+            self.give()
+
+    def give(self) -> None:
+        """Copy attributes of the sharded form to the other, which is registered now."""
+        self._copy(self._sharded, self._other)
+
+    def take(self) -> None:
+        """Copy attributes of the other form to the sharded one, which is registered now."""
+        self._copy(self._other, self._sharded)
+
+    def _copy(self, source: nn.Parameter, target: nn.Parameter) -> None:
+        if self.are_shared:
+            return
+        for name, value in source.__dict__.items():
+            if name not in self._of_class:
+                target.__dict__[name] = value
+
+
+def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
+    """Return what was set on a parameter: what is in its dict and not of its class."""
+    of_class = {"_is_param"}
+    if type(param) not in (nn.Parameter, DTensor):
+        of_class.update(param.detach().__dict__)
+    return {name: value for name, value in param.__dict__.items() if name not in of_class}
+
+
 class ShardedParam:
     """The sharded and the unsharded form of one parameter.
 
@@ -108,6 +152,7 @@ class ShardedParam:
         sharded: The DTensor parameter.
         local: The local tensor of ``sharded``, to notice when somebody replaces it.
         unsharded: The parameter of compute, once it was gathered.
+        attributes: What users set on either; ``None`` before it was gathered.
         is_subclass: Whether ``unsharded`` is made of inner tensors.
         parts: What autograd may save of a subclass by itself and is freed with ``unsharded``.
         encodes_grad: Whether the local shard says what its gradient looks like on the wire.
@@ -145,6 +190,8 @@ class ShardedParam:
         self.sharded: nn.Parameter
         self.local: torch.Tensor
         self.unsharded: nn.Parameter | None = None
+        self.attributes: Attributes | None = None
+        self._dict: dict[str, object] = {}
         self.is_subclass = False
         self.parts: Sequence[torch.Tensor] = ()
         self.encodes_grad = False
@@ -154,6 +201,32 @@ class ShardedParam:
         self._has_asked = False
         self._asked_grad_dtype: torch.dtype | None = None
         self._shown_grad_dtype: torch.dtype | None = original.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the sharded form alone, which keeps no ``grad_dtype`` by itself."""
+        left_out = ("local", "unsharded", "attributes", "accumulator", "parts", "_dict", "_specs")
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "grad_dtype": self.sharded.grad_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        grad_dtype = state.pop("grad_dtype")
+        self.__dict__.update(state)
+        self._specs, self._is_watched, self.is_unsynced = {}, False, False
+        self.forget_unsharded()
+        if not self.sharded.is_leaf:  # torch loads a DTensor on the meta device as a view
+            local = _torch.local_tensor(self.sharded).detach()
+            leaf = _torch.parameter_of(
+                _torch.from_local(local, self.spec), self.sharded.requires_grad
+            )
+            leaf.__dict__.update(self.sharded.__dict__)
+            torch.utils.swap_tensors(self.sharded, leaf)
+        self.hold(self.sharded)
+        for spec in (self.spec, self.placement.model, _torch.spec_of(self.sharded)):
+            if spec is not None:
+                _torch.rebind(spec.mesh)
+        if grad_dtype != self.sharded.grad_dtype:
+            self.sharded.grad_dtype = grad_dtype
+        self.local = _torch.local_tensor(self.sharded)
 
     @property
     def layout(self) -> ParamLayout:
@@ -179,16 +252,16 @@ class ShardedParam:
 
     def create_sharded(self, local: torch.Tensor, original: nn.Parameter) -> None:
         """Make the DTensor parameter around ``local``, with what users hung on the original."""
-        self.sharded = _torch.parameter_of(
-            _torch.from_local(local, self.spec), original.requires_grad
-        )
-        if type(original) in (nn.Parameter, DTensor):  # subclasses keep their inner tensors there
-            for name, value in original.__dict__.items():
-                self.sharded.__dict__.setdefault(name, value)
+        self.hold(_torch.parameter_of(_torch.from_local(local, self.spec), original.requires_grad))
+        self.sharded.__dict__.update(attributes_of_user(original))
         _torch.share_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
         self.local = _torch.local_tensor(self.sharded)
+
+    def hold(self, sharded: nn.Parameter) -> None:
+        """Let ``sharded`` be the DTensor parameter, with the attributes that it has."""
+        self.sharded, self._dict = sharded, sharded.__dict__
 
     def adopt_local(self, local: torch.Tensor) -> None:
         """Let ``local``, which holds the same values, be the local shard from now on."""
@@ -205,6 +278,7 @@ class ShardedParam:
             self.unsharded = _torch.parameter_of(tensor, self.sharded.requires_grad)
             self.unsharded.grad_dtype = None  # it is rounded once, to the dtype of the reduction
         remember_stand_in(self.unsharded, self)
+        self.attributes = Attributes(self.sharded, self.unsharded)
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
         return self.unsharded
@@ -257,7 +331,7 @@ class ShardedParam:
     def forget_unsharded(self) -> None:
         """Let go of the unsharded parameter; the next gather makes another."""
         self.unsharded, self.accumulator, self.is_subclass = None, None, False
-        self.parts = ()
+        self.parts, self.attributes = (), None
 
     def register_sharded(self) -> None:
         for slot in self.slots:
@@ -296,13 +370,24 @@ class ShardedParam:
         """Take over a parameter or local tensor that replaced ours (loading, ``to``, ...)."""
         current = self.slots[0].get()
         if current is not None and current is not self.sharded:
-            self.sharded = current
+            self.hold(current)
+        self.keep_attributes(self.sharded)
         for slot in self.slots:
             slot.put(self.sharded)
         self.local = _torch.local_tensor(self.sharded)
         self.spec = _torch.spec_with_dtype(self.spec, self.local.dtype)
         if self.sharded.grad_dtype == self.sharded.dtype:  # of a new parameter, as of any
             self._shown_grad_dtype = self.sharded.dtype
+
+    def keep_attributes(self, param: nn.Parameter) -> None:
+        """Give ``param``, what a conversion or a load has made of the sharded form, its attributes.
+
+        Hazard: torch exchanges the dicts, too, when it exchanges two tensors.
+        """
+        if param.__dict__ is not self._dict:
+            for name, value in self._dict.items():
+                param.__dict__.setdefault(name, value)
+            self._dict = param.__dict__
 
     def version(self) -> int:
         """Return a number that grows when the sharded values change in place."""

@@ -51,6 +51,8 @@ class ParamSet:
         self._first_places = [(param.slots[0].module, param.slots[0].attribute) for param in params]
         self._put_sharded = _pairs(params, self._sharded)
         self._put_unsharded = _pairs(params, self._unsharded) if self.is_created else []
+        both = (param.attributes for param in params)
+        self._apart = [one for one in both if one is not None and not one.are_shared]
         self._followed: list[bool] | None = None
         self._note_accumulators()
 
@@ -85,11 +87,15 @@ class ParamSet:
     def register_sharded(self) -> None:
         """Put the sharded parameters into their modules."""
         _put(self._put_sharded)
+        for attributes in self._apart:
+            attributes.take()
 
     def register_unsharded(self) -> None:
         """Put the unsharded parameters into their modules."""
         assert self.is_created
         _put(self._put_unsharded)
+        for attributes in self._apart:
+            attributes.give()
 
     def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Give the unsharded parameters the ``requires_grad`` of the sharded ones.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.comms import host_copies, offers
-from composable_shard.core.comms.streams import wait_for_event
+from composable_shard.core.comms.streams import Waitable
 from composable_shard.core.group import ParamGroup, PartlySharded, Unsharded
 from composable_shard.core.params.freed import FreedParameters
-from composable_shard.core.params.left_plain import warn_of_plain
+from composable_shard.core.params.left_plain import refuse_replicated, warn_of_plain
 from composable_shard.core.params.ties import refuse_unowned
 from composable_shard.core.passes.backward import BackwardPass
 from composable_shard.core.passes.forward import ForwardPass
@@ -42,7 +41,7 @@ class Context:
         self.forward = ForwardPass(self)
         self.backward = BackwardPass(self)
         self.listener: Listener | None = None
-        self.post_optim_event: torch.Event | None = None
+        self.post_optim_event: Waitable | None = None
         self._freed = FreedParameters()
         self.opened: set[ParamGroup] = set()
         self._agreed = False
@@ -81,8 +80,9 @@ class Context:
         """Look once for parameters without an owner, and for settings that only the root has.
 
         Raises:
-            ShardError: For a tied one; see refuse_unowned. For others there is a warning. For a
-                group below the root whose backward is finalized by hand.
+            ShardError: For a tied one, and for one that was replicated later; see refuse_unowned
+                and refuse_replicated. For others there is a warning. For a group below the root
+                whose backward is finalized by hand.
         """
         if self._owners_checked:
             return
@@ -93,16 +93,26 @@ class Context:
                     f"{group.label}; set it to False there and to True on the root"
                 )
         refuse_unowned(m for group in self.groups for top in group.modules for m in top.modules())
+        for group in self.groups:
+            holders = {slot.module for param in group.params for slot in param.slots}
+            refuse_replicated(group.modules, holders, group.label)
         self._owners_checked = True
         if self.root.mesh.num_ranks > 1:
             unsharded = (param.unsharded for group in self.groups for param in group.params)
             warn_of_plain(self.root.modules, unsharded)
 
+    def wait_for_optimizer(self) -> None:
+        """Wait for the end of an optimizer step that runs beside, if that was asked for.
+
+        Hazard: a stream takes an event of another kind for one that was never recorded, and does
+        not wait. Guard: the event is asked, which knows its kind.
+        """
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
+
     def before_gather(self) -> None:
         """Check once that all ranks hold the same model. Collective: see agree_on_model."""
-        if self.post_optim_event is not None:
-            wait_for_event(self.post_optim_event, self.root.mesh.device)
-            self.post_optim_event = None
         if not self._agreed:
             agree_on_model(self.groups)
             self._agreed = True

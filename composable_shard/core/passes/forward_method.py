@@ -36,6 +36,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         module.__dict__[name] = MethodType(ForwardMethod(module, name), module)
 
 
+def forward_methods(module: nn.Module) -> list[str]:
+    """Return the names of the methods that are run as forward of a module."""
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if isinstance(getattr(value, "__func__", None), ForwardMethod)
+    ]
+
+
 def _binder(module: nn.Module, name: str) -> Callable[[nn.Module], Callable[..., Any]]:
     """Return what looks the method up for a module, this one or a copy of it."""
     if name in module.__dict__:

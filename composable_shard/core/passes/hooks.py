@@ -111,9 +111,23 @@ class ModuleHooks:
     def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         self._group = group
         self._managed = list(managed)
-        buffers = CastBuffers(managed, group.policy.buffer_dtype)
-        self._lenders = [x for x in (buffers, PreciseNormWeights(managed)) if x.may_lend]
-        self._stored = StoredTensors(managed)
+        self._buffer_dtype = group.policy.buffer_dtype
+        self._watch_modules()
+
+    def _watch_modules(self) -> None:
+        buffers = CastBuffers(self._managed, self._buffer_dtype)
+        self._lenders = [x for x in (buffers, PreciseNormWeights(self._managed)) if x.may_lend]
+        self._stored = StoredTensors(self._managed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle whose hooks they are; the group and the modules may come later."""
+        names = ("_group", "_managed", "_buffer_dtype")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watch_modules()
+        self.claim_modules()
 
     def claim_modules(self) -> None:
         """Have :func:`owner_of` find the group of the modules."""

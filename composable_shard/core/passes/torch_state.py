@@ -9,6 +9,7 @@ that torch has a state of. Here is a state with what they read, and nothing to w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -102,10 +103,15 @@ class TorchState(_ReadOnly, PipelineState):
 
 
 class _States(dict[Any, Any]):
-    """Answers for ``fully_shard`` of torch, and is an ordinary dict to all others."""
+    """Answers for ``fully_shard`` of torch, and is an ordinary dict to all others.
 
-    def __init__(self, state: TorchState) -> None:
-        super().__init__()
+    Args:
+        state: The answer.
+        others: What other functions keep there already.
+    """
+
+    def __init__(self, state: TorchState, others: Mapping[Any, Any]) -> None:
+        super().__init__(others)
         self.state = state
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -116,8 +122,10 @@ class _States(dict[Any, Any]):
 
 
 def answer_torch(module: nn.Module, group: ParamGroup) -> None:
-    """Let torch, and what follows it, find a state of ``module``."""
-    module.__dict__[_torch.COMPOSABLE_STATE] = _States(TorchState(group))
+    """Let torch, and what follows it, find a state of ``module``, and that it is sharded."""
+    others = module.__dict__.get(_torch.COMPOSABLE_STATE, {})
+    module.__dict__[_torch.COMPOSABLE_STATE] = _States(TorchState(group), others)
+    _torch.add_composable_function(module, "fully_shard")
     list_with_torch(module)
 
 

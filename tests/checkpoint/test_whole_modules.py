@@ -1,0 +1,530 @@
+"""A sharded module that is pickled, or saved by torch, and loaded trains on as the original."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.two_tensors import two_tensor_hooks
+from meshes.test_custom_communication import CopyingAllGather, SummingReduceScatter
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+
+from composable_shard import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from composable_shard.compat.torch_dropin import install
+from composable_shard.core.group import group_of
+from composable_shard.insight.events import record_events
+from composable_shard.testing import fake_ranks, run_ranks, stop_ranks
+
+WIDTH = 6
+Build = Callable[[], nn.Module]
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.note: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.down(self.up(x).tanh())
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).tanh()
+
+
+class Model(nn.Module):
+    """Blocks, a batch norm, and a head that is tied to the first layer."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * self.scale)
+
+
+def make(hidden: int = 11) -> Model:
+    torch.manual_seed(0)
+    return Model(hidden)
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def double(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def halved(grad: torch.Tensor) -> None:
+    grad /= 2
+
+
+# How it is sharded ----------------------------------------------------------------------------
+
+
+def nested(**options: Any) -> nn.Module:
+    model = make()
+    fully_shard(model.blocks[0], **options)
+    fully_shard([model.blocks[1], model.blocks[2]], **options)
+    return fully_shard(model, **options)
+
+
+def root_only() -> nn.Module:
+    return fully_shard(make())
+
+
+def mixed() -> nn.Module:
+    return nested(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def with_buffer_dtype() -> nn.Module:
+    return nested(mp_policy=MixedPrecisionPolicy(torch.float64, buffer_dtype=torch.float64))
+
+
+def offloaded() -> nn.Module:
+    return nested(offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def kept() -> nn.Module:
+    return nested(reshard_after_forward=False)
+
+
+def to_two() -> nn.Module:
+    return nested(reshard_after_forward=2)
+
+
+def hybrid() -> nn.Module:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    return nested(mesh=mesh)
+
+
+def along_columns() -> nn.Module:
+    return nested(shard_placement_fn=lambda param: Shard(param.ndim - 1) if param.ndim else None)
+
+
+def tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = make(hidden=12)
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["model"], plan)  # type: ignore[arg-type]
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def with_settings() -> nn.Module:
+    model: Any = nested()
+    model.set_gradient_divide_factor(3.0)
+    model.set_reshard_after_backward(False)
+    model.blocks[0].set_reshard_after_forward(False)
+    model.set_separate_reduce_scatter_group(True)
+    model.blocks[1].set_all_reduce_hook(halved)
+    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
+    model.blocks[0].set_modules_to_backward_prefetch([model])
+    return model  # type: ignore[no-any-return]
+
+
+def with_custom_communication() -> nn.Module:
+    model: Any = nested()
+    model.blocks[0].set_custom_all_gather(CopyingAllGather())
+    model.blocks[0].set_custom_reduce_scatter(SummingReduceScatter())
+    return model  # type: ignore[no-any-return]
+
+
+def with_hooks() -> nn.Module:
+    model = make()
+    model.blocks[0].register_forward_hook(double)
+    model.first.weight.tag = "before"  # type: ignore[attr-defined]
+    fully_shard(model.blocks[0])
+    model.blocks[1].register_forward_hook(double)
+    fully_shard(model)
+    model.register_forward_hook(double)
+    model.blocks[0].up.weight.grad_dtype = None
+    return model
+
+
+def frozen() -> nn.Module:
+    model = make()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.weight.requires_grad = False
+    fully_shard(model.blocks[0])
+    return fully_shard(model)
+
+
+def by_the_drop_in() -> nn.Module:
+    model = make()
+    with install():
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        torch.distributed.fsdp.fully_shard(model.blocks[0], mp_policy=policy)
+        return torch.distributed.fsdp.fully_shard(model, mp_policy=policy)
+
+
+def plain_root() -> nn.Module:
+    model = make()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    for child in (model.first, model.blocks[0], model.norm, model.head):
+        fully_shard(child)
+    return model
+
+
+KINDS: dict[str, tuple[Build, tuple[int, ...]]] = {
+    build.__name__: (build, ranks)
+    for build, ranks in (
+        (root_only, (1, 2, 3)),
+        (nested, (1, 2, 3)),
+        (mixed, (2,)),
+        (with_buffer_dtype, (2,)),
+        (offloaded, (2,)),
+        (kept, (2,)),
+        (to_two, (4,)),
+        (hybrid, (2, 4)),
+        (along_columns, (3,)),
+        (tensor_parallel, (4,)),
+        (with_settings, (2,)),
+        (with_custom_communication, (2,)),
+        (with_hooks, (2,)),
+        (frozen, (2,)),
+        (by_the_drop_in, (2,)),
+        (plain_root, (2,)),
+    )
+}
+CASES = [(name, ranks) for name, (_, counts) in KINDS.items() for ranks in counts]
+
+
+# Both train on --------------------------------------------------------------------------------
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        for microbatch in range(2):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(microbatch == 1)
+            loss = model(batch(2 * step + microbatch)).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.03)
+
+
+def facts(model: nn.Module) -> list[Any]:
+    """Return what has to be the same of a module that was loaded."""
+    found: list[Any] = [[type(module) for module in model.modules()]]
+    for name, param in model.named_parameters():
+        local = param.to_local() if isinstance(param, DTensor) else param
+        placements = getattr(param, "placements", None)
+        kept = (param.grad_dtype, param.requires_grad, getattr(param, "tag", None))
+        found.append((name, placements, local.detach().clone(), kept))
+    found += [(name, buffer.clone()) for name, buffer in model.named_buffers()]
+    for module in model.modules():
+        group = group_of(module)
+        if group is not None:
+            settings = dict(group.settings.__dict__)
+            reduction = settings.pop("reduction")
+            lists = [
+                [g.name for g in settings.pop(k)] for k in ("forward_prefetch", "backward_prefetch")
+            ]
+            found.append((group.name, group.policy, settings, reduction.__dict__, lists))
+            found.append(
+                [len(hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+            )
+    return found
+
+
+def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
+    if isinstance(ours, torch.Tensor):
+        return [] if torch.equal(ours, theirs) else [f"{where}: {theirs} instead of {ours}"]
+    if isinstance(ours, (list, tuple)):
+        if len(ours) != len(theirs):
+            return [f"{where}: {len(theirs)} instead of {len(ours)}"]
+        pairs = zip(ours, theirs, strict=True)
+        return [d for i, (a, b) in enumerate(pairs) for d in differences(a, b, f"{where}[{i}]")]
+    return [] if ours == theirs else [f"{where}: {theirs} instead of {ours}"]
+
+
+def events_of(model: Any, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    tree = next(module for module in model.modules() if isinstance(module, FSDPModule))
+    with record_events(tree) as events:
+        train(model, optimizer, range(6, 7))
+    return list(events)
+
+
+def saved_and_loaded(name: str, way: str, when: str, folder: Path) -> list[str]:
+    """Train a model and what was loaded of it, in turns; compare all along, bit by bit."""
+    model: Any = KINDS[name][0]()
+    optimizer = optimizer_of(model)
+    if when != "before the first forward":
+        train(model, optimizer, range(2))
+    if when == "within an iteration":
+        loss = model(batch(9)).square().sum()
+    both = {"model": model, "optimizer": optimizer}
+    if way == "torch.save":
+        torch.save(both, folder / f"{dist.get_rank()}.pt")
+        loaded = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=False)
+    else:
+        loaded = pickle.loads(pickle.dumps(both))
+    if when == "within an iteration":
+        loss.backward()
+        optimizer.zero_grad()
+        model.zero_grad()
+    other, its_optimizer = loaded["model"], loaded["optimizer"]
+    found = differences(facts(model), facts(other))
+    if [id(p) for g in its_optimizer.param_groups for p in g["params"]] != [
+        id(p) for p in other.parameters() if p.requires_grad
+    ]:
+        found.append("the optimizer has other parameters")
+    for steps in (range(2, 4), range(4, 6)):
+        expected = train(model, optimizer, steps)
+        if (got := train(other, its_optimizer, steps)) != expected:
+            found.append(f"losses {got} instead of {expected}")
+        found += differences(facts(model), facts(other), f"after {steps}")
+    expected_events, got_events = (
+        events_of(one, of_it) for one, of_it in ((model, optimizer), (other, its_optimizer))
+    )
+    if got_events != expected_events:
+        found.append(f"events {got_events} instead of {expected_events}")
+    return found
+
+
+@pytest.mark.parametrize("way", ["torch.save", "pickle"])
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_what_is_loaded_trains_on_as_the_original(
+    tmp_path: Path, ranks: int, kind: str, way: str
+) -> None:
+    run = run_ranks(saved_and_loaded, ranks, kind, way, "after training", tmp_path)
+    assert run == [[]] * ranks
+
+
+@pytest.mark.parametrize("when", ["before the first forward", "within an iteration"])
+@pytest.mark.parametrize("kind", ["nested", "kept"])
+def test_a_module_may_be_saved_at_any_time(tmp_path: Path, kind: str, when: str) -> None:
+    assert run_ranks(saved_and_loaded, 2, kind, "torch.save", when, tmp_path) == [[]] * 2
+
+
+# In another process ---------------------------------------------------------------------------
+
+
+def save(name: str, folder: Path) -> list[float]:
+    model = KINDS[name][0]()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2))
+    torch.save((model, optimizer), folder / f"{dist.get_rank()}.pt")
+    return train(model, optimizer, range(2, 5))
+
+
+def load(folder: Path, makes_other_groups_first: bool) -> list[float]:
+    ranks = dist.get_world_size()
+    if makes_other_groups_first:
+        dist.new_group([0])
+    init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=False)
+    later: list[int] = []
+    for module in model.modules():  # hooks of others do not take the places of those loaded
+        module.register_forward_hook(lambda *_: later.append(1))
+        module.register_forward_pre_hook(lambda *_: later.append(1))
+    losses = train(model, optimizer, range(2, 5))
+    assert later
+    return losses
+
+
+@pytest.mark.parametrize("makes_other_groups_first", [False, True])
+@pytest.mark.parametrize(("kind", "ranks"), [("nested", 2), ("hybrid", 4), ("with_hooks", 2)])
+def test_another_process_with_the_same_mesh_trains_on(
+    tmp_path: Path, kind: str, ranks: int, makes_other_groups_first: bool
+) -> None:
+    expected = run_ranks(save, ranks, kind, tmp_path)
+    stop_ranks()
+    try:
+        assert run_ranks(load, ranks, tmp_path, makes_other_groups_first) == expected
+    finally:
+        stop_ranks()
+
+
+def load_that_of(rank: int, folder: Path) -> str:
+    own = dist.get_rank()
+    torch.save(root_only(), folder / f"{own}.pt")
+    dist.barrier()
+    try:
+        torch.load(folder / f"{rank}.pt", weights_only=False)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_file_of_another_rank_is_refused(tmp_path: Path) -> None:
+    assert run_ranks(load_that_of, 2, 0, tmp_path) == [
+        "loaded",
+        "Expected what rank 1 has saved, got what rank 0 has, which holds the shards of that rank; "
+        "let each rank save and load a file of its own",
+    ]
+
+
+def test_a_module_is_not_loaded_without_its_process_groups() -> None:
+    with fake_ranks(4, rank=1):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        saved = pickle.dumps(fully_shard(make(), mesh=mesh))
+    with pytest.raises(ValueError) as caught:
+        pickle.loads(saved)
+    assert str(caught.value) == (
+        "Expected the process group that a saved module was sharded over, got none; call "
+        "torch.distributed.init_process_group, and make the same mesh, before loading"
+    )
+    with fake_ranks(4, rank=1):
+        with pytest.raises(ValueError) as caught:
+            pickle.loads(saved)
+        assert str(caught.value) == (
+            "Expected a process group of the ranks [1, 3], as the mesh of a saved module had, "
+            "got none; make the same mesh before loading"
+        )
+
+
+# What else hangs on modules -------------------------------------------------------------------
+
+
+def again(module: Any) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+def test_methods_that_are_called_as_forward_are_restored() -> None:
+    with fake_ranks(2):
+        model = make()
+        fully_shard(model.blocks[0])
+        register_fsdp_forward_method(model.blocks[0], "encode")
+        other = again(model.blocks[0])
+        assert other.encode.__self__ is other
+        with record_events(other) as events:
+            assert other.encode(torch.ones(2, WIDTH)).shape == (2, 11)
+        assert [event for event, _ in events][:2] == ["pre_forward", "all_gather"]
+
+
+def test_parts_of_a_model_are_pickled_alone() -> None:
+    """What is above, or beside, is not in the pickle, though settings refer to it."""
+    with fake_ranks(2):
+        model: Any = make()
+        model.big = nn.Linear(500, 500)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model])
+        model.blocks[1].note = "a value"
+        data = pickle.dumps(model.blocks[1])
+        assert len(pickle.dumps(model.blocks[0])) < 100_000
+        assert len(data) < 100_000
+        other = pickle.loads(data)
+        group = group_of(other)
+        assert group is not None and group.context.root is group
+        assert other.note == "a value"
+        assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+
+
+def test_a_deep_chain_is_pickled() -> None:
+    with fake_ranks(2):
+        model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(300)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        for layer, following in pairwise(model):
+            layer.set_modules_to_forward_prefetch([following])
+        other = again(model)
+        groups = [group_of(layer) for layer in other]
+        assert [g.settings.forward_prefetch for g in groups[:-1]] == [[g] for g in groups[1:]]  # type: ignore[union-attr]
+
+
+def test_copies_of_what_was_loaded_are_independent() -> None:
+    with fake_ranks(2):
+        other = again(nested())
+        for one in (copy.deepcopy(other), again(other)):
+            assert facts(one)[0] == facts(other)[0]
+            with torch.no_grad():
+                one.first.bias.fill_(7)
+            assert not (other.first.bias.to_local() == 7).any()
+            assert one.head.weight is one.first.weight
+
+
+def tensors_with_hooks() -> list[str]:
+    with two_tensor_hooks():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 3, bias=False))
+        for layer in model:
+            weight = layer.weight.detach()
+            layer.weight = nn.Parameter(TwoTensor(weight, weight + 1))
+            fully_shard(layer)
+        fully_shard(model)
+        x = batch(0)
+        model(x).sum().backward()
+        other = again(model)
+        found = []
+        for one in (model, other):
+            one.zero_grad()
+            one(x).sum().backward()
+        for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+            for inner in ("a", "b"):
+                pair = [getattr(p.to_local(), inner) for p in (mine, theirs)]
+                grads = [getattr(p.grad.to_local(), inner) for p in (mine, theirs)]
+                if not (torch.equal(*pair) and torch.equal(*grads)):
+                    found.append(f"{name}.{inner}")
+        return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensor_subclasses_are_pickled(ranks: int) -> None:
+    assert run_ranks(tensors_with_hooks, ranks) == [[]] * ranks
+
+
+def test_a_module_on_the_meta_device_is_pickled() -> None:
+    with fake_ranks(2):
+        with torch.device("meta"):
+            model = make()
+        fully_shard(model)
+        other = again(model)
+        other.to_empty(device="cpu")
+        assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+
+
+def test_the_bytes_are_those_of_the_shards() -> None:
+    sizes = []
+    for ranks in (1, 4):
+        with fake_ranks(ranks):
+            file = io.BytesIO()
+            torch.save(fully_shard(nn.Linear(512, 512)), file)
+            sizes.append(file.getbuffer().nbytes)
+    assert sizes[0] > 512 * 512 * 4
+    assert sizes[1] < 512 * 512 * 4 / 3
