@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -131,8 +132,19 @@ def allocate(tensor: torch.Tensor) -> None:
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Free the memory of a tensor and of all its views, which stay."""
+    """Free the memory of a tensor and of all its views, which stay.
+
+    Memory that an array of NumPy shares cannot be freed; there is a warning, and it stays.
+    """
     storage = tensor.untyped_storage()
+    if not storage.resizable():
+        warnings.warn(
+            "Expected to free memory of unsharded parameters, got some that an array shares, as "
+            "that of weight.detach().numpy() does; it stays allocated, and the next gather "
+            "overwrites it; keep a copy, such as weight.detach().clone().numpy()",
+            stacklevel=2,
+        )
+        return
     if _poison is not None:
         _poison.sweep()
         fill(storage, tensor.dtype)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-from dist.models import Net, assert_parity, own_input, train_step, two_nets
+from dist.models import Net, assert_parity, full, own_input, train_step, two_nets
 
 
 def edited_while_sharded(by: str) -> None:
@@ -126,3 +131,58 @@ def gathers_of_unchanged() -> list[str]:
 
 def test_what_has_not_changed_is_not_gathered_again() -> None:
     assert run_ranks(gathers_of_unchanged, 2) == [[]] * 2
+
+
+# Arrays that share memory ---------------------------------------------------------------------
+
+
+class Recording(nn.Module):
+    """Keeps its weight of each call as an array that shares memory, and a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.arrays: list[Any] = []
+        self.copies: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.arrays.append(self.layer.weight.detach().numpy())
+        self.copies.append(self.layer.weight.detach().clone())
+        return self.layer(x).tanh()
+
+
+def train_with_arrays(reshard: bool) -> tuple[list[bool], list[str]]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Recording(), Recording())
+    reference = copy.deepcopy(model)
+    for part in model:
+        fully_shard(part, reshard_after_forward=reshard)
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    same = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            for one, optimizer in zip((model, reference), optimizers, strict=True):
+                one(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for ours, theirs in zip(model, reference, strict=True):
+                same.append(torch.allclose(ours.copies[-1], theirs.copies[-1]))
+                same.append(torch.equal(torch.from_numpy(ours.arrays[-1]), ours.copies[-1]))
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    same += [torch.allclose(full(ours), theirs) for ours, theirs in pairs]
+    return same, sorted({str(one.message) for one in caught})
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_memory_that_an_array_shares_is_kept(reshard: bool) -> None:
+    text = (
+        "Expected to free memory of unsharded parameters, got some that an array shares, as "
+        "that of weight.detach().numpy() does; it stays allocated, and the next gather "
+        "overwrites it; keep a copy, such as weight.detach().clone().numpy()"
+    )
+    for same, warned in run_ranks(train_with_arrays, 2, reshard):
+        assert all(same)
+        assert warned == [text]
