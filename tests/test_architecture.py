@@ -234,6 +234,7 @@ def is_private(part: str) -> bool:
 
 # Private by spelling, public by documentation or for want of another way.
 SHARED_NAMES = {"_parameters", "_buffers", "_version", "_base", "_fields", "_apply", "_getframe"}
+SHARED_NAMES |= {"_replace"}  # of a NamedTuple, as _fields is
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, name: str = "") ->
     if dist.get_world_size() <= 2:
         assert torch.equal(got, expected), f"{name}: {(got - expected).abs().max()}"
     else:
-        torch.testing.assert_close(got, expected.detach(), rtol=1e-5, atol=1e-6, msg=name or None)
+        # Gradients are of the order of ten, and what three steps round differently adds up.
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=5e-6, msg=f"{name}: {{}}".format)
 
 
 def assert_parity(sharded: nn.Module, reference: nn.Module) -> None:

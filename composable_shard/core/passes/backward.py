@@ -46,8 +46,7 @@ class BackwardPass:
         self.reductions = Reductions(context)
         self.finalization: object | None = None
         self._context = context
-        self._by_hand: bool | None = None  # how it is finalized, once a backward has begun
-        self._lost: dict[ParamGroup, None] = {}  # backwards in halves have lost gradients
+        self._lost: dict[ParamGroup, None] = {}  # of which backwards in halves lose gradients
         self._end: weakref.ref[End] | None = None
         self._id = -1
         self._runs: dict[ParamGroup, GroupRun] = {}
@@ -272,8 +271,8 @@ class BackwardPass:
         self._context.agree_on_requires_grad()
         if self._is_inside:
             return
-        if self._by_hand is None:
-            self._by_hand = self._context.root.settings.finalizes_by_hand
+        if self.reductions.by_hand is None:
+            self.reductions.by_hand = self._context.root.settings.finalizes_by_hand
         if self.order:
             self._last_steps = steps = self.order.steps(_is_trainable)
             if self.order.has_earlier:
@@ -364,8 +363,7 @@ class BackwardPass:
         """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle."""
         self.reductions.synchronize(self._ran())
         self._context.wait_until_read()
-        if self.finalization is None:
-            self._by_hand = None
+        self.reductions.by_hand = None
 
     def _ran(self) -> list[ParamGroup]:
         """Return the groups that may have gradients of which no backward has told."""
@@ -396,30 +394,31 @@ class BackwardPass:
         self._context.wait_until_read()
         self._reset()
 
+    # Finalization by a call -----------------------------------------------------------------
+
     def finalize_by_hand(self, enabled: bool) -> None:
         """Set whether a call, and not the end of a backward, finishes the reductions.
 
         Raises:
             ShardError: If it changes while a backward runs, or one before is not finished.
         """
-        settings = self._context.root.settings
         if self.was_aborted:
             self._context.clean_up()
-        if enabled == (settings.finalizes_by_hand if self._by_hand is None else self._by_hand):
-            settings.finalizes_by_hand = enabled
-            return
-        if _torch.current_backward() != -1:
-            raise ShardError(
-                "Expected set_manual_backward_finalization() to change outside of backward, got it "
-                "within one; call it between iterations"
-            )
-        if self._by_hand is not None:
-            remedy = "finalize_backward()" if self._by_hand else "set_is_last_backward(True)"
-            raise ShardError(
-                "Expected set_manual_backward_finalization() to change between iterations, got a "
-                f"backward that is not finished; end it by {remedy}, or drop it by "
-                "reset_iter_state()"
-            )
+        settings = self._context.root.settings
+        in_use = True if self.finalization is not None else self.reductions.by_hand
+        if enabled != (settings.finalizes_by_hand if in_use is None else in_use):
+            if _torch.current_backward() != -1:
+                raise ShardError(
+                    "Expected set_manual_backward_finalization() to change outside of backward, "
+                    "got it within one; call it between iterations"
+                )
+            if in_use is not None:
+                remedy = "finalize_backward()" if in_use else "set_is_last_backward(True)"
+                raise ShardError(
+                    "Expected set_manual_backward_finalization() to change between iterations, got "
+                    f"a backward that is not finished; end it by {remedy}, or drop it by "
+                    "reset_iter_state()"
+                )
         settings.finalizes_by_hand = enabled
 
     def start_finalization(self, handle: object) -> None:
@@ -428,10 +427,12 @@ class BackwardPass:
         Raises:
             ShardError: See refuse_lost_weights.
 
-        Collective: see Reductions.finalize.
+        Collective: see Reductions.launch_left.
         """
         self._refuse_lost_weights()
-        self.reductions.finalize()
+        self.reductions.launch_left()
+        self.reductions.reset()
+        self.reductions.by_hand = None
         self._context.free_after_backward()
         self.finalization = handle
 
@@ -448,7 +449,12 @@ class BackwardPass:
         """Wait for what was launched. Collective: none."""
         self.reductions.in_flight.wait()
         self._context.wait_until_read()
-        self.finalization = self._by_hand = None
+        self.finalization = None
+
+    def _refuse_lost_weights(self) -> None:
+        lost = list(self._lost)
+        self._lost.clear()
+        refuse_lost_weights(lost)
 
     def close(self) -> None:
         """End the backward: take the steps that are left, reduce what is unsynced, wait, free."""
@@ -457,8 +463,6 @@ class BackwardPass:
             self._complete(group, run)  # autograd may have given it undefined gradients
         self._reduce_in_order()
         self.reductions.end_backward()
-        if not self.reductions.is_left_open:
-            self._by_hand = None
         self._context.check_order("end of a backward", self._context.root)
         self._context.free_after_backward()
         for group in self._context.groups:
@@ -472,14 +476,9 @@ class BackwardPass:
         self.record.abandon()
         self._last_forward = 0
         self.reductions.abandon()
+        self.reductions.by_hand = self.finalization = None
         self._lost.clear()
-        self.finalization = self._by_hand = None
         self._reset()
-
-    def _refuse_lost_weights(self) -> None:
-        lost = list(self._lost)
-        self._lost.clear()
-        refuse_lost_weights(lost)
 
     def _reset(self) -> None:
         self._end, self._id, self._is_inside = None, -1, False

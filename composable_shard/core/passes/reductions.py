@@ -17,21 +17,19 @@ class Reductions:
 
     Attributes:
         is_last: Whether the end of a backward waits for the reductions.
+        by_hand: Whether a call finishes the reductions of the backwards that have begun; ``None``
+            if none has begun that is not finished.
         in_flight: The reductions under way, perhaps with those of other trees.
     """
 
     def __init__(self, context: Context) -> None:
         self.is_last = True
+        self.by_hand: bool | None = None
         self.in_flight = InFlight()
         self._context = context
         self._unsynced: set[ParamGroup] = set()
         self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
         self._limit: int | None = None  # reductions under way at once, while a backward runs
-
-    @property
-    def is_left_open(self) -> bool:
-        """Whether the end of a backward leaves reductions under way."""
-        return not self.is_last or self._context.root.settings.finalizes_by_hand
 
     @property
     def unsynced(self) -> list[ParamGroup]:
@@ -44,7 +42,15 @@ class Reductions:
     @property
     def are_to_go_on(self) -> bool:
         """Whether the next backward adds to the gradients of the last, as far as is known."""
-        return not self.is_last or bool(self._unsynced) or bool(self._unreplicated)
+        is_open = self.by_hand or not (
+            self.is_last or self._context.root.settings.finalizes_by_hand
+        )
+        return is_open or bool(self._unsynced) or bool(self._unreplicated)
+
+    @property
+    def is_left_open(self) -> bool:
+        """Whether the end of a backward leaves reductions under way."""
+        return not self.is_last or self._context.root.settings.finalizes_by_hand
 
     def accumulate(self, group: ParamGroup) -> None:
         """Add the gradients of ``group`` to those that a later backward reduces."""
@@ -84,24 +90,21 @@ class Reductions:
         self.in_flight.add(group)
 
     def end_backward(self) -> None:
-        """Reduce what earlier backwards left; wait, unless reductions are left open.
+        """Reduce what earlier backwards left; wait, if this one is the last.
 
-        Collective: see finalize.
+        Collective: see launch_left.
         """
-        self._launch_rest()
+        self.launch_left()
         if not self.is_left_open:
             self.in_flight.wait()
+            self.by_hand = None
 
-    def finalize(self) -> None:
-        """Launch the reductions that are to be made and leave what is still to come.
+    def launch_left(self) -> None:
+        """Launch the reductions of what backwards left, as far as is set.
 
         Collective: a reduction of each group that was not synchronized, but is to be; of the others
-            that are not averaged over replicas yet, but are to be.
+        that are not averaged over replicas yet, but are to be.
         """
-        self._launch_rest()
-        self._limit = None
-
-    def _launch_rest(self) -> None:
         for group in dict.fromkeys([*self.unsynced, *reversed(self._unreplicated)]):
             is_left = group in self._unsynced or group.settings.reduction.all_reduces
             if is_left and group.settings.requires_gradient_sync:
