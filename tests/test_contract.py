@@ -157,7 +157,7 @@ def test_tied_parameters_across_groups() -> None:
 
 def test_optimizer_attributes_and_hooks_on_the_original_parameter() -> None:
     carried.test_an_optimizer_built_before_is_refused_at_its_next_step(torch.optim.AdamW)
-    carried.test_python_attributes_are_carried_over()
+    carried.test_an_attribute_of_a_parameter_is_on_both_forms(2, "plain", None, "root")
     assert run_ranks(carried.train_with_hooks, 2, "before") == [[]] * 2
     assert run_ranks(carried.optimizer_in_backward, 2, "before", False) == [[]] * 2
 

@@ -209,13 +209,13 @@ def train_from_meta(reshard_after_forward: bool) -> list[str]:
 
 
 def low_precision_step(model: nn.Sequential, inp: torch.Tensor) -> torch.Tensor:
-    """Forward and backward of a bf16 copy; averaged bf16 gradients go to the fp32 model."""
+    """Forward and backward of a bf16 copy; its gradients are averaged as those of the fp32 model."""
     low = copy.deepcopy(model).to(torch.bfloat16)
     loss = low(inp.bfloat16()).sum()
     loss.backward()
-    average_gradients(low.parameters())
     for param, lowered in zip(model.parameters(), low.parameters(), strict=True):
         param.grad = lowered.grad.float()
+    average_gradients(model.parameters())
     return loss
 
 
