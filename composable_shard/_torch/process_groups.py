@@ -81,6 +81,11 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return str(dist.get_backend(group)).lower() == "fake"
 
 
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store that the ranks of ``group`` share, with keys of its own."""
+    return distributed_c10d._world.pg_map[group][1]
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return after how many seconds the collectives of a gloo group give up."""
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())

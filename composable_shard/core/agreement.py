@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.comms.failures import named
+from composable_shard.core.comms.failures import watched
 from composable_shard.core.comms.objects import gather_objects, raise_first_difference
 from composable_shard.core.params.extension import has_extension, has_grad_extension
 from composable_shard.core.params.param import ShardedParam
@@ -28,8 +28,12 @@ if TYPE_CHECKING:
     from composable_shard.core.group import ParamGroup
 
 
-_last_tags: dict[str, int] = {}
-"""For each process group, the last tag that this rank has heard of."""
+_last_tag = 0
+"""The last tag that this rank has heard of, in any process group.
+
+Hazard: what a model has left over, when it failed, is taken for that of another one. Guard: no two
+trees of a process have a tag in common, though their process groups differ.
+"""
 
 
 def agree_on_model(groups: Sequence[ParamGroup]) -> None:
@@ -60,18 +64,16 @@ def _agree(ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num
     """Compare ``facts`` over ``ranks``; return the first of ``num_tags`` tags for all of them."""
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    last = _last_tags.get(ranks.group_name, 0)
-    extremes = torch.tensor([number, -number, last], device=device)
+    global _last_tag
+    extremes = torch.tensor([number, -number, _last_tag], device=device)
     act = "comparing the model with that of the other ranks"
-    try:
+    with watched(ranks, act):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
-    except RuntimeError as error:
-        raise named(error, act) from error
     largest, negated_smallest, last = extremes.tolist()
     if largest != -negated_smallest:
         heard = gather_objects(facts, ranks, act)
         raise_first_difference(heard, range(ranks.size()), "model")
-    _last_tags[ranks.group_name] = last + num_tags
+    _last_tag = max(_last_tag, last + num_tags)
     return int(last) + 1
 
 

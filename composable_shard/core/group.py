@@ -18,7 +18,7 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.core.comms import host_copies
 from composable_shard.core.comms.channel import Channel
-from composable_shard.core.comms.failures import own_failure
+from composable_shard.core.comms.failures import announce
 from composable_shard.core.comms.streams import Pending, Waitable, compute_stream
 from composable_shard.core.grads.gradients import GroupGradients
 from composable_shard.core.params.bucket import GatherUnit
@@ -224,10 +224,10 @@ class ParamGroup:
             version = self.freshness.version()
         try:
             transfers = self._start(self.units.start_gather)
+            self._launch(transfers, version)
         except Exception as error:
-            error.add_note(own_failure(f"gathering {self.label}"))
+            self._tell_failure(error)
             raise
-        self._launch(transfers, version)
 
     def _is_valid(self, state: Unsharding | Unsharded | PartlySharded) -> bool:
         """Tell whether what was gathered is what the registered parameters say."""
@@ -285,17 +285,26 @@ class ParamGroup:
 
     def _finish_unshard(self, state: Unsharding) -> None:
         self.context.note("begin_wait_for_all_gather", self)
-        state.pending.wait()
-        self.context.note("waited_for_all_gather", self)
-        if state.is_regather:
-            self.units.finish_regather(state.transfers)
-        else:
-            self.units.finish_gather(state.transfers)
+        try:
+            state.pending.wait()
+            self.context.note("waited_for_all_gather", self)
+            if state.is_regather:
+                self.units.finish_regather(state.transfers)
+            else:
+                self.units.finish_gather(state.transfers)
+        except Exception as error:
+            self._tell_failure(error)
+            raise
         self._follow_requires_grad()
         self.units.all.register_unsharded()
         self.shows_sharded = False
         self._move_to(Unsharded(state.version))
         self.context.emit("wait_for_all_gather", self)
+
+    def _tell_failure(self, error: Exception) -> None:
+        """Tell this rank, by a note, and the others that it failed in gathering."""
+        groups = [group for one in self.channels.values() for group in one.process_groups]
+        announce(groups, f"gathering {self.label}", error)
 
     def reshard(self, num_ranks: int | None = None) -> None:
         """Free the unsharded parameters and register the sharded ones. Collective: none.

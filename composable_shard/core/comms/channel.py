@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,9 +29,9 @@ from composable_shard.core.comms.custom import (
     Then,
 )
 from composable_shard.core.comms.direct import DirectAllGather, DirectReduceScatter
-from composable_shard.core.comms.failures import named
+from composable_shard.core.comms.failures import announce, go_on, is_watched, named, watched
 from composable_shard.core.comms.streams import Waitable
-from composable_shard.core.comms.subgroups import subgroup
+from composable_shard.core.comms.subgroups import subgroup, subgroups_of
 from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
 
@@ -143,10 +145,9 @@ class Channel:
     def _gather_from(
         self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors
     ) -> list[Waitable]:
-        try:
-            return self.all_gather.launch(outputs, inputs, group, self.tags[0])
-        except RuntimeError as error:
-            raise named(error, self.gathering) from error
+        with self._launching(self.gathering):
+            works = self.all_gather.launch(outputs, inputs, group, self.tags[0])
+        return _watched(works, group, self.gathering)
 
     def can_average(self) -> bool:
         """Tell whether a reduction over the shards may be an average."""
@@ -167,10 +168,9 @@ class Channel:
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
         if divisor is not None and self.reduce_scatter.divides:
             op = divisor
-        try:
-            return self.reduce_scatter.launch(outputs, inputs, group, op, self.tags[1])
-        except RuntimeError as error:
-            raise named(error, self.reducing) from error
+        with self._launching(self.reducing):
+            works = self.reduce_scatter.launch(outputs, inputs, group, op, self.tags[1])
+        return _watched(works, group, self.reducing)
 
     def exchange(self, output: torch.Tensor, source: torch.Tensor) -> list[Waitable]:
         """Send row r of ``source`` to rank r of those that share the parameters; all to all.
@@ -179,11 +179,11 @@ class Channel:
             output: What to write, [num_shards, n]: a row from each rank.
             source: What to send, like it.
         """
-        try:
-            work = dist.all_to_all_single(output, source, group=self._reduce_group, async_op=True)
-        except RuntimeError as error:
-            raise named(error, self.reducing) from error
-        return [] if work is None else [work]
+        group = self._reduce_group
+        assert group is not None
+        with self._launching(self.reducing):
+            work = dist.all_to_all_single(output, source, group=group, async_op=True)
+        return [] if work is None else _watched([work], group, self.reducing)
 
     def can_average_replicas(self) -> bool:
         """Tell whether a reduction over the replicas may be an average."""
@@ -206,11 +206,52 @@ class Channel:
         divides = self.divides_over_replicas(tensor.dtype)
         op = dist.ReduceOp.AVG if average and not divides else dist.ReduceOp.SUM
         summed = tensor.to(sum_dtype(tensor.dtype)) if divides else tensor
-        try:
-            work = dist.all_reduce(summed, op, group=self.mesh.replica_group, async_op=True)
-        except RuntimeError as error:
-            raise named(error, self.reducing) from error
+        group = self.mesh.replica_group
+        assert group is not None
+        with self._launching(self.reducing):
+            work = dist.all_reduce(summed, op, group=group, async_op=True)
+        if work is None:
+            return []
         if divides:
             divisor = self.mesh.num_replicas if average else 1
-            return [Then(work, summed, lambda: tensor.copy_(summed.div_(divisor)))]
-        return [] if work is None else [work]
+            then = Then(work, summed, lambda: tensor.copy_(summed.div_(divisor)))
+            return _watched([then], group, self.reducing)
+        return _watched([work], group, self.reducing)
+
+    # Failures -------------------------------------------------------------------------------
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup | None]:
+        """Those in which ranks may wait for this one."""
+        shards = self.mesh.shard_group
+        return [shards, self.mesh.replica_group, self._reduce_group, *subgroups_of(shards)]
+
+    @contextlib.contextmanager
+    def _launching(self, act: str) -> Iterator[None]:
+        """Say what the launch of a collective was for, if it fails, here and to the other ranks."""
+        go_on()
+        try:
+            yield
+        except Exception as error:
+            announce(self.process_groups, act, error)
+            if isinstance(error, RuntimeError):
+                raise named(error, act) from error
+            raise
+
+
+class _Launched:
+    """The works of one launch."""
+
+    def __init__(self, works: list[Waitable], group: dist.ProcessGroup, act: str) -> None:
+        self._works = works[::-1]
+        self._group = group
+        self._act = act
+
+    def wait(self) -> None:
+        with watched(self._group, self._act):
+            while self._works:
+                self._works.pop().wait()
+
+
+def _watched(works: list[Waitable], group: dist.ProcessGroup, act: str) -> list[Waitable]:
+    return [_Launched(works, group, act)] if works and is_watched(group) else works

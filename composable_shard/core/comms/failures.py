@@ -3,14 +3,31 @@
 A process group in which a collective has failed is lost. Its ranks are no longer in step, and what
 one of them sent for the failed collective would be taken for a part of the next. Gloo closes its
 connections for that reason; ranks that read each other's memory refuse to go on likewise.
+
+A rank that fails by itself, in a hook of the user's for example, says so in the store of its
+process group (:func:`announce`), and so does one that waits for long. A thread watches every wait
+(:class:`watched`): it looks into the store while the wait lasts, and ends it when a rank has failed
+and does not come. Only process groups of gloo are watched, since waiting for others does not block.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import os
+import queue
+import threading
+import time
 import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
+from composable_shard import _torch
 from composable_shard.errors import CommunicationError, RankMismatchError, ShardError
 
 _losses: weakref.WeakKeyDictionary[dist.ProcessGroup, str]
@@ -70,9 +87,296 @@ def named(error: RuntimeError, act: str) -> RuntimeError:
     return kind(f"Rank {dist.get_rank()} failed while {act}: {error}")
 
 
-def own_failure(act: str) -> str:
-    """Return a note for an error of this rank's own before a collective, such as one of memory."""
-    return (
-        f"Rank {dist.get_rank()} failed while {act}; ranks that did not fail likewise wait for it "
-        "until its process ends, or until their time-out"
+# What ranks tell each other -----------------------------------------------------------------------
+
+_PATIENCE = 1.0  # seconds that a wait may last before others are asked
+_PAUSE = 0.5  # seconds between two looks; longer with many ranks, which share the store
+_ANSWER = 2.0  # seconds until an error is raised without what the others say
+_FAILED, _WAITS = "failed", "waits"  # keys: of whether anybody has said so, and who
+_SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
+_NUM_TOLD = 8  # ranks whose whereabouts are told
+_NO_TAG = (1 << 31) - 1  # of a message that nobody sends
+_ANNOUNCED = "_composable_shard_is_announced"
+
+_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, _Board | None]
+_boards = weakref.WeakKeyDictionary()
+_announced: set[_Board] = set()  # those on which this rank says that it failed
+_waits: list[watched] = []
+
+
+class _Board:
+    """What the ranks of one process group of gloo say in its store.
+
+    Every method that reads or writes the store is called by the watcher's thread alone: the store
+    may not answer.
+
+    Attributes:
+        num_failures: How often this rank has failed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.num_failures = 0
+        self.ranks = dist.get_process_group_ranks(group)
+        self._group = weakref.ref(group)
+        self._place = group.rank()
+        self._store = _torch.store_of(group)
+
+    def say(self, key: str, text: str) -> None:
+        self._store.set(f"{key} {self._place}", text)
+        self._store.set(key, "")
+
+    def take_back(self, key: str) -> None:
+        self._store.delete_key(f"{key} {self._place}")
+
+    def _said(self, key: str) -> dict[int, str]:
+        """Return what the others say, by their ranks in the job."""
+        if not self._store.check([key]):
+            return {}
+        return {
+            rank: self._store.get(f"{key} {place}").decode()
+            for place, rank in enumerate(self.ranks)
+            if place != self._place and self._store.check([f"{key} {place}"])
+        }
+
+    def failure(self) -> str | None:
+        """Return which rank has failed at what, if one has failed more often than this one.
+
+        Where all fail alike, nobody waits for what the others have left out.
+        """
+        for rank, text in self._said(_FAILED).items():
+            count, _, what = text.partition(" ")
+            if int(count) > self.num_failures:
+                return f"rank {rank} failed while {what}"
+        return None
+
+    def whereabouts(self) -> str:
+        """Return where the others are, as far as they wait in collectives that are watched."""
+        waits = self._said(_WAITS)
+        told = [f"rank {rank} waits while {waits[rank]}" for rank in list(waits)[:_NUM_TOLD]]
+        away = [rank for place, rank in enumerate(self.ranks) if place != self._place]
+        away = [rank for rank in away if rank not in waits]
+        if away:
+            names = [str(rank) for rank in away[:_NUM_TOLD]]
+            names += [f"{len(away) - _NUM_TOLD} more"] if len(away) > _NUM_TOLD else []
+            told.append(
+                f"rank {', '.join(names)} waits in none of the library's: it may be in another "
+                "collective (full_tensor() or a full state dict on some ranks only, one of your "
+                "own), be busy, or have stopped"
+            )
+        return "; ".join(told)
+
+    def break_connections(self) -> None:
+        """Let all that ranks of the group wait for fail.
+
+        Gloo closes its connections when a message is not there within its time-out.
+        """
+        group, peer = self._group(), (self._place + 1) % len(self.ranks)
+        if group is not None:
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+def _board_of(group: dist.ProcessGroup) -> _Board | None:
+    if group not in _boards:
+        is_gloo = group.size() > 1 and _torch.backend_name(group, torch.device("cpu")) == "gloo"
+        _boards[group] = _Board(group) if is_gloo else None
+    return _boards[group]
+
+
+def announce(groups: Iterable[dist.ProcessGroup | None], act: str, error: Exception) -> None:
+    """Tell the other ranks that this one has failed, until it calls a collective again.
+
+    Args:
+        groups: Whose ranks may wait for it.
+        act: What it was doing.
+        error: Why; it is announced once, however often it passes by. One of this rank's own gets a
+            note.
+
+    Collective: none.
+    """
+    if getattr(error, _ANNOUNCED, False):
+        return
+    setattr(error, _ANNOUNCED, True)
+    if not isinstance(error, (CommunicationError, RankMismatchError)):
+        error.add_note(
+            f"Rank {dist.get_rank()} failed while {act}; ranks that did not fail likewise, and "
+            "wait for it, are told so (on gloo), or raise when their time-out has passed"
+        )
+    reason = str(error).partition("\n")[0][:500]
+    for group in dict.fromkeys(groups):
+        board = None if group is None else _board_of(group)
+        if board is not None:
+            board.num_failures += 1
+            _announced.add(board)
+            text = f"{board.num_failures} {act}: {type(error).__name__}: {reason}"
+            _watcher.ask(functools.partial(board.say, _FAILED, text))
+
+
+def go_on() -> None:
+    """Take back that this rank has failed: it goes on and calls a collective."""
+    while _announced:
+        _watcher.ask(functools.partial(_announced.pop().take_back, _FAILED))
+
+
+class watched:
+    """Watch the wait for collectives inside, and say more of what fails there.
+
+    Hazard: another rank has failed, or calls another collective, and this one waits until its
+    time-out. Guard: a thread that looks what others say. Test:
+    ``test_a_hook_that_fails_on_one_rank_is_an_error_on_all``.
+
+    Args:
+        group: The process group.
+        act: What this rank does, such as "gathering group 'blocks.3'".
+
+    Raises:
+        CommunicationError: In the place of any ``RuntimeError``, which is its cause.
+    """
+
+    __slots__ = (
+        "_act",
+        "_answer",
+        "_board",
+        "_group",
+        "_is_said",
+        "_looked",
+        "_seen",
+        "_start",
+        "failure",
     )
+
+    def __init__(self, group: dist.ProcessGroup, act: str) -> None:
+        self.failure: str | None = None
+        self._act = act
+        self._group = group
+        self._board = _board_of(group)
+        self._is_said = False
+        self._seen: str | None = None
+        self._answer = ""
+
+    def __enter__(self) -> watched:
+        if self._board is not None:
+            self._start = self._looked = time.monotonic()
+            _waits.append(self)
+            _watcher.ensure()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._board is not None:
+            with contextlib.suppress(ValueError):
+                _waits.remove(self)
+            if self._is_said:
+                _watcher.ask(functools.partial(self._board.take_back, _WAITS))
+        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
+            told = self._with_what_others_say(named(error, self._act))
+            _losses.setdefault(self._group, str(told))
+            raise told from error
+
+    def _with_what_others_say(self, error: RuntimeError) -> RuntimeError:
+        board = self._board
+        if board is None or type(error) is not CommunicationError:
+            return error
+        is_late = any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
+        _watcher.ask(functools.partial(self._ask, board, is_late), _ANSWER)
+        if self._answer and self._answer not in str(error):
+            return CommunicationError(f"{error}; {self._answer}")
+        return error
+
+    def _ask(self, board: _Board, is_late: bool) -> None:
+        failure = self.failure or board.failure()
+        if failure is not None:
+            self._answer = failure
+        elif is_late:
+            self._answer = (
+                f"{board.whereabouts()}. All ranks must call the same collectives, in the same "
+                "order; docs/hangs.md says how to find the one that does not"
+            )
+
+    def look(self) -> None:
+        """Look at what others say, if it is time to. Called by the watcher."""
+        board, now = self._board, time.monotonic()
+        assert board is not None
+        pause = _PAUSE + len(board.ranks) / 2000
+        if self.failure is not None or now < self._start + _PATIENCE or now < self._looked + pause:
+            return
+        self._looked = now
+        if not self._is_said:
+            self._is_said = True
+            board.say(_WAITS, self._act)
+        failure = board.failure()
+        if failure is not None and failure == self._seen and self in _waits:
+            self.failure = failure
+            board.break_connections()
+        self._seen = failure
+        if self not in _waits:
+            board.take_back(_WAITS)
+
+
+def is_watched(group: dist.ProcessGroup) -> bool:
+    """Tell whether waits in ``group`` are watched."""
+    return _board_of(group) is not None
+
+
+def failure_in(group: dist.ProcessGroup) -> str | None:
+    """Return the failure of a rank that ends the waits in ``group``, if there is one."""
+    board = _boards.get(group)
+    return next((wait.failure for wait in list(_waits) if wait._board is board), None)
+
+
+class _Watcher:
+    """A thread that looks at the waits of this process, and reads and writes stores."""
+
+    def __init__(self) -> None:
+        self._process = 0
+        self._thread: threading.Thread | None = None
+        self._asked: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+
+    def ensure(self) -> None:
+        """Start the thread, unless it runs in this process."""
+        if self._process == os.getpid():
+            return
+        self._process, self._asked = os.getpid(), queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="composable-shard", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def ask(self, what: Callable[[], object], seconds: float = 0.0) -> None:
+        """Have something done by the thread; wait for it for so long at most."""
+        self.ensure()
+        is_done = threading.Event()
+
+        def do() -> None:
+            with contextlib.suppress(RuntimeError):
+                what()
+            is_done.set()
+
+        self._asked.put(do)
+        if seconds:
+            is_done.wait(seconds)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                asked = self._asked.get(timeout=_PAUSE)
+                if asked is None:
+                    return
+                asked()
+            except queue.Empty:
+                pass
+            for wait in list(_waits):
+                with contextlib.suppress(RuntimeError):
+                    wait.look()
+
+    def _end(self) -> None:
+        """End the thread before the interpreter, which would abort if it ran on."""
+        if self._thread is not None and self._process == os.getpid():
+            self._asked.put(None)
+            self._thread.join(_ANSWER)
+
+
+_watcher = _Watcher()

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from composable_shard.core.comms.failures import named
+from composable_shard.core.comms.failures import watched
 from composable_shard.errors import RankMismatchError
 
 
@@ -25,10 +25,8 @@ def gather_objects(said: object, group: dist.ProcessGroup, act: str) -> list[Any
     Collective: an all-gather of the objects, after one of their sizes.
     """
     heard: list[Any] = [None] * group.size()
-    try:
+    with watched(group, act):
         dist.all_gather_object(heard, said, group=group)
-    except RuntimeError as error:
-        raise named(error, act) from error
     return heard
 
 

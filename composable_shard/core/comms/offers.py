@@ -22,7 +22,14 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.comms.failures import is_lost, lost, mismatch, named, refuse_lost
+from composable_shard.core.comms.failures import (
+    failure_in,
+    is_lost,
+    lost,
+    mismatch,
+    refuse_lost,
+    watched,
+)
 from composable_shard.core.comms.near_memory import outlives_interpreter, read, write
 from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.errors import ShardError
@@ -208,7 +215,10 @@ class Offer:
             now, got = time.monotonic(), None
             if now - last > _LONG:
                 last = now
-                if neighbour.ends_within(0):
+                failure = failure_in(self.group)
+                if failure is not None:
+                    got = f"word that {failure}"
+                elif neighbour.ends_within(0):
                     got = f"the end of its process {neighbour.process}"
                 elif now - start > self._time_out:
                     got = f"no sign of it within the time-out of {self._time_out:.0f} s"
@@ -250,10 +260,8 @@ def settle(acts: Mapping[int, str]) -> None:
     for offer in [offer for offer in _offers if offer.is_finished and offer.tag in acts]:
         if offer.is_abandoned or is_lost(offer.group):
             continue
-        try:
+        with watched(offer.group, f"others were {acts[offer.tag]}"):
             offer.wait_until_read()
-        except ShardError as error:
-            raise named(error, f"others were {acts[offer.tag]}") from error
         _forget(offer)
 
 

@@ -39,6 +39,11 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
     return made[num_ranks]
 
 
+def subgroups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """Return the process groups that were made of ``group``, and have this rank."""
+    return [] if group is None else list(_made.get(group, {}).values())
+
+
 def end_process_groups() -> None:
     """Destroy the process groups that the library has made in this process.
 

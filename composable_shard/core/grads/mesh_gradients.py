@@ -6,17 +6,18 @@ all-reduce over those that hold the same shards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from composable_shard import _torch
 from composable_shard.core.comms import host_copies
 from composable_shard.core.comms.channel import Channel
-from composable_shard.core.comms.failures import own_failure
+from composable_shard.core.comms.failures import announce
 from composable_shard.core.comms.objects import gather_objects
 from composable_shard.core.comms.streams import Pending, on_stream
 from composable_shard.core.grads.encoded_bucket import EncodedBucket
@@ -40,6 +41,8 @@ from composable_shard.core.params.offload import copies_beside_compute
 from composable_shard.core.params.param import ShardedParam
 from composable_shard.core.settings import ReductionSettings
 
+_Result = TypeVar("_Result")
+
 
 @dataclass
 class _Reduction:
@@ -48,6 +51,22 @@ class _Reduction:
     route: Route
     transfer: GradTransfer
     divide_after: float
+
+
+def _tells_failures(
+    stage: Callable[[MeshGradients], _Result],
+) -> Callable[[MeshGradients], _Result]:
+    """Let the other ranks know if a stage fails on this one, as in a hook of the user's."""
+
+    @functools.wraps(stage)
+    def told(self: MeshGradients) -> _Result:
+        try:
+            return stage(self)
+        except Exception as error:
+            announce(self._channel.process_groups, self._channel.reducing, error)
+            raise
+
+    return told
 
 
 class MeshGradients:
@@ -91,6 +110,7 @@ class MeshGradients:
 
     # The stages -----------------------------------------------------------------------------
 
+    @_tells_failures
     def reduce(self) -> None:
         """Launch the reduction of everything that is not yet reduced.
 
@@ -121,11 +141,8 @@ class MeshGradients:
             grads[index] = None if grad is None else narrowed(params[index], grad)
         launch, routes = self._channel.reduce_scatter, self._plan.routes_of(params, held)
         kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
-        try:  # before any launch, so that where all ranks fail alike nothing is under way
-            transfers = [r.bucket.start_reduce(r.enter(grads), **kind) for r in routes]
-        except Exception as error:
-            error.add_note(own_failure(self._channel.reducing))
-            raise
+        # before any launch, so that where all ranks fail alike nothing is under way
+        transfers = [r.bucket.start_reduce(r.enter(grads), **kind) for r in routes]
         works, owned = [], []
         for route, transfer in zip(routes, transfers, strict=True):
             reduction = _Reduction(route, transfer, 1.0)
@@ -134,6 +151,7 @@ class MeshGradients:
             self._reductions.append(reduction)
         self.pending = Pending(works, owned, self._channel.reducing)
 
+    @_tells_failures
     def start_all_reduce(self) -> bool:
         """Wait for the shards and launch the reduction over the replicas, if there is to be one.
 
@@ -165,6 +183,7 @@ class MeshGradients:
         self.start_return()
         self.end_return()
 
+    @_tells_failures
     def start_return(self) -> None:
         """Wait for the launched reduction and send its results to the sharded parameters.
 
@@ -182,6 +201,7 @@ class MeshGradients:
             self._call_hook(reduction)
             self._hand_out(reduction)
 
+    @_tells_failures
     def end_return(self) -> None:
         """Put on the sharded parameters what was on its way to the host."""
         if self._returning:
