@@ -186,6 +186,14 @@ class _SavedGroup(NamedTuple):
     is_last_backward: bool
 
 
+class _Restored(NamedTuple):
+    """What of a saved group has to wait until the groups around it are restored, too."""
+
+    name: str
+    prefetch: dict[str, list[str]]
+    is_last_backward: bool
+
+
 _LISTS = ("forward_prefetch", "backward_prefetch")
 _SAVED = "_composable_shard_saved"
 
@@ -245,7 +253,7 @@ def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     group.settings.reduction.__dict__.update(saved.reduction)
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
-    group.__dict__[_SAVED] = saved._replace(modules=(), params=[], channels={})
+    group.__dict__[_SAVED] = _Restored(saved.name, saved.prefetch, saved.is_last_backward)
     Context(group, [group])
     _join(group)
 

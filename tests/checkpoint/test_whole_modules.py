@@ -17,8 +17,7 @@ from dist.two_tensors import two_tensor_hooks
 from meshes.test_custom_communication import CopyingAllGather, SummingReduceScatter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import (
@@ -134,12 +133,25 @@ def along_columns() -> nn.Module:
     return nested(shard_placement_fn=lambda param: Shard(param.ndim - 1) if param.ndim else None)
 
 
+def to_dtensor(module: nn.Linear, args: Any) -> DTensor:
+    mesh = module.weight.device_mesh  # type: ignore[union-attr]
+    return DTensor.from_local(args[0], mesh, [Replicate()], run_check=False)
+
+
+def to_plain(module: nn.Linear, args: Any, output: DTensor) -> torch.Tensor:
+    return output.full_tensor()
+
+
 def tensor_parallel() -> nn.Module:
+    """Cut the first layer of each block over columns; torch's own hooks cannot be pickled."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = make(hidden=12)
     for block in model.blocks:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(block, mesh["model"], plan)  # type: ignore[arg-type]
+        for name, param in list(block.up.named_parameters()):
+            cut = distribute_tensor(param.detach(), mesh["model"], [Shard(0)])
+            setattr(block.up, name, nn.Parameter(cut))
+        block.up.register_forward_pre_hook(to_dtensor)
+        block.up.register_forward_hook(to_plain)
         fully_shard(block, mesh=mesh["data"])
     return fully_shard(model, mesh=mesh["data"])
 
