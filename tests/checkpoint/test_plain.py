@@ -56,13 +56,13 @@ def plain_model(seed: int = 1, columns: int = 7) -> Model:
 
 
 def evaluate_and_keep(model: nn.Module) -> None:
-    """Evaluate; a sharded model then has its parameters unsharded."""
+    """Evaluate; a sharded model then has its sharded parameters registered, whatever it keeps."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_forward(False)
     evaluate(model)
     model.train()
     if isinstance(model, FSDPModule):
-        assert not any(isinstance(param, DTensor) for param in model.parameters())
+        assert all(isinstance(param, DTensor) for param in model.parameters())
         model.set_reshard_after_forward(True)
         model.set_reshard_after_forward(False, recurse=False)
 
