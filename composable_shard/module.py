@@ -366,7 +366,17 @@ class FSDPModule(ModuleSettings, ModuleCommunication, TorchFSDPModule):  # type:
 
 
 class GradientReductionHandle:
-    """Waits for a ``finalize_backward(async_op=True)``."""
+    """Waits for a ``finalize_backward(async_op=True)``.
+
+    Example:
+        >>> model.set_manual_backward_finalization(True)
+        >>> with model.no_sync():
+        ...     model(x).sum().backward()
+        >>> handle = model.finalize_backward(async_op=True)
+        >>> handle.wait()  # other work goes here, before the wait
+        >>> model[0].weight.grad.placements
+        (Shard(dim=0),)
+    """
 
     def __init__(self, root: ParamGroup | None) -> None:
         self._root = root
