@@ -16,6 +16,10 @@ from torch.distributed._composable import checkpoint, contract
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -339,6 +343,31 @@ def labelled(module: nn.Module, label: str) -> nn.Module:
 @contract()
 def shard_it(module: nn.Module) -> nn.Module:
     return fully_shard(module)
+
+
+def wrapped_in_a_checkpoint(inner_too: bool) -> list[float]:
+    """Shard a wrapper that passes the attributes of its module off as its own; see accelerate."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = copy.deepcopy(reference)
+    if inner_too:
+        fully_shard(model[0])
+    model[0] = checkpoint_wrapper(model[0], CheckpointImpl.NO_REENTRANT)
+    fully_shard(model[0])
+    fully_shard(model)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for one in (reference, model):
+        one(x).square().sum().backward()
+    off = []
+    for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(wanted.grad)
+        off.append((whole(param.grad) - wanted.grad / 2).abs().max().item())
+    return off
+
+
+@pytest.mark.parametrize("inner_too", [False, True])
+def test_a_checkpoint_wrapper_around_a_sharded_module(inner_too: bool) -> None:
+    assert run_ranks(wrapped_in_a_checkpoint, 2, inner_too) == [[0.0] * 4] * 2
 
 
 def test_the_states_of_other_functions_survive() -> None:
