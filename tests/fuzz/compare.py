@@ -17,6 +17,7 @@ from .ranks import Held, Seen, mesh_of, run_case, what_is_launched
 
 TOLERANCE = {"": 1e-9, "float32": 2e-5, "bfloat16": 6e-2}
 
+LARGEST = 1e6
 REGISTERED_AFTER = ("train", "alone", "evaluate", "step")
 
 
@@ -45,6 +46,8 @@ def expected(case: Case) -> list[Expected]:
             except RuntimeError as error:
                 raise Invalid(str(error)) from error  # an in-place change, a useless checkpoint
             params = {name: p.detach().clone() for name, p in oracle.params().items()}
+            if any(not param.abs().max() < LARGEST for param in params.values()):
+                raise Invalid("training that diverges")
             steps.append(Expected(oracle.heard, params, oracle.totals(), oracle.is_synced))
     return steps
 
@@ -141,7 +144,8 @@ def _differences(
         tolerance = max(tolerance, 2e-5)
     if heard is not None:
         for rank, (own, theirs) in enumerate(zip(heard, (s.heard for s in seen), strict=True)):
-            if not _close(torch.tensor(theirs), torch.tensor(own), tolerance * 10, 0.1):
+            got, wanted = (torch.tensor(x, dtype=torch.float64) for x in (theirs, own))
+            if not _close(got, wanted, tolerance * 10, 0.1):
                 found.append(f"output: rank {rank} has {theirs}, expected {own}")
     for name, whole in params.items():
         parts = [s.params[name] for s in seen]
