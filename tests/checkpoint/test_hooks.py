@@ -152,15 +152,13 @@ def in_order() -> None:
         module.register_load_state_dict_post_hook(lambda m, _: saw(f"loaded {when}", m.weight))
 
     register(linear, "before")
-    model = fully_shard(nn.Sequential(linear), reshard_after_forward=False)
+    model = fully_shard(nn.Sequential(linear))
     register(linear, "after")
-    with torch.no_grad():
-        model(torch.ones(1, 3))
+    model.unshard()
     assert type(linear.weight) is nn.Parameter
     state = model.state_dict()
     plain = {name: full(tensor) for name, tensor in state.items()}
-    with torch.no_grad():
-        model(torch.ones(1, 3))
+    model.unshard()
     model.load_state_dict(plain)
     sharded = "DTensor"
     assert calls == [

@@ -29,6 +29,12 @@ LIMIT = 120  # seconds of the call: what takes so long hangs
 BAD = 1  # the rank on which a fault is
 WIDTH = 8
 X = torch.ones(2, WIDTH)
+WHEREABOUTS = (
+    f"; rank {BAD} waits in none of the library's: it may be in another collective (full_tensor() "
+    "or a full state dict on some ranks only, one of your own), be busy, or have stopped. All "
+    "ranks must call the same collectives, in the same order; docs/hangs.md says how to find the "
+    "one that does not"
+)
 
 
 def mesh_over(ranks: dist.ProcessGroup) -> DeviceMesh:

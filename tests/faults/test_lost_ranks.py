@@ -19,6 +19,7 @@ from faults.breaking import (
     BAD,
     LIMIT,
     TIME_OUT,
+    WHEREABOUTS,
     End,
     X,
     at_launch,
@@ -101,7 +102,7 @@ def test_a_rank_that_is_late_is_named_and_finds_the_others_gone(
     silence = f"no sign of it within the time-out of {TIME_OUT} s"
     if apart:
         silence = f"the error 'Timed out waiting {TIME_OUT}000ms for recv operation to complete'"
-    assert said[0] == blames(0, act, silence)
+    assert said[0] == blames(0, act, silence) + WHEREABOUTS
     assert said[BAD].startswith(f"CommunicationError: Rank {BAD} failed while ")
     assert "Expected rank 0 to take part in a collective, got " in said[BAD]
 
@@ -168,6 +169,7 @@ def test_parameters_of_a_failed_gather_never_become_valid(apart: bool) -> None:
         "Expected to be waiting for the first time while gathering group '0', got a wait that "
         "failed or was interrupted before; run the whole iteration again"
     )
-    refused = REFUSED.format(first.partition(": ")[2])
+    assert first.endswith(WHEREABOUTS)
+    refused = REFUSED.format(first.partition(": ")[2].removesuffix(WHEREABOUTS))
     assert later == f"Rank 0 failed while gathering group '0': {refused}"
     assert registered == "DTensor DTensor"

@@ -18,7 +18,7 @@ from torch import nn
 from composable_shard import CommunicationError, ShardError
 from composable_shard.core.grads.grad_bucket import GradBucket
 from composable_shard.testing import run_ranks
-from faults.breaking import BAD, LIMIT, TIME_OUT, X, failures, layers, steady, step
+from faults.breaking import BAD, LIMIT, TIME_OUT, WHEREABOUTS, X, failures, layers, steady, step
 
 __all__ = ["readable"]
 
@@ -61,7 +61,7 @@ def test_an_exception_on_one_rank_stays_what_it_is_and_the_others_miss_it(apart:
     """The rank stops after forward has gathered all; backward begins with the first it lacks."""
     said = failures(raises_in_forward, 2, apart=apart)
     assert said == {
-        0: silent(0, "gathering group '1'", apart),
+        0: silent(0, "gathering group '1'", apart) + WHEREABOUTS,
         BAD: "ValueError: a bad sample",
     }
 
@@ -83,8 +83,8 @@ def little_memory(nbytes: int) -> Iterator[None]:
 
 def own_failure(act: str) -> str:
     return (
-        f"Rank {dist.get_rank()} failed while {act}; ranks that did not fail likewise wait for it "
-        "until its process ends, or until their time-out"
+        f"Rank {dist.get_rank()} failed while {act}; ranks that did not fail likewise, and wait for "
+        "it, are told so (on gloo), or raise when their time-out has passed"
     )
 
 
@@ -104,8 +104,13 @@ def no_memory_on_one() -> str:
 def test_no_memory_to_gather_into_on_one_rank(apart: bool) -> None:
     fn = Apart(no_memory_on_one) if apart else no_memory_on_one
     first, second = run_ranks(fn, 2, timeout=LIMIT)
-    assert steady(first) == silent(0, "gathering group '0'", apart)
-    assert f"can't allocate memory: you tried to allocate {WIDE_NBYTES} bytes" in second
+    why = f"can't allocate memory: you tried to allocate {WIDE_NBYTES} bytes"
+    assert why in second
+    # Told by the rank itself, and once.
+    act = "Rank 0 failed while gathering group '0': Expected rank 1 to take part in a collective"
+    assert first.startswith(f"CommunicationError: {act}, got ")
+    told = "rank 1 failed while gathering group '0': RuntimeError: "
+    assert first.count(told) == first.count(why) == 1
 
 
 def no_memory_on_all() -> tuple[bool, int]:
@@ -157,7 +162,8 @@ def test_no_memory_to_reduce_into_keeps_its_type_and_is_got_over() -> None:
     assert run_ranks(no_memory_to_reduce, 2, timeout=LIMIT) == [
         (
             f"Rank {rank} failed while reducing the gradients of group '0'; ranks that did not "
-            "fail likewise wait for it until its process ends, or until their time-out",
+            "fail likewise, and wait for it, are told so (on gloo), or raise when their time-out "
+            "has passed",
             True,
         )
         for rank in range(2)

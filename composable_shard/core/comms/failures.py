@@ -81,10 +81,11 @@ def named(error: RuntimeError, act: str) -> RuntimeError:
             says all that already.
         act: What the rank was doing, such as "gathering group 'blocks.3'".
     """
-    if isinstance(error, CommunicationError):
+    said = f"Rank {dist.get_rank()} failed while "
+    if isinstance(error, CommunicationError) or str(error).startswith(said):
         return error
     kind = RankMismatchError if isinstance(error, RankMismatchError) else CommunicationError
-    return kind(f"Rank {dist.get_rank()} failed while {act}: {error}")
+    return kind(f"{said}{act}: {error}")
 
 
 # What ranks tell each other -----------------------------------------------------------------------
@@ -283,9 +284,10 @@ class watched:
             return error
         is_late = any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
         _watcher.ask(functools.partial(self._ask, board, is_late), _ANSWER)
-        if self._answer and self._answer not in str(error):
-            return CommunicationError(f"{error}; {self._answer}")
-        return error
+        _, _, own = str(error).partition(" failed while ")
+        if not self._answer or self._answer in own or own in self._answer:
+            return error  # nothing new: it is the cause, or another rank says the same
+        return CommunicationError(f"{error}; {self._answer}")
 
     def _ask(self, board: _Board, is_late: bool) -> None:
         failure = self.failure or board.failure()
