@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 POLICIES: dict[str, tuple[torch.dtype | None, ...]] = {
     "fp32": (),
-    "bf16": (torch.bfloat16,),
+    "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16, reduced in fp32": (torch.bfloat16, torch.float32),
 }
 

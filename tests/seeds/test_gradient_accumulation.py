@@ -104,7 +104,8 @@ def run(phases: Phases, **kwargs: Any) -> None:
         at_once = tuple(torch.cat(parts, dim=BATCH_DIM) for parts in zip(*used, strict=True))
         torch.testing.assert_close(loss, backward(reference, at_once))
         average_gradients(reference)
-        assert_same_gradients(model, reference, rtol=1e-5, atol=1e-5)
+        # Sums of gradients up to some hundreds, added in another order.
+        assert_same_gradients(model, reference, rtol=1e-5, atol=1e-4)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -173,7 +173,7 @@ class _Board:
         """
         group, peer = self._group(), (self._place + 1) % len(self.ranks)
         if group is not None:
-            nothing = torch.empty(1, dtype=torch.uint8)
+            nothing = torch.zeros(1, dtype=torch.uint8)
             group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
@@ -237,12 +237,12 @@ class watched:
     __slots__ = (
         "_act",
         "_answer",
-        "_board",
         "_group",
         "_is_said",
         "_looked",
         "_seen",
         "_start",
+        "board",
         "failure",
     )
 
@@ -250,13 +250,13 @@ class watched:
         self.failure: str | None = None
         self._act = act
         self._group = group
-        self._board = _board_of(group)
+        self.board = _board_of(group)
         self._is_said = False
         self._seen: str | None = None
         self._answer = ""
 
     def __enter__(self) -> watched:
-        if self._board is not None:
+        if self.board is not None:
             self._start = self._looked = time.monotonic()
             _waits.append(self)
             _watcher.ensure()
@@ -268,18 +268,18 @@ class watched:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._board is not None:
+        if self.board is not None:
             with contextlib.suppress(ValueError):
                 _waits.remove(self)
             if self._is_said:
-                _watcher.ask(functools.partial(self._board.take_back, _WAITS))
+                _watcher.ask(functools.partial(self.board.take_back, _WAITS))
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
             told = self._with_what_others_say(named(error, self._act))
             _losses.setdefault(self._group, str(told))
             raise told from error
 
     def _with_what_others_say(self, error: RuntimeError) -> RuntimeError:
-        board = self._board
+        board = self.board
         if board is None or type(error) is not CommunicationError:
             return error
         is_late = any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
@@ -301,7 +301,7 @@ class watched:
 
     def look(self) -> None:
         """Look at what others say, if it is time to. Called by the watcher."""
-        board, now = self._board, time.monotonic()
+        board, now = self.board, time.monotonic()
         assert board is not None
         pause = _PAUSE + len(board.ranks) / 2000
         if self.failure is not None or now < self._start + _PATIENCE or now < self._looked + pause:
@@ -327,7 +327,7 @@ def is_watched(group: dist.ProcessGroup) -> bool:
 def failure_in(group: dist.ProcessGroup) -> str | None:
     """Return the failure of a rank that ends the waits in ``group``, if there is one."""
     board = _boards.get(group)
-    return next((wait.failure for wait in list(_waits) if wait._board is board), None)
+    return next((wait.failure for wait in list(_waits) if wait.board is board), None)
 
 
 class _Watcher:
