@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -172,6 +174,34 @@ def test_parts_that_no_module_holds_together_are_warned_of_where_one_optimizer_d
         assert steps(body, both, forward=lambda x: head(body(x)) * free) == [
             drifting("weight", "bias", "one of shape [4]")
         ]
+
+
+def test_other_threads_may_make_tuples_meanwhile() -> None:
+    """A tuple of unknown length is cut to its length by who makes it, if nobody else holds it."""
+    made, failed, is_over = [0] * 3, [], threading.Event()
+
+    def make(place: int) -> None:
+        try:
+            while not is_over.is_set():
+                made[place] += len(tuple(one for one in range(60)))
+        except SystemError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=make, args=(place,)) for place in range(len(made))]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        with fake_ranks(2):
+            for _ in range(3):
+                assert steps(without_root()) == [drifting("scale", "head.weight", "head.bias")]
+    finally:
+        is_over.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert failed == [] and all(made)
 
 
 def test_no_warning_of_what_has_nothing_to_do_with_sharded_modules() -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _ATTRIBUTE = "_composable_shard_ignored"
+_NUM_NAMED = 32  # parameters that a warning names at most
 
 
 def ignore(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
@@ -120,7 +121,8 @@ def warn_of_unsharded(optimizer: torch.optim.Optimizer, groups: Iterable[ParamGr
         optimizer: Which is about to step.
         groups: Those that were gathered in this process.
 
-    Memory: looks at all objects of the interpreter, but only where there is something to look for.
+    Time: looks at what all objects of the interpreter refer to, some ten times, but only where there
+    is something to look for.
     """
     if optimizer in _looked_at:
         return
@@ -133,7 +135,8 @@ def warn_of_unsharded(optimizer: torch.optim.Optimizer, groups: Iterable[ParamGr
     suspects = [p for p in plain if p.grad is not None and not _torch.has_grad_hooks(p)]
     if not suspects or not groups:
         return
-    tree, sharded = _Tree(), {module for group in groups for module in group.modules}
+    suspects = suspects[:_NUM_NAMED]
+    tree, sharded = _Tree(suspects), {module for group in groups for module in group.modules}
     ours = {id(param.sharded) for group in groups for param in group.params}
     is_beside_ours = any(id(param) in ours for param in params)
     names = [
@@ -151,20 +154,46 @@ def warn_of_unsharded(optimizer: torch.optim.Optimizer, groups: Iterable[ParamGr
         )
 
 
-class _Tree:
-    """All modules of this process, and where they lie in each other."""
+def _holders(objects: Iterable[object], attribute: str) -> list[nn.Module]:
+    """Return the modules that hold any of some objects in a dict of theirs.
 
-    def __init__(self) -> None:
+    Hazard: a list of all objects also holds tuples that other threads are making, which breaks them
+    ("SystemError: bad argument to internal function"). Guard: only what refers to these objects is
+    asked for. Test: ``test_other_threads_may_make_tuples_meanwhile``.
+
+    Args:
+        objects: Parameters or modules.
+        attribute: The name of the dict, such as "_parameters".
+    """
+    dicts = [one for one in gc.get_referrers(*objects) if type(one) is dict]
+    around = gc.get_referrers(*dicts)
+    around += gc.get_referrers(*[one for one in around if type(one) is dict])
+    held = set(map(id, dicts))
+    # isinstance would ask proxies for their class
+    modules = [one for one in around if issubclass(type(one), nn.Module)]
+    return [one for one in dict.fromkeys(modules) if id(one.__dict__.get(attribute)) in held]
+
+
+class _Tree:
+    """The modules that hold some parameters, and all that those lie in."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self._parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
-        for one in gc.get_objects():
-            if issubclass(type(one), nn.Module):  # isinstance would ask proxies for their class
-                for name, child in one.__dict__.get("_modules", {}).items():
-                    if child is not None:
-                        self._parents.setdefault(child, []).append((one, name))
-                for name, param in one.__dict__.get("_parameters", {}).items():
-                    if param is not None:
-                        self._owners.setdefault(id(param), []).append((one, name))
+        inner = _holders(params, "_parameters")
+        for owner in inner:
+            for name, param in owner._parameters.items():
+                self._owners.setdefault(id(param), []).append((owner, name))
+        while inner:
+            outer = _holders(inner, "_modules")
+            for module in inner:
+                self._parents[module] = [
+                    (parent, name)
+                    for parent in outer
+                    for name, child in parent._modules.items()
+                    if child is module
+                ]
+            inner = [module for module in outer if module not in self._parents]
 
     def name_if_unsharded(
         self, param: torch.Tensor, sharded: set[nn.Module], is_beside_ours: bool
