@@ -167,14 +167,17 @@ class _Board:
         return "; ".join(told)
 
     def break_connections(self) -> None:
-        """Let all that ranks of the group wait for fail.
+        """Let all that this rank waits for in the group fail.
 
-        Gloo closes its connections when a message is not there within its time-out.
+        Gloo closes all of its connections when a message is not there within its time-out; where
+        one is closed already, as the rank at its other end has done this, no other is.
         """
-        group, peer = self._group(), (self._place + 1) % len(self.ranks)
-        if group is not None:
-            nothing = torch.zeros(1, dtype=torch.uint8)
-            group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+        group = self._group()
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        for peer in range(len(self.ranks)):
+            if group is not None and peer != self._place:
+                with contextlib.suppress(RuntimeError):
+                    group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def _board_of(group: dist.ProcessGroup) -> _Board | None:
