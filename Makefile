@@ -1,9 +1,11 @@
 # `make demo` and `make test` need Python 3.11 or later and nothing else: they make .venv first.
 # PYTHON=... chooses the interpreter that it is made with; ARGS=... is passed on to the command.
 # TORCH=2.15.0, or another version, makes and uses an environment with that torch beside .venv.
+# ALL=1 runs every case of every test.
 
 PYTHON ?= python3
 TORCH ?=
+ALL ?=
 NEWEST_TORCH := 2.15.0
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
@@ -32,11 +34,12 @@ HAS_TORCH = test -z "$(TORCH)" && $(PYTHON) -c 'import sys, torch, torch.distrib
 	2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients test-newest test-long lint format docs install clean
+.PHONY: help demo test test-all test-clients test-newest test-long lint format docs install clean
 
 help:
 	@echo "make demo     train a small language model on two ranks, with a timeline"
-	@echo "make test     run the tests"
+	@echo "make test     run the tests: every value of every parameter, once at least"
+	@echo "make test-all  run every case of every test"
 	@echo "make test-clients  run those with transformers, accelerate, lightning and others"
 	@echo "make test-newest  run what a new torch could break, clients too, on torch $(NEWEST_TORCH)"
 	@echo "make test-long  run ten times the generated examples, all cases, and the long runs"
@@ -54,7 +57,11 @@ demo: $(INSTALLED)
 # Ranks wait for each other more than they compute, so two files at a time suit two cores; in the
 # order of tests/conftest.py, as xdist's own begins with the files of many short tests.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		$(if $(ALL),,--brief) $(ARGS)
+
+test-all:
+	$(MAKE) test ALL=1
 
 # The clients lie in a folder of their own, which no other target sees. A torch that brings triton
 # keeps its own.

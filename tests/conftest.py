@@ -29,10 +29,46 @@ FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest for their number of tests."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--brief",
+        action="store_true",
+        help="of each test with many cases, run as few as hold every value of every parameter",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest for their number of tests; leave out if asked to."""
     places = {Path(__file__).parent / file: place for place, file in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(FIRST)))
+    if config.getoption("brief"):
+        kept = set(_covering(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def _covering(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases that have a value of a parameter that none before has, test by test.
+
+    Those with many such values come first, so that few hold them all.
+    """
+    cases: dict[str, list[tuple[set[tuple[int, str]], pytest.Item]]] = {}
+    for item in items:
+        # One name for each ``parametrize``, whose values belong together.
+        names = item.callspec._idlist if hasattr(item, "callspec") else []
+        test = item.nodeid.partition("[")[0]
+        cases.setdefault(test, []).append((set(enumerate(names)), item))
+    for left in cases.values():
+        seen: set[tuple[int, str]] = set()
+        while left:
+            most = max(left, key=lambda case: len(case[0] - seen))
+            if seen and most[0] <= seen:
+                break
+            left.remove(most)
+            seen |= most[0]
+            yield most[1]
+            if not most[0]:
+                break
 
 
 @pytest.fixture(scope="session", autouse=True)

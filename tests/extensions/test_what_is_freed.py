@@ -312,6 +312,7 @@ class NotOnOne(Wrapped):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+CUT = "Expected split to return shapes [[2, 6], [2, 6], [2, 6]], got [[3, 6], [3, 6]] of Halves"
 ADVICE = (
     "; shard it over a number of ranks that its class can be cut for, or pass it in ignored_params"
 )
@@ -323,8 +324,7 @@ ADVICE = (
         (
             Halves,
             "Expected parameter 'weight', a Halves of shape [6, 6], to be cut into 3 shards along "
-            "dim 0, got: Expected split to return shapes [[2, 6], [2, 6], [2, 6]], got "
-            "[[3, 6], [3, 6]] of Halves" + ADVICE,
+            "dim 0, got: " + CUT + ADVICE,
         ),
         (
             NotOnOne,

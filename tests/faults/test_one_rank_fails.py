@@ -18,7 +18,7 @@ from torch import nn
 from composable_shard import CommunicationError, ShardError
 from composable_shard.core.grads.grad_bucket import GradBucket
 from composable_shard.testing import run_ranks
-from faults.breaking import BAD, LIMIT, TIME_OUT, WHEREABOUTS, X, failures, layers, steady, step
+from faults.breaking import BAD, LIMIT, TIME_OUT, WHEREABOUTS, X, failures, layers, step
 
 __all__ = ["readable"]
 
@@ -83,8 +83,8 @@ def little_memory(nbytes: int) -> Iterator[None]:
 
 def own_failure(act: str) -> str:
     return (
-        f"Rank {dist.get_rank()} failed while {act}; ranks that did not fail likewise, and wait for "
-        "it, are told so (on gloo), or raise when their time-out has passed"
+        f"Rank {dist.get_rank()} failed while {act}; ranks that did not fail likewise, and wait "
+        "for it, are told so (on gloo), or raise when their time-out has passed"
     )
 
 

@@ -121,7 +121,7 @@ def warn_of_unsharded(optimizer: torch.optim.Optimizer, groups: Iterable[ParamGr
         optimizer: Which is about to step.
         groups: Those that were gathered in this process.
 
-    Time: looks at what all objects of the interpreter refer to, some ten times, but only where there
+    Time: looks some ten times at what all objects of the interpreter refer to, but only where there
     is something to look for.
     """
     if optimizer in _looked_at:
