@@ -366,6 +366,98 @@ def test_ranks_of_which_some_go_past_a_checkpoint_over_several_groups_train_alik
         )
 
 
+class Rescued(nn.Module):
+    """Adds what its parts give, each under a reentrant checkpoint, as often as is said."""
+
+    def __init__(self, *parts: nn.Module, times: int = 1) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            y = x
+            for _ in range(self.times):
+                y = torch.tanh(checkpoint(part, y, use_reentrant=True))
+            x = x + y
+        return x
+
+
+class Containers(nn.Module):
+    """Two containers of one group around groups of their own; the second has a weight besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Sequential(linear()), Around(linear())])
+
+    def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
+        for part, goes in zip(self.parts, reached, strict=True):
+            output = part(x)
+            x = x + (output if goes == "+" else output.detach())
+        return x
+
+
+def shard_containers(model: Any, **options: Any) -> nn.Module:
+    for inner in (model.parts[0][0], model.parts[1].parts[0]):
+        fully_shard(inner, **options)
+    fully_shard(list(model.parts), **options)
+    return fully_shard(model, **options)
+
+
+def shard_first_two(model: Any, **options: Any) -> nn.Module:
+    """Make what is under a checkpoint, and what is not, one group."""
+    fully_shard([model.parts[0].parts[0], model.parts[1]], **options)
+    return fully_shard(model, **options)
+
+
+def shard_parts(model: Any, **options: Any) -> nn.Module:
+    """Make each part a group, and all that lies in it, containers without parameters too."""
+    for part in model.parts:
+        for inner in part.parts if isinstance(part, Rescued) else ():
+            for innermost in inner.children():
+                fully_shard(innermost, **options)
+            fully_shard(inner, **options)
+        fully_shard(part, **options)
+    return fully_shard(model, **options)
+
+
+def recomputed_beside_plain() -> nn.Module:
+    return Model(Rescued(linear()), linear())
+
+
+def recomputed_frozen() -> nn.Module:
+    return Model(Rescued(nn.Sequential(linear(trains=False))), linear())
+
+
+def recomputed_twice() -> nn.Module:
+    return Model(Rescued(linear(), linear(), times=2), linear())
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids="-".join)
+@pytest.mark.parametrize(
+    ("build", "shard"),
+    [
+        (Containers, shard_containers),
+        (recomputed_beside_plain, shard_first_two),
+        (recomputed_frozen, shard_parts),
+        (recomputed_twice, shard_parts),
+    ],
+)
+def test_ranks_that_go_past_parts_of_groups_train_alike(
+    build: Build, shard: Any, program: list[str]
+) -> None:
+    """Of a group of several modules, or one that a reentrant checkpoint computes again."""
+    for ranks in (2, 3):
+        assert_trains_like_unsharded(
+            build,
+            program,
+            world_size=ranks,
+            shard=shard,
+            loss=Loss(("+-", "++", "-+")),
+            timeout=30,
+        )
+
+
 class FrozenBetween(nn.Module):
     """Has a frozen part whose input needs a gradient, or not."""
 

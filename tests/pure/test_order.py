@@ -60,6 +60,8 @@ CASES = [
     ("checkpoints one after the other", ["[aAbB][cCdD]"], "+c +d -d -c +a +b -b -a"),
     ("checkpoints within each other", ["[aA[bB]cC]dD"], "+d -d +a +b +c -c -b -a"),
     ("of one group", ["[aA][bB]"], "+b -b +a -a"),
+    ("around frozen ones before one that trains", ["[xX!yY!aA]bB"], "+b -b +x +y +a -a -y -x"),
+    ("around frozen ones alone", ["[xX!yY!]aA"], "+a -a"),
     ("in two checkpoints", ["[aAbB][aAcC]"], "+a +c -c +b -b -a"),
 ]
 

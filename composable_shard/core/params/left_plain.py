@@ -182,7 +182,7 @@ class _Tree:
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         inner = _holders(params, "_parameters")
         for owner in inner:
-            for name, param in owner._parameters.items():
+            for name, param in owner.__dict__["_parameters"].items():
                 self._owners.setdefault(id(param), []).append((owner, name))
         while inner:
             outer = _holders(inner, "_modules")
@@ -190,7 +190,7 @@ class _Tree:
                 self._parents[module] = [
                     (parent, name)
                     for parent in outer
-                    for name, child in parent._modules.items()
+                    for name, child in parent.__dict__["_modules"].items()
                     if child is module
                 ]
             inner = [module for module in outer if module not in self._parents]

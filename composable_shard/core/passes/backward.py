@@ -208,8 +208,12 @@ class BackwardPass:
         if self._is_inside:
             return
         self._reduce_complete()
-        while self._steps and not self._steps[-1].gathers and self._is_over(self._steps[-1].group):
-            self._take_turn(self._steps.pop().group)
+        while self._steps and not self._steps[-1].gathers:
+            group = self._steps[-1].group
+            if not self._is_over(group) or self._may_be_computed_again(group):
+                return
+            self._steps.pop()
+            self._take_turn(group)
             self._reduce_complete()
 
     def _reduce_complete(self) -> None:
@@ -225,6 +229,9 @@ class BackwardPass:
     def _is_over(self, group: ParamGroup) -> bool:
         run = self._runs.get(group) or self._enter(group)
         return not run.is_waiting
+
+    def _may_be_computed_again(self, group: ParamGroup) -> bool:
+        return self._runs[group].num_computed_again < self.order.num_checkpoints(group)
 
     # Completion -----------------------------------------------------------------------------
 
@@ -311,7 +318,9 @@ class BackwardPass:
         """Free a complete group unless something may read it, or other ranks gather it later."""
         if not group.settings.reshard_after_backward or not run.is_bounded:
             return
-        if run.num_computed_again < self.order.num_checkpoints(group):
+        if not run.is_reduced and self.order.has_several_calls(group):
+            return
+        if self._may_be_computed_again(group):
             if run.is_reduced:
                 self._to_free.append(group)
         elif group not in self._to_gather:

@@ -26,12 +26,21 @@ class Step(NamedTuple, Generic[Key]):
 
 
 class Interval:
-    """From when to when a forward needed a group, for one call or for all in a checkpoint."""
+    """From when to when a forward needed a group, for one call or for all in a checkpoint.
 
-    __slots__ = ("end", "start")
+    Attributes:
+        start: When the call, or the first one in the checkpoint, began.
+        end: When it, or the last one, ended.
+        is_shared: Whether it is that of a checkpoint, which computes all of its calls again if any.
+        is_read: Whether a backward may read the groups of the calls.
+    """
 
-    def __init__(self, start: int) -> None:
+    __slots__ = ("end", "is_read", "is_shared", "start")
+
+    def __init__(self, start: int, *, is_shared: bool) -> None:
         self.start = self.end = start
+        self.is_shared = is_shared
+        self.is_read = False
 
 
 class _Visit:
@@ -42,17 +51,22 @@ class _Visit:
         earliest: Its first call of all.
         entered: Its first call in that forward.
         place: When that call began.
-        left: Its last call that a backward reads it for, if any.
+        num_calls: How many calls there are in that forward.
+        left: Its last call that a backward may read it for, if any.
         checkpoints: The outermost checkpoints around its calls in that forward.
         num_before: How many there were around calls in earlier forwards.
     """
 
-    __slots__ = (*("checkpoints", "earliest", "entered", "forward", "left", "num_before", "place"),)
+    __slots__ = (
+        *("checkpoints", "earliest", "entered", "forward", "left", "num_before", "num_calls"),
+        "place",
+    )
 
     def __init__(self, interval: Interval, place: int, forward: int) -> None:
         self.earliest = self.entered = interval
         self.place = place
         self.forward = forward
+        self.num_calls = 0
         self.left: Interval | None = None
         self.checkpoints: set[Interval] = set()
         self.num_before = 0
@@ -101,15 +115,17 @@ class ExecutionOrder(Generic[Key]):
         elif visit.forward != self.forward:
             visit.entered, visit.place, visit.forward = interval, self._now, self.forward
             self.has_earlier = True
+            visit.num_calls = 0
             visit.num_before += len(visit.checkpoints)
             visit.checkpoints.clear()
+        visit.num_calls += 1
         if checkpoints:
             visit.checkpoints.add(interval)
         return interval
 
     def _interval(self, checkpoints: Iterable[dict[Any, Any]]) -> Interval:
         kept = [one for notes in checkpoints if (one := notes.get(self)) is not None]
-        interval = kept[0] if kept else Interval(self._now)
+        interval = kept[0] if kept else Interval(self._now, is_shared=bool(checkpoints))
         for notes in checkpoints:  # those within each other share the interval of the outermost
             notes[self] = interval
         return interval
@@ -126,8 +142,9 @@ class ExecutionOrder(Generic[Key]):
         """
         self._now += 1
         interval.end = self._now
+        interval.is_read = interval.is_read or trains or is_watched or self._has_trained
         visit = self._visits.get(group)
-        if visit is not None and (trains or is_watched or self._has_trained):
+        if visit is not None and (interval.is_read or (interval.is_shared and not visit.left)):
             visit.left = interval
         self._has_trained = self._has_trained or trains
 
@@ -153,6 +170,11 @@ class ExecutionOrder(Generic[Key]):
         visit = self._visits.get(group)
         return 0 if visit is None else visit.num_before + len(visit.checkpoints)
 
+    def has_several_calls(self, group: Key) -> bool:
+        """Tell whether the latest forward that entered ``group`` did so more than once."""
+        visit = self._visits.get(group)
+        return visit is not None and visit.num_calls > 1
+
     def last_entered_first(self) -> list[Key]:
         """Return all groups, those that were entered later before others."""
         return sorted(self._visits, key=lambda group: -self._visits[group].place)
@@ -177,9 +199,10 @@ class ExecutionOrder(Generic[Key]):
     ) -> list[Step[Key]]:
         found: list[tuple[int, int, Step[Key]]] = []
         for group, visit in self._visits.items():
-            if visit.left is not None:
-                found.append((visit.left.end, -visit.place, Step(group, gathers=True)))
-            if visit.left is not None or reduces(group):
+            left = visit.left if visit.left is not None and visit.left.is_read else None
+            if left is not None:
+                found.append((left.end, -visit.place, Step(group, gathers=True)))
+            if left is not None or reduces(group):
                 found.append((first_call(visit).start, visit.place, Step(group, gathers=False)))
         found.sort(key=lambda entry: entry[:2])
         return [step for _, _, step in found]
