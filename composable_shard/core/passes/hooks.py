@@ -209,7 +209,7 @@ class ModuleHooks:
         group, has_grad = self._group, torch.is_grad_enabled()
         is_watched = self._watch(call, output) if has_grad else False
         if _torch.current_backward() == -1:
-            # Without grad a call that is noted lies in a checkpoint, whose outputs are watched by none.
+            # Without grad, a call that is noted lies in a checkpoint, whose outputs may be reached.
             has_backward = is_watched or (call.interval is not None and not has_grad)
             group.context.backward.leave(group, call.interval, is_watched=has_backward)
             group.context.forward.leave(group, module, failed=failed, has_backward=has_backward)
