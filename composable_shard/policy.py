@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -46,6 +47,10 @@ class MixedPrecisionPolicy:
     Example:
         >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).grad_dtype
     """
+
+    # Gradients of unsharded parameters, as autograd has computed them, are rounded to the dtype of
+    # compute before they are reduced; so does torch below 2.15.
+    rounds_gradients: ClassVar[bool] = False
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None

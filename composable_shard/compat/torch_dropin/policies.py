@@ -24,6 +24,12 @@ _OURS = {
 }  # a class before those that it is derived from
 
 
+class _EarlierPolicy(MixedPrecisionPolicy):
+    """One of a torch below 2.15, where ``param_dtype`` decides the dtype of gradients, too."""
+
+    rounds_gradients = True
+
+
 def translated(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a call of ``fully_shard`` with ours in the place of torch's."""
     ours = {name: _translated_value(value) for name, value in options.items()}
@@ -44,6 +50,7 @@ def _translated_value(value: Any) -> Any:
             fields = {name: getattr(value, name) for name in names}
             if ours is MixedPrecisionPolicy and not _torch.REDUCES_IN_GRAD_DTYPE:
                 fields["reduce_dtype"] = fields["reduce_dtype"] or fields["param_dtype"]
+                return _EarlierPolicy(**fields)
             return ours(**fields)
     return value
 

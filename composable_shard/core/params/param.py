@@ -276,7 +276,8 @@ class ShardedParam:
             if model is not None:
                 tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
             self.unsharded = _torch.parameter_of(tensor, self.sharded.requires_grad)
-            self.unsharded.grad_dtype = None  # it is rounded once, to the dtype of the reduction
+            if not self.policy.rounds_gradients:  # else once, to the dtype of the reduction
+                self.unsharded.grad_dtype = None
         remember_stand_in(self.unsharded, self)
         self.attributes = Attributes(self.sharded, self.unsharded)
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
