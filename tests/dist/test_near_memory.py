@@ -417,7 +417,7 @@ def nobody_reads() -> str:
     with pytest.raises(ShardError) as caught:
         offers.settle({TAG: "testing"})
     offers._offers.remove(offer)
-    return str(caught.value)
+    return str(caught.value).partition("; ")[0]  # where the others are may not be heard in time
 
 
 @pytest.mark.usefixtures("readable")

@@ -140,7 +140,7 @@ class ForwardPass:
             self._depths[group] = depth
         else:
             if self._has_run(group, module):
-                self._free(group)
+                self._free(group, has_backward=has_backward or torch.is_grad_enabled())
         if group is self._outermost and group not in self._depths:
             if failed and context.backward.ran_inside:
                 context.clean_up()
@@ -166,21 +166,24 @@ class ForwardPass:
         del self._to_run[group]
         return True
 
-    def _free(self, group: ParamGroup) -> None:
-        has_grad = torch.is_grad_enabled()
-        if has_grad:
+    def _free(self, group: ParamGroup, *, has_backward: bool) -> None:
+        """Free a group that has run, unless a backward or the next module needs it at once.
+
+        Under a reentrant checkpoint it has a backward although it has run without grad.
+        """
+        if has_backward:
             group.note_forward()
         reshard = group.settings.reshard_after_forward
         if reshard is None:  # the root's parameters are needed at once, if there is a backward
             reshard = group is not self._context.root
-        stays = not reshard and (has_grad or group.is_held)
+        stays = not reshard and (has_backward or group.is_held)
         if stays or self._opens_backward(group):
             group.is_exposed = True
             return
         if not reshard or self._is_needed_next(group):
             self._kept[group] = None
             return
-        group.reshard(reshard if has_grad and reshard is not True else None)
+        group.reshard(reshard if has_backward and reshard is not True else None)
 
     def holds(self, group: ParamGroup) -> bool:
         """Tell whether a running forward is in ``group``."""
@@ -212,7 +215,7 @@ class ForwardPass:
         for group in list(self._to_run):
             if group is not self._outermost:
                 del self._to_run[group]
-                self._free(group)
+                self._free(group, has_backward=torch.is_grad_enabled())
         for group in [*self._prefetched, *self._kept]:
             group.reshard()
         self._prefetched.clear()
