@@ -144,11 +144,14 @@ class _Board:
 
         Where all fail alike, nobody waits for what the others have left out.
         """
+        found = []
         for rank, text in self._said(_FAILED).items():
             count, _, what = text.partition(" ")
             if int(count) > self.num_failures:
-                return f"rank {rank} failed while {what}"
-        return None
+                found.append(f"rank {rank} failed while {what}")
+        # One that failed by itself goes before those that failed as it did not come.
+        follows = f": {CommunicationError.__name__}: "
+        return min(found, key=lambda text: follows in text, default=None)
 
     def whereabouts(self) -> str:
         """Return where the others are, as far as they wait in collectives that are watched."""
