@@ -145,7 +145,7 @@ class Channel:
     def _gather_from(
         self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors
     ) -> list[Waitable]:
-        with self._launching(self.gathering):
+        with self._launching(self.gathering, group):
             works = self.all_gather.launch(outputs, inputs, group, self.tags[0])
         return _watched(works, group, self.gathering)
 
@@ -168,7 +168,7 @@ class Channel:
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
         if divisor is not None and self.reduce_scatter.divides:
             op = divisor
-        with self._launching(self.reducing):
+        with self._launching(self.reducing, group):
             works = self.reduce_scatter.launch(outputs, inputs, group, op, self.tags[1])
         return _watched(works, group, self.reducing)
 
@@ -181,7 +181,7 @@ class Channel:
         """
         group = self._reduce_group
         assert group is not None
-        with self._launching(self.reducing):
+        with self._launching(self.reducing, group):
             work = dist.all_to_all_single(output, source, group=group, async_op=True)
         return [] if work is None else _watched([work], group, self.reducing)
 
@@ -208,7 +208,7 @@ class Channel:
         summed = tensor.to(sum_dtype(tensor.dtype)) if divides else tensor
         group = self.mesh.replica_group
         assert group is not None
-        with self._launching(self.reducing):
+        with self._launching(self.reducing, group):
             work = dist.all_reduce(summed, op, group=group, async_op=True)
         if work is None:
             return []
@@ -227,15 +227,18 @@ class Channel:
         return [shards, self.mesh.replica_group, self._reduce_group, *subgroups_of(shards)]
 
     @contextlib.contextmanager
-    def _launching(self, act: str) -> Iterator[None]:
+    def _launching(self, act: str, group: dist.ProcessGroup) -> Iterator[None]:
         """Say what the launch of a collective was for, if it fails, here and to the other ranks."""
         go_on()
         try:
             yield
         except Exception as error:
-            announce(self.process_groups, act, error)
+            told = None
             if isinstance(error, RuntimeError):
-                raise named(error, act) from error
+                told = watched(group, act).explain(named(error, act))
+            announce(self.process_groups, act, error)
+            if told is not None:
+                raise told from error
             raise
 
 

@@ -280,11 +280,12 @@ class watched:
             if self._is_said:
                 _watcher.ask(functools.partial(self.board.take_back, _WAITS))
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
-            told = self._with_what_others_say(named(error, self._act))
+            told = self.explain(named(error, self._act))
             _losses.setdefault(self._group, str(told))
             raise told from error
 
-    def _with_what_others_say(self, error: RuntimeError) -> RuntimeError:
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """Return the error, or one that says besides what other ranks say of theirs."""
         board = self.board
         if board is None or type(error) is not CommunicationError:
             return error
