@@ -55,20 +55,14 @@ def _covering(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     cases: dict[str, list[tuple[set[tuple[int, str]], pytest.Item]]] = {}
     for item in items:
         # One name for each ``parametrize``, whose values belong together.
-        names = item.callspec._idlist if hasattr(item, "callspec") else []
+        names = item.callspec._idlist if hasattr(item, "callspec") else [""]
         test = item.nodeid.partition("[")[0]
         cases.setdefault(test, []).append((set(enumerate(names)), item))
-    for left in cases.values():
+    for some in cases.values():
         seen: set[tuple[int, str]] = set()
-        while left:
-            most = max(left, key=lambda case: len(case[0] - seen))
-            if seen and most[0] <= seen:
-                break
-            left.remove(most)
+        while not (most := max(some, key=lambda case: len(case[0] - seen)))[0] <= seen:
             seen |= most[0]
             yield most[1]
-            if not most[0]:
-                break
 
 
 @pytest.fixture(scope="session", autouse=True)

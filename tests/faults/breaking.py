@@ -29,12 +29,15 @@ LIMIT = 120  # seconds of the call: what takes so long hangs
 BAD = 1  # the rank on which a fault is
 WIDTH = 8
 X = torch.ones(2, WIDTH)
-WHEREABOUTS = (
-    f"; rank {BAD} waits in none of the library's: it may be in another collective (full_tensor() "
-    "or a full state dict on some ranks only, one of your own), be busy, or have stopped. All "
-    "ranks must call the same collectives, in the same order; docs/hangs.md says how to find the "
-    "one that does not"
+ALL_RANKS = (
+    "All ranks must call the same collectives, in the same order; docs/hangs.md says how to find "
+    "the one that does not"
 )
+AWAY = (
+    "; rank {} waits in none of the library's: it may be in another collective (full_tensor() or a "
+    "full state dict on some ranks only, one of your own), be busy, or have stopped. " + ALL_RANKS
+)
+WHEREABOUTS = AWAY.format(BAD)
 
 
 def mesh_over(ranks: dist.ProcessGroup) -> DeviceMesh:

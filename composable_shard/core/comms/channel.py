@@ -29,7 +29,7 @@ from composable_shard.core.comms.custom import (
     Then,
 )
 from composable_shard.core.comms.direct import DirectAllGather, DirectReduceScatter
-from composable_shard.core.comms.failures import announce, go_on, is_watched, named, watched
+from composable_shard.core.comms.failures import announce, go_on, is_watched, watched
 from composable_shard.core.comms.streams import Waitable
 from composable_shard.core.comms.subgroups import subgroup, subgroups_of
 from composable_shard.errors import ShardError
@@ -233,13 +233,13 @@ class Channel:
         try:
             yield
         except Exception as error:
-            told = None
+            told = error
             if isinstance(error, RuntimeError):
-                told = watched(group, act).explain(named(error, act))
+                told = watched(group, act).explain(error)
             announce(self.process_groups, act, error)
-            if told is not None:
-                raise told from error
-            raise
+            if told is error:
+                raise
+            raise told from error
 
 
 class _Launched:

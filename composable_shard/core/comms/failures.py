@@ -176,9 +176,11 @@ class _Board:
         one is closed already, as the rank at its other end has done this, no other is.
         """
         group = self._group()
+        if group is None:
+            return
         nothing = torch.zeros(1, dtype=torch.uint8)
         for peer in range(len(self.ranks)):
-            if group is not None and peer != self._place:
+            if peer != self._place:
                 with contextlib.suppress(RuntimeError):
                     group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
@@ -259,6 +261,7 @@ class watched:
         self.board = _board_of(group)
         self._is_said = False
         self._seen: str | None = None
+        self._start = self._looked = 0.0  # until it waits
         self._answer = ""
 
     def __enter__(self) -> watched:
@@ -280,16 +283,21 @@ class watched:
             if self._is_said:
                 _watcher.ask(functools.partial(self.board.take_back, _WAITS))
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
-            told = self.explain(named(error, self._act))
+            told = self.explain(error)
             _losses.setdefault(self._group, str(told))
             raise told from error
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """Return the error, or one that says besides what other ranks say of theirs."""
-        board = self.board
+        """Return an error that says at what this rank failed, and what other ranks say of theirs.
+
+        Args:
+            error: See :func:`named`.
+        """
+        error, board = named(error, self._act), self.board
         if board is None or type(error) is not CommunicationError:
             return error
-        is_late = any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
+        has_waited = self._start > 0  # the launch of a collective fails without
+        is_late = has_waited and any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
         _watcher.ask(functools.partial(self._ask, board, is_late), _ANSWER)
         _, _, own = str(error).partition(" failed while ")
         if not self._answer or self._answer in own or own in self._answer:

@@ -58,7 +58,13 @@ class _Visit:
     """
 
     __slots__ = (
-        *("checkpoints", "earliest", "entered", "forward", "left", "num_before", "num_calls"),
+        "checkpoints",
+        "earliest",
+        "entered",
+        "forward",
+        "left",
+        "num_before",
+        "num_calls",
         "place",
     )
 
