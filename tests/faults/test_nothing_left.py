@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -14,10 +15,14 @@ from near import readable
 from torch.distributed.tensor import DTensor
 
 from composable_shard.core.comms import offers
+from composable_shard.core.comms.failures import watched
 from composable_shard.core.comms.neighbours import neighbours
 from composable_shard.testing import run_ranks
 
 __all__ = ["readable"]
+
+LONG_WAIT = 2.0  # seconds: others are asked after one
+ENOUGH = 20.0
 
 
 class Mark:
@@ -196,3 +201,24 @@ def dropped_in_backward() -> tuple[list[bool], list[bool], int, list[int]]:
 def test_a_model_that_is_dropped_while_it_gathers_is_freed_on_all_ranks() -> None:
     wanted = ([True, True], [True, True], 0, [0])
     assert run_ranks(dropped_in_backward, 2) == [wanted] * 2
+
+
+def is_alive_after_a_long_wait() -> bool:
+    """Wait in a process group for a rank that is late; tell whether it lives when destroyed."""
+    group = dist.new_group()
+    with watched(group, "waiting"):
+        if dist.get_rank() == 0:
+            time.sleep(LONG_WAIT)
+        dist.barrier(group)
+    alive = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    end = time.monotonic() + ENOUGH
+    while alive() is not None and time.monotonic() < end:  # the watcher may be looking yet
+        time.sleep(0.01)
+        gc.collect()
+    return alive() is not None
+
+
+def test_a_process_group_in_which_a_rank_has_waited_is_freed_when_destroyed() -> None:
+    assert run_ranks(is_alive_after_a_long_wait, 2) == [False, False]

@@ -377,17 +377,25 @@ class _Watcher:
             is_done.wait(seconds)
 
     def _run(self) -> None:
-        while True:
-            try:
-                asked = self._asked.get(timeout=_PAUSE)
-                if asked is None:
-                    return
-                asked()
-            except queue.Empty:
-                pass
-            for wait in list(_waits):
-                with contextlib.suppress(RuntimeError):
-                    wait.look()
+        while self._answer_one():
+            self._look()
+
+    # What has been asked and watched ends with these calls: a variable of the loop would keep the
+    # last wait, and with it its process group, until the next one.
+
+    def _answer_one(self) -> bool:
+        try:
+            asked = self._asked.get(timeout=_PAUSE)
+        except queue.Empty:
+            return True
+        if asked is not None:
+            asked()
+        return asked is not None
+
+    def _look(self) -> None:
+        for wait in list(_waits):
+            with contextlib.suppress(RuntimeError):
+                wait.look()
 
     def _end(self) -> None:
         """End the thread before the interpreter, which would abort if it ran on."""
