@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_shard.core.passes.order import ExecutionOrder, Interval
+from composable_shard.core.passes.order import ExecutionOrder, Interval, Plan
 
 FROZEN = "xyz"  # all other groups train
 
@@ -39,9 +39,13 @@ def order_of(*forwards: str) -> ExecutionOrder[str]:
     return order
 
 
-def steps_of(order: ExecutionOrder[str], *, of_latest: bool = True) -> str:
+def plan_of(order: ExecutionOrder[str]) -> Plan[str]:
+    return order.plan(lambda group: group not in FROZEN)
+
+
+def steps_of(order: ExecutionOrder[str]) -> str:
     """Return ``"+a"`` where ``a`` is gathered and ``"-a"`` where it is reduced."""
-    steps = (order.steps_of_latest if of_latest else order.steps)(lambda group: group not in FROZEN)
+    steps = plan_of(order).steps
     return " ".join(("+" if step.gathers else "-") + step.group for step in reversed(steps))
 
 
@@ -50,9 +54,10 @@ CASES = [
     ("nested", ["raabBAAR"], "+r +a +b -b -a -r"),
     ("twice", ["raAbBaAbBR"], "+r +b +a -b -a -r"),
     ("two forwards", ["raAR", "raAR"], "+r +a -a -r"),
-    ("two forwards in another order", ["aAbB", "bBaA"], "+a -a +b -b"),
+    ("two forwards in another order", ["aAbB", "bBaA"], "+a +b -b -a"),
+    ("two forwards in another order, nested", ["raAbBR", "rbBaAR"], "+r +a +b -b -a -r"),
     ("parts by themselves", ["aA", "bB"], "+b -b +a -a"),
-    ("a part that the second forward leaves out", ["raAbBR", "raAR"], "+r +a -a -r +b -b"),
+    ("a part that the second forward leaves out", ["raAbBR", "raAR"], "+r +a +b -b -a -r"),
     ("frozen before all that trains", ["xX!aAR".replace("R", "")], "+a -a"),
     ("frozen behind what trains, though not on this rank", ["aAxX!bB"], "+b -b +x -x +a -a"),
     ("frozen, with a gradient to its inputs", ["xXaA"], "+a -a +x -x"),
@@ -73,12 +78,6 @@ def test_steps_are_the_reverse_of_forward(forwards: list[str], expected: str) ->
     assert steps_of(order_of(*forwards)) == expected
 
 
-def test_a_backward_through_earlier_forwards_keeps_groups_for_all_of_them() -> None:
-    order = order_of("raAbBR", "rbBaAR")
-    assert steps_of(order) == "+r +a -a +b -b -r"
-    assert steps_of(order, of_latest=False) == "+r +a +b -b -a -r"
-
-
 def test_a_group_that_no_backward_reads_is_reduced_only() -> None:
     order = order_of("raAbBR")
     order.forget("b")
@@ -88,9 +87,12 @@ def test_a_group_that_no_backward_reads_is_reduced_only() -> None:
 
 
 def test_checkpoints_are_counted_once_for_all_that_they_compute() -> None:
-    order = order_of("[aAaAbB][aA]cC")
-    assert [order.num_checkpoints(group) for group in "abc"] == [2, 1, 0]
-    assert [order_of("[aA]", "[aA]").num_checkpoints("a")] == [2]
+    assert plan_of(order_of("[aAaAbB][aA]cC")).num_checkpoints == {"a": 2, "b": 1}
+    assert plan_of(order_of("[aA]", "[aA]")).num_checkpoints == {"a": 2}
+
+
+def test_calls_are_counted_over_all_forwards() -> None:
+    assert plan_of(order_of("aAbBaAcC", "cC")).called_again == {"a", "c"}
 
 
 calls = st.recursive(
@@ -104,11 +106,9 @@ calls = st.recursive(
 )
 
 
-@given(st.lists(calls, min_size=1, max_size=3), st.booleans())
-def test_every_group_is_gathered_once_and_reduced_once_afterwards(
-    forwards: list[str], of_latest: bool
-) -> None:
-    steps = steps_of(order_of(*forwards), of_latest=of_latest).split()
+@given(st.lists(calls, min_size=1, max_size=3))
+def test_every_group_is_gathered_once_and_reduced_once_afterwards(forwards: list[str]) -> None:
+    steps = steps_of(order_of(*forwards)).split()
     assert len(set(steps)) == len(steps)
     for group in {letter for forward in forwards for letter in forward if letter.islower()}:
         assert f"+{group}" in steps

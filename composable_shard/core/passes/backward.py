@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.passes.group_run import End, GroupRun, Token
-from composable_shard.core.passes.order import ExecutionOrder, Interval, Step
+from composable_shard.core.passes.order import NO_PLAN, ExecutionOrder, Interval, Plan, Step
 from composable_shard.core.passes.pipeline import loses_weights, refuse_lost_weights
 from composable_shard.core.passes.reductions import Reductions
 from composable_shard.core.passes.schedule import OrderRecord
@@ -55,7 +55,7 @@ class BackwardPass:
         self._planned: set[ParamGroup] = set()  # those with a step that reduces, taken or not
         self._to_reduce: deque[ParamGroup] = deque()  # their turn has come
         self._to_free: list[ParamGroup] = []  # reduced, but a checkpoint may compute them again
-        self._last_steps: list[Step[ParamGroup]] = []
+        self._plan: Plan[ParamGroup] = NO_PLAN
         self._last_forward = 0  # the latest forward that the last backward could go through
         self._is_inside = False  # the running backward lies within a forward
         self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
@@ -231,7 +231,7 @@ class BackwardPass:
         return not run.is_waiting
 
     def _may_be_computed_again(self, group: ParamGroup) -> bool:
-        return self._runs[group].num_computed_again < self.order.num_checkpoints(group)
+        return self._runs[group].num_computed_again < self._plan.num_checkpoints.get(group, 0)
 
     # Completion -----------------------------------------------------------------------------
 
@@ -281,13 +281,11 @@ class BackwardPass:
         if self.reductions.by_hand is None:
             self.reductions.by_hand = self._context.root.settings.finalizes_by_hand
         if self.order:
-            self._last_steps = steps = self.order.steps(_is_trainable)
-            if self.order.has_earlier:
-                self._last_steps = self.order.steps_of_latest(_is_trainable)
-            self._steps = steps.copy()
+            self._plan = self.order.plan(_is_trainable)
             self._last_forward = self.order.forward
-        elif forward is not None and forward <= self._last_forward:
-            self._steps = self._last_steps.copy()  # again through what the last one went through
+        elif forward is None or forward > self._last_forward:
+            self._plan = NO_PLAN
+        self._steps = self._plan.steps.copy()  # that of the last one if it goes through the same
         self._to_gather = {group for group, gathers in self._steps if gathers}
         self._planned = {group for group, gathers in self._steps if not gathers}
         for group in self._ran_inside:
@@ -318,7 +316,7 @@ class BackwardPass:
         """Free a complete group unless something may read it, or other ranks gather it later."""
         if not group.settings.reshard_after_backward or not run.is_bounded:
             return
-        if not run.is_reduced and self.order.has_several_calls(group):
+        if not run.is_reduced and group in self._plan.called_again:
             return
         if self._may_be_computed_again(group):
             if run.is_reduced:

@@ -25,6 +25,23 @@ class Step(NamedTuple, Generic[Key]):
     gathers: bool
 
 
+class Plan(NamedTuple, Generic[Key]):
+    """What a backward through some forwards does.
+
+    Attributes:
+        steps: Its steps, the first one last, to be popped.
+        called_again: The groups that forwards have called more than once.
+        num_checkpoints: How many checkpoints compute a group again, for those that one does.
+    """
+
+    steps: list[Step[Key]]
+    called_again: frozenset[Key]
+    num_checkpoints: dict[Key, int]
+
+
+NO_PLAN: Plan[Any] = Plan([], frozenset(), {})
+
+
 class Interval:
     """From when to when a forward needed a group, for one call or for all in a checkpoint.
 
@@ -49,9 +66,8 @@ class _Visit:
     Attributes:
         forward: The number of the latest forward that entered it.
         earliest: Its first call of all.
-        entered: Its first call in that forward.
-        place: When that call began.
-        num_calls: How many calls there are in that forward.
+        place: When its first call in that forward began.
+        num_calls: How many calls there are in all forwards.
         left: Its last call that a backward may read it for, if any.
         checkpoints: The outermost checkpoints around its calls in that forward.
         num_before: How many there were around calls in earlier forwards.
@@ -60,7 +76,6 @@ class _Visit:
     __slots__ = (
         "checkpoints",
         "earliest",
-        "entered",
         "forward",
         "left",
         "num_before",
@@ -69,7 +84,7 @@ class _Visit:
     )
 
     def __init__(self, interval: Interval, place: int, forward: int) -> None:
-        self.earliest = self.entered = interval
+        self.earliest = interval
         self.place = place
         self.forward = forward
         self.num_calls = 0
@@ -88,12 +103,10 @@ class ExecutionOrder(Generic[Key]):
 
     Attributes:
         forward: The number of the latest forward.
-        has_earlier: Whether a group was entered by an earlier forward besides its latest one.
     """
 
     def __init__(self) -> None:
         self.forward = 0
-        self.has_earlier = False
         self._now = 0
         self._has_trained = False  # the latest forward has left a group that trains
         self._visits: dict[Key, _Visit] = {}
@@ -119,9 +132,7 @@ class ExecutionOrder(Generic[Key]):
         if visit is None:
             visit = self._visits[group] = _Visit(interval, self._now, self.forward)
         elif visit.forward != self.forward:
-            visit.entered, visit.place, visit.forward = interval, self._now, self.forward
-            self.has_earlier = True
-            visit.num_calls = 0
+            visit.place, visit.forward = self._now, self.forward
             visit.num_before += len(visit.checkpoints)
             visit.checkpoints.clear()
         visit.num_calls += 1
@@ -163,7 +174,6 @@ class ExecutionOrder(Generic[Key]):
     def clear(self) -> None:
         """Forget all calls."""
         self._visits.clear()
-        self.has_earlier = False
 
     def __contains__(self, group: Key) -> bool:
         return group in self._visits
@@ -171,22 +181,12 @@ class ExecutionOrder(Generic[Key]):
     def __bool__(self) -> bool:
         return bool(self._visits)
 
-    def num_checkpoints(self, group: Key) -> int:
-        """Return how many checkpoints compute ``group`` again."""
-        visit = self._visits.get(group)
-        return 0 if visit is None else visit.num_before + len(visit.checkpoints)
-
-    def has_several_calls(self, group: Key) -> bool:
-        """Tell whether the latest forward that entered ``group`` did so more than once."""
-        visit = self._visits.get(group)
-        return visit is not None and visit.num_calls > 1
-
     def last_entered_first(self) -> list[Key]:
         """Return all groups, those that were entered later before others."""
         return sorted(self._visits, key=lambda group: -self._visits[group].place)
 
-    def steps(self, reduces: Callable[[Key], bool]) -> list[Step[Key]]:
-        """Return the steps of a backward through all forwards, the first one last, to be popped.
+    def plan(self, reduces: Callable[[Key], bool]) -> Plan[Key]:
+        """Return the plan of a backward through all forwards.
 
         Where several forwards ran before it, a group is reduced where the first of them entered it:
         the loss may be the sum of theirs, on this rank or on another.
@@ -194,21 +194,20 @@ class ExecutionOrder(Generic[Key]):
         Args:
             reduces: Tells whether a group has gradients to be reduced.
         """
-        return self._steps(reduces, lambda visit: visit.earliest)
+        counts = {group: v.num_before + len(v.checkpoints) for group, v in self._visits.items()}
+        return Plan(
+            self._steps(reduces),
+            frozenset(group for group, visit in self._visits.items() if visit.num_calls > 1),
+            {group: count for group, count in counts.items() if count},
+        )
 
-    def steps_of_latest(self, reduces: Callable[[Key], bool]) -> list[Step[Key]]:
-        """Return the same, for a backward through the latest forward of each group alone."""
-        return self._steps(reduces, lambda visit: visit.entered)
-
-    def _steps(
-        self, reduces: Callable[[Key], bool], first_call: Callable[[_Visit], Interval]
-    ) -> list[Step[Key]]:
+    def _steps(self, reduces: Callable[[Key], bool]) -> list[Step[Key]]:
         found: list[tuple[int, int, Step[Key]]] = []
         for group, visit in self._visits.items():
             left = visit.left if visit.left is not None and visit.left.is_read else None
             if left is not None:
                 found.append((left.end, -visit.place, Step(group, gathers=True)))
             if left is not None or reduces(group):
-                found.append((first_call(visit).start, visit.place, Step(group, gathers=False)))
+                found.append((visit.earliest.start, visit.place, Step(group, gathers=False)))
         found.sort(key=lambda entry: entry[:2])
         return [step for _, _, step in found]
