@@ -57,7 +57,10 @@ ARITHMETIC = {
     *("aten::add_.Tensor", "aten::add.out", "aten::div.out", "aten::_foreach_add_.List"),
     *("aten::_foreach_div_.Scalar", "aten::_foreach_mul_.Scalar"),
 }
-COLLECTIVES_OF = ("composable_shard.core.comms.direct", "torch.distributed.distributed_c10d")
+COLLECTIVES_OF = (
+    "composable_shard.core.transport.point_to_point",
+    "torch.distributed.distributed_c10d",
+)
 
 
 @dataclass
@@ -83,13 +86,13 @@ class Copies(Observer):
 
     def __enter__(self) -> Copies:
         """Begin to watch operations, and what this library's collectives do without any."""
-        from composable_shard.core.comms import direct, offers
+        from composable_shard.core.transport import point_to_point, same_host
 
         watched = {
-            (direct.DirectAllGather, "launch"): self._saw_launch,
-            (direct.DirectReduceScatter, "launch"): self._saw_launch,
-            (direct, "put_own"): self._saw_own_part,
-            (offers.Offer, "read"): self._saw_read,
+            (point_to_point.DirectAllGather, "launch"): self._saw_launch,
+            (point_to_point.DirectReduceScatter, "launch"): self._saw_launch,
+            (point_to_point, "put_own"): self._saw_own_part,
+            (same_host.Offer, "read"): self._saw_read,
         }
         for (owner, name), note in watched.items():
             self._patches.enter_context(noticed(owner, name, note))

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism for PyTorch: per module, composable, in place."""
 
 from composable_shard.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from composable_shard.core.comms.custom import AllGather, ReduceScatter
+from composable_shard.core.transport.collectives import AllGather, ReduceScatter
 from composable_shard.errors import (
     CommunicationError,
     ExtensionError,

@@ -12,7 +12,12 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.core.convert import (
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.hooks import install, register_forward_method
+from composable_shard.core.not_sharded import ignore
+from composable_shard.core.root import join_tree, share_reductions
+from composable_shard.core.settings import check_reshard
+from composable_shard.core.shard import (
     Managed,
     ShardPlacementFn,
     build_group,
@@ -22,18 +27,11 @@ from composable_shard.core.convert import (
     plan_params,
     top_modules,
 )
-from composable_shard.core.group import ParamGroup
-from composable_shard.core.params.left_plain import ignore
-from composable_shard.core.params.offload import check_offload
-from composable_shard.core.params.ties import claim_ties
-from composable_shard.core.passes.context import join_tree, share_reductions
-from composable_shard.core.passes.forward_method import register_forward_method
-from composable_shard.core.passes.hooks import install
-from composable_shard.core.settings import check_reshard
-from composable_shard.core.state_dicts import install_state_dict_hooks
+from composable_shard.core.state_dict import install_state_dict_hooks
+from composable_shard.core.ties import claim_ties
+from composable_shard.core.transport.host import check_offload
 from composable_shard.mesh import DataParallelMeshDims, resolve_mesh
-from composable_shard.module import group_of, make_sharded
-from composable_shard.module_settings import groups_of
+from composable_shard.module import group_of, groups_of, make_sharded
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])

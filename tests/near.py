@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from composable_shard.core.comms import direct
-from composable_shard.core.comms.neighbours import Neighbour, neighbours
+from composable_shard.core.transport import point_to_point
+from composable_shard.core.transport.same_host import Neighbour, neighbours
 from composable_shard.testing import run_ranks
 
 Result = TypeVar("Result")
@@ -30,7 +30,7 @@ class Apart(Generic[Result]):
     steps: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        with mock.patch.object(direct, "neighbours", self._near):
+        with mock.patch.object(point_to_point, "neighbours", self._near):
             return self.fn(*args, **kwargs)
 
     def _near(self, group: dist.ProcessGroup) -> dict[int, Neighbour]:

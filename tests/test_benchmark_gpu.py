@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.comms.channel import Channel
-from composable_shard.core.comms.collectives import CoalescedAllGather
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.collectives import CoalescedAllGather
 from composable_shard.mesh import resolve_mesh
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from composable_shard._torch import poisoned_memory
-from composable_shard.core.params.layout import ParamLayout, travels_packed
+from composable_shard.core.layout import ParamLayout, travels_packed
 from composable_shard.testing import run_ranks
 
 contestants, copies, host, limit, live_storage, memory, report, step = map(

@@ -30,7 +30,7 @@ from composable_shard import (
     StaleParameterError,
     fully_shard,
 )
-from composable_shard.core.params.layout import ParamLayout
+from composable_shard.core.layout import ParamLayout
 from composable_shard.errors import TorchStateError
 from composable_shard.insight.events import EVENTS, record_events
 from composable_shard.testing import fake_ranks

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from composable_shard.core.comms.failures import lost
+from composable_shard.core.transport.failures import lost
 from composable_shard.testing import (
     RankError,
     RankTimeout,
@@ -29,7 +29,6 @@ from composable_shard.testing import (
     run_ranks,
     run_threads,
     stop_ranks,
-    threads,
 )
 
 
@@ -195,7 +194,7 @@ def test_different_failures_do_not_agree() -> None:
 def test_a_failure_does_not_wait_for_ranks_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("composable_shard.testing.pool.GRACE", 0.5)
+    monkeypatch.setattr("composable_shard.testing.processes.GRACE", 0.5)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(fail_while_others_wait, 2)
@@ -220,7 +219,7 @@ def test_a_hanging_rank_is_killed_and_shown(fn: partial[None]) -> None:
 
 
 def test_a_collective_left_open_is_blamed_on_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composable_shard.testing.pool.SETTLE_TIMEOUT", 0.5)
+    monkeypatch.setattr("composable_shard.testing.processes.SETTLE_TIMEOUT", 0.5)
     with pytest.raises(RankTimeout, match="a collective of it is still open"):
         run_ranks(leave_collective_open, 2)
     assert run_ranks(dist.get_rank, 2) == [0, 1]
@@ -356,9 +355,8 @@ def test_fake_ranks_shard_as_real_ones_would() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("module", [ranks, threads])
-def test_examples(module: object) -> None:
-    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+def test_examples() -> None:
+    assert doctest.testmod(ranks).failed == 0
 
 
 def workers() -> list[int]:

@@ -1,4 +1,4 @@
-"""Calls of modules, and the containers that they pass on."""
+"""Calls of modules, the containers that they pass on, and torch's own ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,30 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import (
-    REGISTRY_KEY,
-    STATE_KEY,
-    RegistryItem,
-)
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.hooks import RemovableHandle
+from torch.version import __version__
+
+# Where torch's ``fully_shard`` is imported from, by names that may be private; how it behaves -----
+
+REDUCES_IN_GRAD_DTYPE = tuple(map(int, __version__.split(".")[:2])) >= (2, 15)
+"""Whether gradients are reduced in the dtype of the parameter's, where a policy of torch names no
+``reduce_dtype``; before torch 2.15 they were in ``param_dtype``."""
+
+FULLY_SHARD_MODULES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+
+# Calls of modules, and the containers that they pass on -------------------------------------------
 
 _call_codes = {nn.Module._call_impl.__code__}
 

@@ -1,4 +1,4 @@
-"""Storages, version counters and fused kernels."""
+"""Storages, version counters, fused kernels, and the grad scaler that uses them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+# Storages, version counters and fused kernels -----------------------------------------------------
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
 """A context that does not ask tensor subclasses for ``__torch_function__``: it takes half the time
@@ -96,3 +98,36 @@ def carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     a device, which does things in order, is not waited for.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+# The grad scaler of torch, with public names for what a subclass of ours replaces or reads --------
+
+
+class GradScalerBase(torch.amp.GradScaler):
+    """A scaler whose subclasses say how the gradients of an optimizer are unscaled."""
+
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found_inf: torch.Tensor
+    ) -> None:
+        """Multiply all gradients by ``inverse``; set ``found_inf`` to 1 if one is not finite.
+
+        Called once for each step, whether from ``unscale_``, from ``step``, or for an optimizer
+        that unscales in its own kernel; then ``inverse`` is 1.
+        """
+
+    def scale_on(self, device: torch.device) -> torch.Tensor:
+        """Return the scale, a float32 scalar, on ``device``; the first call decides where it is."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        return carried(self._scale, device)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        self.unscale_gradients(optimizer, inv_scale, found_inf)
+        return {found_inf.device: found_inf}

@@ -3,13 +3,373 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-from dataclasses import asdict
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from composable_shard.cli.bandwidth import Collective, Measurement, Request, measure
-from composable_shard.cli.machine import Findings, Machine, advice_on_near_memory, judge, look
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+
 from composable_shard.cli.printing import Line, print_lines
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.pending import Waitable
+from composable_shard.core.transport.same_host import is_offered, neighbours, settle
+from composable_shard.mesh import resolve_mesh
+
+# What this machine and this torch have, as far as sharded training cares --------------------------
+
+OLDEST_TORCH = (2, 11)
+BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
+VARIABLES = (
+    "COMPOSABLE_SHARD_CHECK",
+    "COMPOSABLE_SHARD_POISON_MEMORY",
+    "COMPOSABLE_SHARD_READ_NEAR_MEMORY",
+    "COMPOSABLE_SHARD_UNSAFE_SETATTR",
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_P2P_DISABLE",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_DISTRIBUTED_DEBUG",
+)
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts, found without starting anything.
+
+    Attributes:
+        versions: Of torch, Python, this package and einops; ``None`` if not installed.
+        build: The accelerator that torch is built for: ``"cpu"``, ``"cuda 13.0"``, ``"hip 7"``.
+        system: The operating system.
+        backends: Which backends of ``torch.distributed`` there are.
+        devices: The accelerators, by name.
+        device_type: Where ``fully_shard`` shards if no mesh is given.
+        num_cores: Cores that this process may use.
+        num_threads: Threads that an operator may use.
+        has_memory_calls: Whether the system has calls for reading other processes' memory, and the
+            environment does not forbid their use.
+        variables: Environment variables that matter here; ``None`` if unset.
+    """
+
+    versions: dict[str, str | None]
+    build: str
+    system: str
+    backends: dict[str, bool]
+    devices: list[str]
+    device_type: str
+    num_cores: int
+    num_threads: int
+    has_memory_calls: bool
+    variables: dict[str, str | None]
+
+
+@dataclass
+class Findings:
+    """What is wrong, and what could be better; each with what to do about it."""
+
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def look() -> Machine:
+    """Return the facts about this machine."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device_type = "cpu" if accelerator is None else accelerator.type
+    num_devices = 0 if accelerator is None else torch.accelerator.device_count()
+    available = dist.is_available()
+    return Machine(
+        versions={
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "composable_shard": _version("composable_shard"),
+            "einops": _version("einops"),
+        },
+        build=_build(),
+        system=f"{platform.system()} {platform.release()}",
+        backends={name: available and dist.is_backend_available(name) for name in BACKENDS},
+        devices=[_device_name(device_type, index) for index in range(num_devices)],
+        device_type=device_type,
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores(),
+        num_threads=torch.get_num_threads(),
+        has_memory_calls=is_offered(),
+        variables={name: os.environ.get(name) for name in VARIABLES},
+    )
+
+
+def judge(machine: Machine, num_ranks: int) -> Findings:
+    """Return what the facts say about training with ``num_ranks`` ranks on this machine."""
+    found = Findings()
+    torch_version = tuple(int(part) for part in str(machine.versions["torch"]).split(".")[:2])
+    if torch_version < OLDEST_TORCH:
+        found.problems.append(
+            f"torch {machine.versions['torch']} is older than {'.'.join(map(str, OLDEST_TORCH))}: "
+            "install a later one"
+        )
+    if not any(machine.backends.values()):
+        found.problems.append("torch has no backend for collectives: install a build with gloo")
+    elif machine.device_type == "cuda" and not machine.backends["nccl"]:
+        found.problems.append("there are GPUs, but torch has no nccl: install a CUDA build")
+    if 0 < len(machine.devices) < num_ranks:
+        found.problems.append(
+            f"{num_ranks} ranks need as many devices, there are {len(machine.devices)}: "
+            "pass --ranks or --device cpu"
+        )
+    if not machine.devices and Path("/dev/nvidiactl").exists():
+        found.warnings.append(f"there is a GPU driver, but torch ({machine.build}) sees no GPU")
+    found.warnings += _warnings_of_variables(machine, num_ranks)
+    return found
+
+
+def advice_on_near_memory(machine: Machine) -> str:
+    """Say why ranks on this machine cannot read each other's memory, and what to do."""
+    start = "ranks send through sockets what they could read from each other's memory: "
+    switch = "COMPOSABLE_SHARD_READ_NEAR_MEMORY"
+    if machine.variables[switch] == "0":
+        return f"{start}{switch}=0 forbids it; unset it"
+    if not machine.has_memory_calls:
+        return f"{start}{machine.system} has no process_vm_readv"
+    if _PTRACE_SCOPE.exists() and _PTRACE_SCOPE.read_text().strip() != "0":
+        return (
+            f"{start}Yama forbids it ({_PTRACE_SCOPE} is {_PTRACE_SCOPE.read_text().strip()}); "
+            "0 there, or CAP_SYS_PTRACE, allows it"
+        )
+    return (
+        f"{start}the system forbids it; in a container allow process_vm_readv "
+        "(CAP_SYS_PTRACE) and let all ranks run in one process namespace"
+    )
+
+
+def _warnings_of_variables(machine: Machine, num_ranks: int) -> list[str]:
+    found, set_to = [], machine.variables
+    if set_to["COMPOSABLE_SHARD_CHECK"] == "1":
+        found.append(
+            "COMPOSABLE_SHARD_CHECK=1 compares ranks before every collective, which costs time: "
+            "unset it once training is debugged"
+        )
+    if set_to["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL":
+        found.append("TORCH_DISTRIBUTED_DEBUG=DETAIL makes every collective slower: unset it")
+    if set_to["NCCL_P2P_DISABLE"] == "1":
+        found.append("NCCL_P2P_DISABLE=1 keeps GPUs from copying to each other: unset it")
+    total = num_ranks * machine.num_threads
+    if machine.device_type == "cpu" and num_ranks > 1 and total > machine.num_cores:
+        fitting = max(1, machine.num_cores // num_ranks)
+        found.append(
+            f"{num_ranks} ranks with {machine.num_threads} threads each share {machine.num_cores} "
+            f"cores: set OMP_NUM_THREADS={fitting}, or start fewer ranks"
+        )
+    return found
+
+
+def _build() -> str:
+    for name in ("cuda", "hip", "xpu"):
+        number = getattr(torch.version, name, None)
+        if number:
+            return f"{name} {number}"
+    return "cpu"
+
+
+def _device_name(device_type: str, index: int) -> str:
+    module = torch.get_device_module(device_type)
+    name = getattr(module, "get_device_name", lambda _: device_type)
+    return str(name(index))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+# Measure the collectives that ``fully_shard`` will use, on ranks of this machine ------------------
+
+WARM_UPS = 2
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+        num_ranks: Processes to start.
+        device_type: Where they compute: ``"cpu"``, ``"cuda"``, ...
+        nbytes: Size of the full buffer that is gathered and reduced.
+        repeats: How often, after warming up.
+        timeout: Seconds after which ranks are given up.
+    """
+
+    num_ranks: int
+    device_type: str
+    nbytes: int
+    repeats: int
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as measured.
+
+    Attributes:
+        how: The class that does it.
+        seconds: Median over repeats, of the slowest rank.
+        nbytes_received: Bytes that one rank gets from the others.
+        is_right: Whether the result was right on all ranks.
+    """
+
+    how: str
+    seconds: float
+    nbytes_received: int
+    is_right: bool
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes received by one rank in a second."""
+        return self.nbytes_received / self.seconds
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What ranks have found.
+
+    Attributes:
+        backend: What serves the device in the process group.
+        num_threads: Compute threads of a rank.
+        num_readable: Other ranks whose memory a rank may read; that of the rank with the fewest.
+        all_gather: How it went.
+        reduce_scatter: How it went.
+    """
+
+    backend: str
+    num_threads: int
+    num_readable: int
+    all_gather: Collective
+    reduce_scatter: Collective
+
+
+def measure(request: Request) -> Measurement:
+    """Start ranks, measure on each, and return what the slowest has found.
+
+    Raises:
+        TimeoutError: If the ranks do not end in time.
+        Exception: What a rank raises, as ``torch.multiprocessing`` reports it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = multiprocessing.start_processes(
+            _be_rank, (request, folder), request.num_ranks, join=False, start_method="spawn"
+        )
+        deadline = time.monotonic() + request.timeout
+        try:
+            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"Expected {request.num_ranks} ranks to measure within "
+                        f"{request.timeout:g} s, got no end"
+                    )
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+        found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    return _slowest(found)
+
+
+def _slowest(found: list[dict[str, Any]]) -> Measurement:
+    def merged(name: str) -> Collective:
+        members = [rank[name] for rank in found]
+        slowest = max(members, key=lambda member: member["seconds"])
+        return Collective(**{**slowest, "is_right": all(one["is_right"] for one in members)})
+
+    fewest = min(rank["num_readable"] for rank in found)
+    collectives = {name: merged(name) for name in ("all_gather", "reduce_scatter")}
+    return Measurement(**{**found[0], "num_readable": fewest, **collectives})
+
+
+def _be_rank(rank: int, request: Request, folder: str) -> None:
+    for variable in LAUNCHER_VARIABLES:  # those of a launcher around the doctor
+        os.environ.pop(variable, None)
+    device = torch.device("cpu")
+    if request.device_type != "cpu":
+        device = torch.device(request.device_type, rank)
+        torch.accelerator.set_device_index(rank)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=request.num_ranks,
+        timeout=datetime.timedelta(seconds=request.timeout),
+    )
+    try:
+        found = _measure_rank(request, device)
+        Path(folder, f"{rank}.json").write_text(json.dumps(asdict(found)))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure_rank(request: Request, device: torch.device) -> Measurement:
+    mesh = resolve_mesh(init_device_mesh(request.device_type, (request.num_ranks,)))
+    channel, group = Channel(mesh), mesh.shard_group
+    assert group is not None
+    rank, num_ranks = group.rank(), group.size()
+    numel = max(1, request.nbytes // (4 * num_ranks))
+    shard = torch.full((numel,), float(rank + 1), device=device)
+    full = torch.empty(num_ranks * numel, device=device)
+    gather = _median(lambda: channel.gather([full], [shard]), channel, request)
+    expected = torch.arange(1.0, num_ranks + 1, device=device)
+    is_gathered = bool((full.view(num_ranks, numel) == expected[:, None]).all())
+    full.fill_(float(rank + 1))
+    reduce = _median(lambda: channel.reduce([shard], [full], None), channel, request)
+    is_reduced = bool((shard == num_ranks * (num_ranks + 1) / 2).all())
+    received = 4 * numel * (num_ranks - 1)
+    is_direct = device.type == "cpu" and dist.get_backend(group) == "gloo"
+    return Measurement(
+        backend=str(dist.get_backend(group)),
+        num_threads=torch.get_num_threads(),
+        num_readable=len(neighbours(group)) if is_direct else 0,
+        all_gather=Collective(type(channel.all_gather).__name__, gather, received, is_gathered),
+        reduce_scatter=Collective(
+            type(channel.reduce_scatter).__name__, reduce, received, is_reduced
+        ),
+    )
+
+
+def _median(launch: Callable[[], list[Waitable]], channel: Channel, request: Request) -> float:
+    """Return the median time of a collective, from launch until its result can be used."""
+    seconds = []
+    for _ in range(WARM_UPS + request.repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        for work in launch():
+            work.wait()
+        settle(dict.fromkeys(channel.tags, "measuring"))
+        if request.device_type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[WARM_UPS:])
+
+
+# ``composable-shard doctor``: what will be used on this machine, how fast it is, what is wrong ----
 
 _EXAMPLES = """examples:
   composable-shard doctor                      with a rank for each GPU, or two ranks on the CPU

@@ -3,14 +3,175 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import sys
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composable_shard.cli.estimate_config import ConfigError, read_config
+import torch
+from torch import nn
+
 from composable_shard.insight.estimate import estimate
+from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+
+# The files that ``composable-shard estimate`` reads -----------------------------------------------
+
+_KEYS = {
+    *("model", "arguments", "ranks", "device", "optimizer", "loss", "batch", "fully_shard"),
+    *("flops", "bandwidth", "replica_bandwidth", "latency"),
+}
+_SHARD_KEYS = {"policy", "reshard_after_forward", "param_dtype", "reduce_dtype", "offload"}
+_PASSED_ON = ("device", "flops", "bandwidth", "replica_bandwidth", "latency")
+
+
+class ConfigError(ValueError):
+    """A file that cannot be read, or says something that is not known."""
+
+
+def read_config(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``estimate`` that a file describes.
+
+    Args:
+        path: A TOML or JSON file, or a folder with a ``config.json`` of Hugging Face.
+        overrides: What the command line says, which counts more.
+
+    Raises:
+        ConfigError: If the file is not what it should be.
+        ImportError: If what it names, or ``transformers``, cannot be imported.
+    """
+    config = _load(path)
+    if "model_type" in config:
+        return _hugging_face(path, overrides)
+    unknown = sorted(set(config) - _KEYS)
+    if unknown:
+        raise ConfigError(f"Expected keys out of {sorted(_KEYS)}, got {unknown}")
+    for needed in ("model", "batch"):
+        if needed not in config:
+            raise ConfigError(f"Expected a key '{needed}' in {path}, got none")
+    config |= {name: value for name, value in overrides.items() if name in _KEYS - {"batch"}}
+    call = {name: config[name] for name in _PASSED_ON if name in config}
+    call["build_model"] = partial(_named(config["model"]), **config.get("arguments", {}))
+    call["mesh_shape"] = _shape(config.get("ranks", 1))
+    call["batch"] = _batch(config["batch"])
+    for name in ("optimizer", "loss"):
+        if name in config:
+            call[name] = _named(config[name])
+    return call | _sharding(config.get("fully_shard", {}), overrides)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"Expected a config to read, got {error}") from error
+    try:
+        config = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"Expected TOML or JSON in {path}, got {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"Expected keys and values in {path}, got {type(config).__name__}")
+    return config
+
+
+def _named(name: object) -> Any:
+    """Import ``module:attribute``, also from the current folder."""
+    module, colon, attribute = str(name).partition(":")
+    if not colon:
+        raise ConfigError(f"Expected 'module:attribute', got '{name}'")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found = importlib.import_module(module)
+    if not hasattr(found, attribute):
+        raise ConfigError(f"Expected '{attribute}' in module '{module}', got none")
+    return getattr(found, attribute)
+
+
+def _shape(ranks: Any) -> Any:
+    return tuple(ranks) if isinstance(ranks, list) else ranks
+
+
+def _batch(described: Any) -> Callable[[], Any]:
+    """Return what makes the batch that is described by shapes and dtypes."""
+    if isinstance(described, Mapping):
+        shapes = {name: _tensor(one) for name, one in described.items()}
+        return lambda: {name: torch.zeros(shape, dtype=d) for name, (shape, d) in shapes.items()}
+    if not isinstance(described, Sequence) or isinstance(described, str):
+        raise ConfigError(f"Expected tables with shape and dtype in batch, got {described!r}")
+    listed = [_tensor(one) for one in described]
+    return lambda: tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in listed)
+
+
+def _tensor(described: Any) -> tuple[list[int], torch.dtype]:
+    if not isinstance(described, Mapping) or set(described) - {"dtype"} != {"shape"}:
+        raise ConfigError(f"Expected a table with shape and dtype in batch, got {described!r}")
+    return list(described["shape"]), _dtype(described.get("dtype", "float32"))
+
+
+def _dtype(name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"Expected a dtype of torch, got '{name}'")
+    return dtype
+
+
+def _sharding(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(config) - _SHARD_KEYS)
+    if unknown:
+        raise ConfigError(
+            f"Expected keys out of {sorted(_SHARD_KEYS)} in fully_shard, got {unknown}"
+        )
+    call: dict[str, Any] = {}
+    policy = config.get("policy")
+    if policy is not None:
+        call["policy"] = policy if isinstance(policy, int) else tuple(map(_named, policy))
+    if "reshard_after_forward" in config:
+        call["reshard_after_forward"] = config["reshard_after_forward"]
+    if config.get("offload"):
+        call["offload_policy"] = CPUOffloadPolicy()
+    said = {**config, **overrides}
+    param, reduce = (
+        _dtype(said[key]) if key in said else None for key in ("param_dtype", "reduce_dtype")
+    )
+    if param or reduce:
+        call["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    return call
+
+
+def _hugging_face(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a causal language model of transformers, with its own loss."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ImportError(
+            f"Expected transformers to build the model of {path}, got '{error}'; install it with "
+            "'pip install transformers'"
+        ) from error
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config.use_cache = False
+    config.dtype = torch.float32
+    shape = (overrides["batch"], overrides["context"])
+
+    def build() -> nn.Module:
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        return model.train()
+
+    def batch() -> dict[str, torch.Tensor]:
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    call = {name: overrides[name] for name in _PASSED_ON if name in overrides}
+    call |= {"build_model": build, "batch": batch, "mesh_shape": overrides.get("ranks", 1)}
+    return call | _sharding({}, overrides)
+
+
+# ``composable-shard estimate``: what a training step will need, from a file that describes it -----
 
 OK, FAILED, WRONG_ARGUMENTS = 0, 1, 2
 

@@ -16,17 +16,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.comms.failures import watched
-from composable_shard.core.comms.objects import gather_objects, raise_first_difference
-from composable_shard.core.params.extension import has_extension, has_grad_extension
-from composable_shard.core.params.param import ShardedParam
+from composable_shard.core.extension import has_extension, has_grad_extension
+from composable_shard.core.param import ShardedParam
+from composable_shard.core.transport.failures import watched
+from composable_shard.core.transport.process_groups import gather_objects, raise_first_difference
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
-    from composable_shard.core.comms.channel import Channel
     from composable_shard.core.group import ParamGroup
-
+    from composable_shard.core.transport.channel import Channel
 
 _last_tag = 0
 """The last tag that this rank has heard of, in any process group.

@@ -20,15 +20,13 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
+from composable_shard.core.extension import copied_shard
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.params.extension import copied_shard
-from composable_shard.core.params.param import ShardedParam, Slot
-from composable_shard.core.params.units import build_units
-from composable_shard.core.passes.arrival import Arrival
-from composable_shard.core.passes.context import Context, join_tree
-from composable_shard.core.passes.forward_method import forward_methods, register_forward_method
-from composable_shard.core.passes.hooks import hooks_of
-from composable_shard.core.passes.torch_state import answer_torch, list_with_torch
+from composable_shard.core.hooks import Arrival, forward_methods, hooks_of, register_forward_method
+from composable_shard.core.param import ShardedParam, Slot
+from composable_shard.core.root import Context, join_tree
+from composable_shard.core.torch_state import answer_torch, list_with_torch
+from composable_shard.core.units import build_units
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 

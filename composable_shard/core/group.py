@@ -1,11 +1,16 @@
 """The parameters of one ``fully_shard`` call: sharded, being gathered, or unsharded.
 
+In-place operations on a sharded parameter move its version counter or that of its local tensor.
+Foreach and fused functions, ``.data`` and NumPy move neither. Of those, steps of ``torch.optim``
+are counted; see "What stays gathered" in ``docs/design.md`` for the others.
+
 A group gathers and frees its parameters as a whole. Its state is one value; a pending gather
 exists nowhere but inside it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,28 +18,82 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.comms import host_copies
-from composable_shard.core.comms.channel import Channel
-from composable_shard.core.comms.failures import announce
-from composable_shard.core.comms.streams import Pending, Waitable, compute_stream
-from composable_shard.core.grads.gradients import GroupGradients
-from composable_shard.core.params.bucket import GatherUnit
-from composable_shard.core.params.freshness import Freshness
-from composable_shard.core.params.optimizer_steps import watch_optimizer_steps
-from composable_shard.core.params.param import ShardedParam
-from composable_shard.core.params.units import GroupUnits, Kept, Transfers
+from composable_shard.core.bucket import GatherUnit
+from composable_shard.core.optimizers import watch_optimizer_steps
+from composable_shard.core.param import ShardedParam
+from composable_shard.core.reduction import GroupGradients
 from composable_shard.core.settings import GroupSettings
+from composable_shard.core.transport import host
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.failures import announce
+from composable_shard.core.transport.pending import Pending, Waitable, compute_stream
+from composable_shard.core.units import GroupUnits, Kept, ParamSet, Transfers
 from composable_shard.errors import StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
-    from composable_shard.core.passes.context import Context
-    from composable_shard.core.passes.group_run import InputMarker
-    from composable_shard.core.passes.hooks import Call
+    from composable_shard.core.backward import InputMarker
+    from composable_shard.core.hooks import Call
+    from composable_shard.core.root import Context
+
+# Whether unsharded parameters still are what the shards say ---------------------------------------
+
+_steps: Counter[tuple[object, ...]] = Counter()
+"""Optimizer steps on sharded parameters, by this rank and the process groups they lie on."""
+
+
+class Freshness:
+    """Numbers the states of a group's sharded parameters.
+
+    Attributes:
+        at_forward: The number when a forward ran whose backward is to come, if any.
+    """
+
+    def __init__(self, params: ParamSet, mesh: ShardMesh) -> None:
+        self.at_forward: int | None = None
+        self._params = params
+        self._num_optimizer_steps = 0
+        groups = [group for group in (mesh.shard_group, mesh.replica_group) if group is not None]
+        self._ranks = (dist.get_rank(), *(group.group_name for group in groups))
+        self._steps_at_gather = 0
+
+    def version(self) -> int:
+        """Return a number that grows whenever the sharded parameters change in place."""
+        return self._num_optimizer_steps + self._params.version()
+
+    def note_optimizer_step(self) -> None:
+        """Count a step of an optimizer that has some of the parameters."""
+        self._num_optimizer_steps += 1
+        _steps[self._ranks] += 1
+
+    def note_gather(self) -> None:
+        """Note that the parameters are gathered as they are now."""
+        self._steps_at_gather = _steps[self._ranks]
+
+    @property
+    def saw_step(self) -> bool:
+        """Whether an optimizer of any model over the same ranks has stepped since the gather.
+
+        Averages of weights are updated after such a step, often by foreach functions. All ranks
+        must give the same answer, so models over other ranks do not count.
+        """
+        return self._steps_at_gather != _steps[self._ranks]
+
+    def forget_forward(self) -> None:
+        """Expect no backward of the last forward any more."""
+        self.at_forward = None
+
+    def changed_since_forward(self) -> bool:
+        """Tell whether a backward now would use other parameters than its forward did."""
+        return self.at_forward is not None and self.at_forward != self.version()
+
+
+# The parameters of one ``fully_shard`` call: sharded, being gathered, or unsharded ----------------
 
 
 class Sharded(NamedTuple):
@@ -245,7 +304,7 @@ class ParamGroup:
         try:
             return allocate()
         except BaseException:
-            host_copies.settle()  # what is freed may be on its way
+            host.settle()  # what is freed may be on its way
             self.units.free()
             raise
 

@@ -3,32 +3,136 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.insight.forecast.clock import time_of
-from composable_shard.insight.forecast.memory import MemoryCurve, MemorySplit, sizes_of
-from composable_shard.insight.forecast.optimizer import OptimizerFactory
-from composable_shard.insight.forecast.question import (
+from composable_shard.insight.explain import is_repeated_block
+from composable_shard.insight.group_traffic import StepTraffic, step_traffic, total
+from composable_shard.insight.live_bytes import OptimizerFactory
+from composable_shard.insight.rehearsal import (
     Loss,
+    MemoryCurve,
+    MemorySplit,
     Question,
     Ranks,
+    Rehearsal,
     Shard,
+    StepTime,
     check_no_process_group,
     checked_ranks,
     checked_speeds,
     default_loss,
+    rehearse,
     rehearsing_arguments,
+    sizes_of,
+    time_of,
 )
-from composable_shard.insight.forecast.rehearsal import Rehearsal, rehearse
-from composable_shard.insight.forecast.result import Estimate
-from composable_shard.insight.groups.blocks import is_repeated_block
-from composable_shard.insight.groups.traffic import StepTraffic, step_traffic, total
+from composable_shard.insight.report import (
+    Report,
+    Section,
+    Table,
+    count_text,
+    nbytes_text,
+    seconds_text,
+)
 from composable_shard.train.wrap import Policy, apply_fully_shard
+
+# The result of ``estimate``: plain values, and how they are shown ---------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate(Report):
+    """What one rank needs for a step.
+
+    Attributes:
+        mesh_shape: ``(replicas, shards)``.
+        num_parameters: Elements of all parameters.
+        num_groups: Groups that have parameters.
+        peak: What a rank holds on its device at the fullest moment of a step.
+        peak_at: Which moment that is.
+        between_steps: What it holds between steps, gradients cleared.
+        on_cpu: Bytes on the CPU, if parameters are offloaded.
+        traffic: What a rank sends in a step.
+        flops: Floating-point operations of a rank in forward and backward.
+        time: How long that takes, if speeds were given.
+    """
+
+    mesh_shape: tuple[int, int]
+    num_parameters: int
+    num_groups: int
+    peak: MemorySplit
+    peak_at: str
+    between_steps: MemorySplit
+    on_cpu: int
+    traffic: StepTraffic
+    flops: int
+    time: StepTime | None
+
+    @property
+    def num_ranks(self) -> int:
+        """All of them."""
+        return self.mesh_shape[0] * self.mesh_shape[1]
+
+    def sections(self) -> list[Section]:
+        """Return the tables of memory, communication and time."""
+        replicas, shards = self.mesh_shape
+        ranks = f"{shards} shards" + (f" x {replicas} replicas" if replicas > 1 else "")
+        title = (
+            f"{count_text(self.num_parameters)} parameters in {self.num_groups} "
+            f"group{'s' * (self.num_groups != 1)} over {ranks}"
+        )
+        shown: list[Section] = [self._memory(title), self._communication()]
+        return [*shown, *self._time()]
+
+    def _memory(self, title: str) -> Table:
+        names = [field.name for field in fields(MemorySplit)]
+        rows = [
+            (
+                name,
+                nbytes_text(getattr(self.peak, name)),
+                nbytes_text(_of(self.between_steps, name)),
+            )
+            for name in names
+        ]
+        rows.append(("in all", nbytes_text(self.peak.total), nbytes_text(self.between_steps.total)))
+        if self.on_cpu:
+            rows.append(("on the CPU", nbytes_text(self.on_cpu), nbytes_text(self.on_cpu)))
+        columns = ("bytes of a rank", f"at the peak ({self.peak_at})", "between steps")
+        return Table(title, columns, tuple(rows))
+
+    def _communication(self) -> Table:
+        parts = {
+            "forward gathers": self.traffic.forward_gathers,
+            "backward gathers": self.traffic.backward_gathers,
+            "reductions": self.traffic.reductions,
+            "all-reduces": self.traffic.all_reduces,
+            "in all": self.traffic.total,
+        }
+        rows = [
+            (name, str(part.launches), str(part.messages), nbytes_text(part.nbytes))
+            for name, part in parts.items()
+        ]
+        columns = ("a step", "launches", "messages", "bytes that a rank sends")
+        return Table("Communication", columns, tuple(rows))
+
+    def _time(self) -> list[Section]:
+        rows = [("floating-point operations of a rank", count_text(self.flops))]
+        if self.time is not None:
+            for field in fields(StepTime):
+                rows.append((field.name, seconds_text(getattr(self.time, field.name))))
+        return [Table("Forward and backward", ("", "amount"), tuple(rows))]
+
+
+def _of(split: MemorySplit, name: str) -> int:
+    nbytes: int = getattr(split, name)
+    return nbytes
+
+
+# What a model will need on a number of devices, told without any of them --------------------------
 
 
 def estimate(

@@ -12,11 +12,18 @@ from torch import nn
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.insight.timeline import merging
-from composable_shard.insight.timeline.clocks import Clock, clock_of
-from composable_shard.insight.timeline.memory import LiveMemory, live_memory
 from composable_shard.insight.timeline.merging import MergedTrace, merge
-from composable_shard.insight.timeline.rank_trace import Facts, RankTrace, file_of, write
-from composable_shard.insight.timeline.recorder import Recorder
+from composable_shard.insight.timeline.recording import (
+    Clock,
+    Facts,
+    LiveMemory,
+    RankTrace,
+    Recorder,
+    clock_of,
+    file_of,
+    live_memory,
+    write,
+)
 from composable_shard.module import group_of
 
 __all__ = ["MergedTrace", "Timeline", "merge", "trace"]

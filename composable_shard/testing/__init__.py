@@ -4,7 +4,15 @@
 `composable_shard.testing.strategies`, which is the only part that needs hypothesis.
 """
 
-from composable_shard.testing.programs import STEPS, Step
+from composable_shard.testing.programs import (
+    STEPS,
+    ParamSpec,
+    Step,
+    Tree,
+    TreeLoss,
+    TreeSpec,
+    shard_tree,
+)
 from composable_shard.testing.ranks import (
     RankError,
     RankFailure,
@@ -16,7 +24,6 @@ from composable_shard.testing.ranks import (
     stop_ranks,
 )
 from composable_shard.testing.training import assert_trains_like_unsharded, shard_children
-from composable_shard.testing.trees import ParamSpec, Tree, TreeLoss, TreeSpec, shard_tree
 
 __all__ = [
     "STEPS",

@@ -1,4 +1,8 @@
-"""What a training loop may do, as words; a list of them is a training program.
+"""Models and training programs, described by values that a test can generate and print.
+
+A `TreeSpec` is a value: hypothesis draws and shrinks it, ranks receive it, and its `repr` can be
+pasted into a test. Calling it builds the model, so it is a `build` for
+`assert_trains_like_unsharded`.
 
 Any list is a program: what has nothing to act on does nothing, or does first what it needs.
 So a failing program shrinks by leaving out words.
@@ -6,8 +10,317 @@ So a failing program shrinks by leaving out words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from composable_shard.api import fully_shard
+
+# Values as Python expressions that a person can paste into a test ---------------------------------
+
+INDENT = "    "
+MAX_WIDTH = 88
+
+
+def call_expression(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Write a call, one argument a line.
+
+    Example:
+        >>> print(call_expression("train", (["backward"],), {"lr": 0.1}))
+        train(
+            ['backward'],
+            lr=0.1,
+        )
+    """
+    parts = [expression(arg) for arg in args]
+    parts += [f"{key}={expression(value)}" for key, value in kwargs.items()]
+    return f"{name}(\n" + "".join(f"{_indented(part)},\n" for part in parts) + ")"
+
+
+def expression(value: Any) -> str:
+    """Write a value: functions by their names, dataclasses without what is default.
+
+    Example:
+        >>> from composable_shard import MixedPrecisionPolicy
+        >>> import torch
+        >>> expression((MixedPrecisionPolicy(torch.bfloat16), sum))
+        '(MixedPrecisionPolicy(param_dtype=torch.bfloat16), sum)'
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = [one for one in fields(value) if one.init and not _is_default(value, one)]
+        parts = [f"{one.name}={expression(getattr(value, one.name))}" for one in shown]
+        return _joined(f"{type(value).__name__}(", parts, ")")
+    if isinstance(value, partial):
+        parts = [expression(part) for part in (value.func, *value.args)]
+        parts += [f"{key}={expression(part)}" for key, part in value.keywords.items()]
+        return _joined("partial(", parts, ")")
+    if type(value) is tuple:
+        return _joined("(", [expression(part) for part in value], ",)" if len(value) == 1 else ")")
+    if type(value) is list:
+        return _joined("[", [expression(part) for part in value], "]")
+    if type(value) is dict:
+        parts = [f"{expression(key)}: {expression(part)}" for key, part in value.items()]
+        return _joined("{", parts, "}")
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _is_default(value: Any, one: Field[Any]) -> bool:
+    own = getattr(value, one.name)
+    if one.default_factory is not MISSING:
+        return bool(own == one.default_factory())
+    return one.default is not MISSING and bool(own == one.default)
+
+
+def _joined(opening: str, parts: list[str], closing: str) -> str:
+    line = opening + ", ".join(parts) + closing
+    if len(line) <= MAX_WIDTH and "\n" not in line:
+        return line
+    body = "".join(f"{_indented(part)},\n" for part in parts)
+    return f"{opening}\n{body}{closing.lstrip(',')}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(INDENT + line for line in text.split("\n"))
+
+
+# Small models of every shape of tree, described by values that a test can generate and print ------
+
+__all__ = ["ParamSpec", "Tree", "TreeLoss", "TreeSpec", "mix", "shard_tree"]
+
+WIDTH = 6
+BATCH = 3
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter, and the dim it is to be sharded on.
+
+    Args:
+        shape: Its shape; `()` is a scalar.
+        dtype: Its dtype.
+        dim: The dim that `shard_tree` shards it on.
+        trainable: Whether it needs a gradient.
+        tied: Whether it is the same parameter as the one last made with this shape and dtype, if
+            there is one in the tree; then its own `dim` and `trainable` do not count.
+
+    Example:
+        >>> ParamSpec((3, 2)).trainable
+        True
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    dim: int = 0
+    trainable: bool = True
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class TreeSpec:
+    """A module with parameters of its own and children that run after one another.
+
+    Args:
+        params: Its own parameters.
+        children: Specs of its child modules.
+        grouped: Whether it is a communication group; else it belongs to its parent's.
+        together: Whether its grouped children form one group instead of one each.
+
+    Example:
+        >>> model = TreeSpec((ParamSpec((3,)),), (TreeSpec((ParamSpec((2, 2)),)),))()
+        >>> [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+        [('p0', (3,)), ('inner.0.p0', (2, 2))]
+    """
+
+    params: tuple[ParamSpec, ...] = ()
+    children: tuple[TreeSpec, ...] = ()
+    grouped: bool = True
+    together: bool = False
+
+    def __call__(self) -> Tree:
+        """Build the model; its values come from torch's random state."""
+        return Tree(self)
+
+
+Known = dict[tuple[tuple[int, ...], torch.dtype], nn.Parameter]
+
+
+class Tree(nn.Module):
+    """Uses every parameter, of whatever shape, so that each element has its own gradient.
+
+    Of a child none of whose parameters are used only the input goes on, at every second place past
+    the child, so that no gradient reaches it. With `skips_unused` it does not run at all.
+
+    Args:
+        spec: What to build.
+        known: Parameters that tied ones may be; for the children of a tree.
+
+    Example:
+        >>> Tree(TreeSpec((ParamSpec((3,)),)))(torch.ones(2, 6)).shape
+        torch.Size([2, 6])
+    """
+
+    skips_unused = False
+
+    def __init__(self, spec: TreeSpec, known: Known | None = None) -> None:
+        super().__init__()
+        known = {} if known is None else known
+        self.spec = spec
+        self.num_own = len(spec.params)
+        for index, param in enumerate(spec.params):
+            key = (param.shape, param.dtype)
+            if not param.tied or key not in known:
+                known[key] = _new_param(param)
+            self.register_parameter(f"p{index}", known[key])
+        self.inner = nn.ModuleList(Tree(child, known) for child in spec.children)
+
+    def forward(self, x: torch.Tensor, used: Sequence[bool] | None = None) -> torch.Tensor:
+        """Run the tree.
+
+        Args:
+            x: Of shape `(batch, features)`, any extents.
+            used: For each parameter of the tree, in the order of their registration, whether this
+                forward uses it; what is not used is no part of the graph.
+        """
+        own = list(self._parameters.values())
+        for index, param in enumerate(own):
+            if param is not None and (used is None or used[index]):
+                x = mix(x, param)
+        start = len(own)
+        for place, child in enumerate(self.inner):
+            assert isinstance(child, Tree)
+            end = start + child.num_params
+            theirs = None if used is None else used[start:end]
+            is_used = theirs is None or any(theirs)
+            if is_used or not self.skips_unused:
+                output = child(x, theirs)
+                x = output if is_used or place % 2 == 0 else x
+            start = end
+        return x
+
+    @property
+    def num_params(self) -> int:
+        """Count the places of parameters in the tree, each place of a tied one."""
+        return self.num_own + sum(child.num_params for child in self.inner)  # type: ignore[misc]
+
+
+def mix(x: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Add to `x` a number that depends on every element of `param`, each in its own way.
+
+    Example:
+        >>> mix(torch.ones(2), torch.zeros(3))
+        tensor([1., 1.])
+    """
+    if not param.is_floating_point():
+        param = param.to(x.dtype)
+    weight = _weights(param.shape, param.dtype)
+    level = (param * weight * x.mean().to(param.dtype)).sin().sum() / max(1, param.numel()) ** 0.5
+    return x + level * x.sin()
+
+
+@lru_cache(maxsize=256)
+def _weights(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(False):
+        place = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+        return (1.5 + torch.cos(0.7 * place)).to(dtype)
+
+
+def _new_param(spec: ParamSpec) -> nn.Parameter:
+    if not spec.dtype.is_floating_point:
+        return nn.Parameter(torch.randint(-3, 4, spec.shape, dtype=spec.dtype), requires_grad=False)
+    return nn.Parameter(torch.randn(spec.shape).to(spec.dtype), requires_grad=spec.trainable)
+
+
+def shard_tree(model: Tree, **options: Any) -> Tree:
+    """Apply `fully_shard` to a tree from the bottom up, as its spec tells.
+
+    Args:
+        model: The tree.
+        options: Further arguments of every `fully_shard`.
+
+    Returns:
+        The tree.
+
+    Example:
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = shard_tree(TreeSpec((ParamSpec((3, 4), dim=1),))())
+        ...     model.p0.placements
+        (Shard(dim=1),)
+    """
+    dims: dict[int, int] = {}
+    for param, spec in _params_with_specs(model):
+        dims.setdefault(id(param), spec.dim)
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        dim = dims[id(param)]
+        return None if dim == 0 else Shard(dim)
+
+    def visit(tree: Tree) -> None:
+        members: list[nn.Module] = []
+        for child in tree.inner:
+            assert isinstance(child, Tree)
+            visit(child)
+            members += [child] if child.spec.grouped else []
+        if tree.spec.together and members:
+            fully_shard(members, shard_placement_fn=placement, **options)
+            return
+        for child in members:
+            fully_shard(child, shard_placement_fn=placement, **options)
+
+    visit(model)
+    fully_shard(model, shard_placement_fn=placement, **options)
+    return model
+
+
+def _params_with_specs(model: Tree) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
+    for index, spec in enumerate(model.spec.params):
+        yield getattr(model, f"p{index}"), spec
+    for child in model.inner:
+        assert isinstance(child, Tree)
+        yield from _params_with_specs(child)
+
+
+def _first_trained(model: Tree) -> int:
+    trained = (place for place, (p, _) in enumerate(_params_with_specs(model)) if p.requires_grad)
+    return next(trained, 0)
+
+
+@dataclass(frozen=True)
+class TreeLoss:
+    """The loss of a tree on a random batch, with some of its parameters.
+
+    Args:
+        used: Which parameters forwards use, one tuple for each rank: rank `r` uses
+            `used[(step + r) % len(used)]` in a step, so ranks and steps differ. Empty: all
+            parameters. The first parameter that is trained is used by all, so that all go back.
+
+    Example:
+        >>> loss = TreeLoss(((True, True), (True, False)))
+        >>> model = TreeSpec((ParamSpec((2,)), ParamSpec((3,))))()
+        >>> loss(model, step=0, rank=1).backward()
+        >>> model.p1.grad is None
+        True
+    """
+
+    used: tuple[tuple[bool, ...], ...] = ()
+
+    def __call__(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        """Return the mean square of the output."""
+        assert isinstance(model, Tree)
+        used = None
+        if self.used:
+            first = _first_trained(model)
+            own = enumerate(self.used[(step + rank) % len(self.used)])
+            used = [is_used or place == first for place, is_used in own]
+        return model(torch.randn(BATCH, WIDTH), used).float().square().mean()
+
+
+# What a training loop may do, as words; a list of them is a training program ----------------------
 
 __all__ = ["STEPS", "Step", "check_program"]
 

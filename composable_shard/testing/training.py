@@ -1,25 +1,304 @@
-"""Asserting that a model trains sharded as it trains whole."""
+"""Following a training program with a sharded model and with its oracle."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard.api import fully_shard
+from composable_shard.module import FSDPModule
 from composable_shard.policy import MixedPrecisionPolicy
-from composable_shard.testing.expressions import call_expression
-from composable_shard.testing.oracle import Build, MakeOptimizer
-from composable_shard.testing.programs import Step, check_program
-from composable_shard.testing.rank_errors import RankError
+from composable_shard.testing.oracle import Build, Comparison, MakeOptimizer, Unsharded, new_model
+from composable_shard.testing.processes import RankError
+from composable_shard.testing.programs import (
+    Step,
+    TreeLoss,
+    TreeSpec,
+    call_expression,
+    check_program,
+    shard_tree,
+)
 from composable_shard.testing.ranks import run_ranks
-from composable_shard.testing.rehearsal import Loss, Plan, Rehearsal
-from composable_shard.testing.trees import TreeLoss, TreeSpec, shard_tree
+
+# One rank's part in following a program with a sharded model and with its oracle ------------------
+
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, and how it is sharded; see `assert_trains_like_unsharded`."""
+
+    build: Build
+    shard: Callable[..., object]
+    loss: Loss
+    optimizer: MakeOptimizer
+    mesh: tuple[int, ...] | None = None
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    tolerance: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class _Planned(Exception):
+    """The exception that a program wants."""
+
+
+class Rehearsal:
+    """A sharded model and its oracle, which do the same steps one after another.
+
+    Args:
+        plan: What is trained.
+
+    Attributes:
+        model: The sharded model; a new one after a checkpoint.
+        oracle: The oracle.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rank = dist.get_rank()
+        self.num_steps = 0
+        self.oracle = Unsharded(plan.build, dist.get_world_size(), plan.policy, plan.optimizer)
+        self.model, self.optimizer = self._new_sharded(seed=0)
+        # Held, as the module has its unsharded parameters while they are not resharded.
+        self._sharded_params = dict[str, nn.Parameter](self.model.named_parameters())
+        self.oracle.cast_at(
+            name for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
+        )
+        self.comparison = Comparison(self.oracle, self.rank, plan.tolerance, self._is_exact())
+        self._kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._found: list[str] = []
+
+    def do(self, step: Step) -> list[str]:
+        """Do a step with both; return what differs after it."""
+        getattr(self, f"_{step}")()
+        found = self._found
+        self._found = []
+        found += self.comparison.grads(self._sharded_params)
+        found += self.comparison.params(self._sharded_params)
+        found += self.comparison.buffers(self.model)
+        if step == "step" and not self.comparison.is_exact:
+            self._start_from_the_same()
+        self.num_steps += 1
+        return found
+
+    def differences_at_start(self) -> list[str]:
+        """Compare the parameters before anything is done."""
+        return self.comparison.params(self._sharded_params)
+
+    # Forward and backward -------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        self._kept.append(self._losses())
+
+    def _backward(self) -> None:
+        self._go_back(reduces=True)
+
+    def _accumulate(self) -> None:
+        with self.model.no_sync():
+            self._go_back(reduces=False)
+
+    def _go_back(self, reduces: bool) -> None:
+        sharded, unsharded = self._sum_of_kept()
+        for loss in (sharded, *unsharded):
+            if loss.requires_grad:
+                loss.backward()
+        if sharded.requires_grad:
+            self.oracle.take(reduces)
+
+    def _sum_of_kept(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        kept, self._kept = self._kept or [self._losses()], []
+        ranks = range(len(self.oracle.models))
+        unsharded = [_total([losses[rank] for _, losses in kept]) for rank in ranks]
+        return _total([loss for loss, _ in kept]), unsharded
+
+    def _losses(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        sharded = self._loss(self.model, self.rank)
+        unsharded = [self._loss(model, rank) for rank, model in enumerate(self.oracle.models)]
+        self._found += self.comparison.loss(sharded, unsharded[self.rank])
+        return sharded, unsharded
+
+    def _loss(self, model: nn.Module, rank: int) -> torch.Tensor:
+        # The same batch and the same dropout for a rank and for its unsharded twin.
+        torch.manual_seed(1000 * self.num_steps + rank)
+        if model is self.model:
+            return self.plan.loss(model, self.num_steps, rank)
+        with self.oracle.lend_buffers(model):
+            return self.plan.loss(model, self.num_steps, rank)
+
+    def _evaluate(self) -> None:
+        models = (self.model, *self.oracle.models)
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            self._losses()
+        for model in models:
+            model.train()
+
+    # Between --------------------------------------------------------------------------------
+
+    def _sync(self) -> None:
+        self.model.synchronize_gradients()
+        self.oracle.reduce()
+
+    def _zero_grad(self) -> None:
+        if self.num_steps % 2:
+            self.model.zero_grad()
+        else:
+            self.optimizer.zero_grad()
+        self.oracle.clear()
+
+    def _step(self) -> None:
+        self._kept = []
+        if self.oracle.waits_somewhere:
+            self._sync()
+        # What was summed in another order leaves its last bits in the parameters.
+        self.comparison.is_exact &= not self.oracle.has_folded
+        self.optimizer.step()
+        self.oracle.step()
+
+    def _reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _checkpoint(self) -> None:
+        self._kept = []
+        states = _written_and_read((self.model.state_dict(), self.optimizer.state_dict()))
+        self.model, self.optimizer = self._new_sharded(seed=self.num_steps + 1)
+        self._sharded_params = dict(self.model.named_parameters())
+        self.model.load_state_dict(states[0])
+        self.optimizer.load_state_dict(states[1])
+        self.oracle.clear()
+
+    # Failures -------------------------------------------------------------------------------
+
+    def _fail_forward(self) -> None:
+        self._kept = []
+        self._with_each(lambda model, rank: self._failing_forward(model, rank))
+
+    def _fail_backward(self) -> None:
+        self._kept = []
+        self._with_each(lambda model, rank: self._failing_backward(model, rank))
+        self.optimizer.zero_grad()
+        self.oracle.drop()
+        self.oracle.clear()
+
+    def _with_each(self, do: Callable[[nn.Module, int], None]) -> None:
+        do(self.model, self.rank)
+        for rank, model in enumerate(self.oracle.models):
+            do(model, rank)
+
+    def _failing_forward(self, model: nn.Module, rank: int) -> None:
+        calls_left = self.num_steps % 4
+
+        def fail(*_: object) -> None:
+            nonlocal calls_left
+            calls_left -= 1
+            if calls_left < 0:
+                raise _Planned
+
+        handles = [part.register_forward_pre_hook(fail) for part in model.modules()]
+        handles.append(model.register_forward_hook(lambda *_: _raise_planned()))
+        with _removed(handles), contextlib.suppress(_Planned):
+            self._loss(model, rank)
+
+    def _failing_backward(self, model: nn.Module, rank: int) -> None:
+        """Fail on the way back through the first module that was called, or at once."""
+
+        def watch(module: nn.Module, args: object, output: object) -> None:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda _: _raise_planned())
+
+        parts = list(model.modules())
+        handles = [parts[self.num_steps % len(parts)].register_forward_hook(watch)]
+        with _removed(handles), contextlib.suppress(_Planned):
+            loss = self._loss(model, rank)
+            if loss.requires_grad:
+                if self.num_steps % 2:
+                    loss.register_hook(lambda _: _raise_planned())
+                loss.backward()
+
+    # The sharded model ----------------------------------------------------------------------
+
+    def _new_sharded(self, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        options = dict(self.plan.options, mp_policy=self.plan.policy)
+        if self.plan.mesh is not None:
+            options["mesh"] = _mesh(self.plan.mesh)
+        model = new_model(self.plan.build, seed)
+        self.plan.shard(model, **options)
+        if not isinstance(model, FSDPModule):
+            raise ValueError(
+                f"Expected shard() to apply fully_shard to the model, got a plain "
+                f"{type(model).__name__}"
+            )
+        return model, self.plan.optimizer(model.parameters())
+
+    def _is_exact(self) -> bool:
+        """Tell whether the sums are those of the oracle, bit by bit."""
+        dtypes = {param.dtype for param in self.oracle.master.parameters()}
+        # Sums in float16 are divided in two parts, which rounds otherwise than one division. How
+        # torch's kernels round a low-precision step depends on where in a tensor an element is.
+        reduction = {self.plan.policy.reduction_dtype(dtype) for dtype in dtypes}
+        return (
+            dist.get_world_size() <= 2
+            and torch.float16 not in reduction
+            and not dtypes & {torch.float16, torch.bfloat16}
+            and type(self.optimizer) is torch.optim.SGD
+        )
+
+    def _start_from_the_same(self) -> None:
+        """Give the oracle the sharded parameters, so that roundings do not add up."""
+        self._reshard()
+        with torch.no_grad():
+            for name, param in self.oracle.master.named_parameters():
+                own: Any = self._sharded_params[name]
+                param.copy_(own.full_tensor() if hasattr(own, "full_tensor") else own)
+        self.oracle.refresh()
+
+
+@lru_cache(maxsize=32)
+def _mesh(extents: tuple[int, ...]) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(extents) :]
+    return init_device_mesh("cpu", extents, mesh_dim_names=names)
+
+
+def _total(losses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+
+def _written_and_read(states: Result) -> Result:
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _raise_planned() -> None:
+    raise _Planned
+
+
+@contextlib.contextmanager
+def _removed(handles: list[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# Asserting that a model trains sharded as it trains whole -----------------------------------------
 
 __all__ = ["assert_trains_like_unsharded", "shard_children"]
 

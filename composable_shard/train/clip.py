@@ -1,12 +1,256 @@
-"""Clipping gradients by their norm."""
+"""Clipping gradients by their norm, whatever meshes they lie on.
+
+The p-norm of a tensor is the p-norm of the norms of its parts. Each rank takes the norms of what it
+holds; those of sharded gradients are then gathered over the axes they are sharded on, and over no
+other, so that what is replicated counts once. Gathering and reducing in rank order, instead of
+summing on the way, gives all ranks the same bits, in every replica, and knows NaN and every p.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from composable_shard.core.grad_norm import clip_grad_norm
+from composable_shard import _torch
+from composable_shard.core.param import sharded_form
+from composable_shard.errors import ShardError
+
+# The norm of gradients that lie on any mix of meshes, and scaling them by it ----------------------
+
+_Ranks = tuple[int, ...]
+_LINEAR = ("sum", "avg", "max", "min")
+"""What a pending reduction may be for its parts to be scaled in place of its result."""
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    params: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor:
+    """Scale the gradients of ``params`` down to ``max_norm``; return the norm they had.
+
+    See ``clip_grad_norm_`` in ``train/clip.py``.
+    """
+    owners = [param for param in map(sharded_form, params) if param.grad is not None]
+    grads = [cast(torch.Tensor, param.grad) for param in owners]
+    if not grads:
+        return torch.tensor(0.0)
+    _check_partial(grads)
+    one_by_one = foreach is False
+    norms = _Norms(float(norm_type), _norm_dtype(grads), _communication_device(grads), one_by_one)
+    norms.add([grad for grad in grads if not _is_pending(grad)])
+    for param, grad in zip(owners, grads, strict=True):
+        if _is_pending(grad):
+            norms.add([_reduced(param, cast(DTensor, grad))])
+    total = norms.total()
+    if error_if_nonfinite and not total.isfinite():
+        raise ShardError(
+            f"Expected gradients of a finite norm of order {float(norm_type)}, got {total.item()}; "
+            "set error_if_nonfinite=False to scale them by it all the same"
+        )
+    scale_grads(grads, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0), one_by_one)
+    return total.to(grads[0].device, _result_dtype(grads))
+
+
+def scale_grads(
+    grads: Sequence[torch.Tensor], coefficient: torch.Tensor, one_by_one: bool = False
+) -> None:
+    """Multiply gradients in place by a scalar tensor, without waiting for the device."""
+    for (device, _, kind), locals_ in _alike([_local(grad) for grad in grads]).items():
+        own = coefficient.to(device)
+        if kind is torch.Tensor and not one_by_one:
+            _torch.multiply_all_(locals_, own)
+        else:
+            for local in locals_:
+                local.mul_(own)
+
+
+class _Norms:
+    """Norms of parts of one long vector, sorted by the mesh axes they are still to be taken over.
+
+    With ``p = 0`` torch counts the gradients that are not all zero, so norms are kept apart then.
+    """
+
+    def __init__(
+        self, p: float, dtype: torch.dtype, device: torch.device, one_by_one: bool
+    ) -> None:
+        self._p, self._dtype, self._device, self._one_by_one = p, dtype, device, one_by_one
+        self._groups: dict[_Ranks, tuple[dist.ProcessGroup, torch.device]] = {}
+        self._parts: dict[frozenset[_Ranks], torch.Tensor] = {}  # each [1], or [grads] if p is 0
+
+    def add(self, grads: Sequence[torch.Tensor]) -> None:
+        """Take the norms of this rank's parts of ``grads``. Collective: none."""
+        added: dict[frozenset[_Ranks], list[torch.Tensor]] = {}
+        known: dict[tuple[int, tuple[int, ...]], frozenset[_Ranks]] = {}
+        for grad, norm in zip(grads, self._local_norms(grads), strict=True):
+            mesh, axes = _sharded_axes(grad)
+            key = (id(mesh), axes)
+            if key not in known:
+                known[key] = frozenset() if mesh is None else self._register(mesh, axes)
+            added.setdefault(known[key], []).append(norm)
+        for over, norms in added.items():
+            self._join(over, norms)
+
+    def total(self) -> torch.Tensor:
+        """Return the norm of everything, a scalar. Collective: an all-gather for each axis."""
+        for ranks, (group, device) in self._groups.items():
+            open_axes = [axes for axes in self._parts if ranks in axes]
+            own = [self._parts.pop(axes) for axes in open_axes]
+            message = torch.cat(own).to(device)
+            gathered = _torch.empty(  # [ranks, norms]
+                len(ranks), message.numel(), dtype=message.dtype, device=message.device
+            )
+            _torch.all_gather_rows(gathered, message, group)
+            combined = torch.linalg.vector_norm(gathered, self._p, dim=0).to(self._device)
+            parts = combined.split([len(part) for part in own])
+            for axes, part in zip(open_axes, parts, strict=True):
+                self._join(axes - {ranks}, [part])
+        (everything,) = self._parts.values()
+        return torch.linalg.vector_norm(everything, self._p)
+
+    def _register(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> frozenset[_Ranks]:
+        """Name axes by their ranks: those of two meshes may be the same."""
+        found = set()
+        for axis in axes:
+            if mesh.size(axis) == 1:
+                continue
+            group = mesh.get_group(axis)
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._groups.setdefault(ranks, (group, torch.device(mesh.device_type)))
+            found.add(ranks)
+        return frozenset(found)
+
+    def _join(self, axes: frozenset[_Ranks], norms: list[torch.Tensor]) -> None:
+        present = [self._parts[axes]] if axes in self._parts else []
+        flat = torch.cat([norm.view(-1) for norm in (*present, *norms)])
+        if self._p != 0:
+            flat = torch.linalg.vector_norm(flat, self._p, dim=0, keepdim=True)
+        self._parts[axes] = flat
+
+    def _local_norms(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Take the norm of each local part; of one without elements, what changes no norm."""
+        locals_ = [_local(grad) for grad in grads]
+        norms: dict[int, torch.Tensor] = {}
+        for alike in _alike([local for local in locals_ if local.numel()]).values():
+            norms.update(zip(map(id, alike), self._norms_of(alike), strict=True))
+        unchanging = 0.0 if self._p >= 0 else math.inf
+        for local in locals_:
+            if id(local) not in norms:
+                norms[id(local)] = torch.full((), unchanging, device=self._device)
+        return [norms[id(local)].to(self._dtype) for local in locals_]
+
+    def _norms_of(self, parts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Take the norms of tensors of one device, dtype and kind."""
+        dtype = parts[0].dtype
+        # Half precision overflows where the norm of a big model lies.
+        wide = self._dtype if dtype.is_floating_point and dtype.itemsize < 4 else None
+        if type(parts[0]) is torch.Tensor and not self._one_by_one:
+            norms = _torch.norms_of_all(parts, self._p, wide)
+        else:
+            norms = [torch.linalg.vector_norm(part, self._p, dtype=wide) for part in parts]
+        if _torch.is_wrapper_subclass(norms[0]):
+            raise TypeError(
+                f"Expected gradients whose norm is a plain tensor, got {type(parts[0]).__name__}, "
+                f"whose norm is a {type(norms[0]).__name__}; clip its inner tensors by themselves"
+            )
+        return torch.stack(norms).to(self._device).unbind()
+
+
+# One gradient ---------------------------------------------------------------------------------
+
+
+def _reduced(param: torch.Tensor, grad: DTensor) -> DTensor:
+    """Return what a gradient stands for whose reduction is pending.
+
+    Collective: a reduce-scatter or all-reduce of it; all ranks must have it.
+    """
+    placements = [Replicate() if p.is_partial() else p for p in grad.placements]
+    own = param.placements[0] if isinstance(param, DTensor) else None
+    if len(placements) == 1 and type(own) is Shard:
+        placements = [own]
+    return grad.redistribute(placements=placements)
+
+
+def _check_partial(grads: Sequence[torch.Tensor]) -> None:
+    for grad in grads:
+        for placement in cast(DTensor, grad).placements if _is_pending(grad) else ():
+            if isinstance(placement, Partial) and placement.reduce_op not in _LINEAR:
+                raise ValueError(
+                    f"Expected gradients that are pending as one of {_LINEAR}, got {placement}; "
+                    "redistribute them before clipping"
+                )
+
+
+def _is_pending(grad: torch.Tensor) -> bool:
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+
+
+def _sharded_axes(grad: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """Return the mesh of a gradient and the axes over which each rank has another part."""
+    if not isinstance(grad, DTensor):
+        return None, ()
+    mesh, placements = grad.device_mesh, grad.placements
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            "Expected this rank to be on the mesh of every gradient, got rank "
+            f"{dist.get_rank()} and {mesh}; leave its parameter out on this rank"
+        )
+    return mesh, tuple(axis for axis, placement in enumerate(placements) if _shards(placement))
+
+
+def _shards(placement: Placement) -> bool:
+    return not placement.is_replicate()  # strided shards are no instances of Shard
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return _torch.local_tensor(grad) if isinstance(grad, DTensor) else grad
+
+
+# Devices and dtypes ---------------------------------------------------------------------------
+
+
+def _alike(
+    tensors: Sequence[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]]:
+    """Sort tensors by what one kernel can do: device, dtype, and kind."""
+    found: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.device, tensor.dtype, type(tensor))
+        found.setdefault(key, []).append(tensor)
+    return found
+
+
+def _communication_device(grads: Sequence[torch.Tensor]) -> torch.device:
+    """Return where norms come together: on the device of a mesh, wherever gradients are kept."""
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            return torch.device(grad.device_mesh.device_type)
+    return grads[0].device
+
+
+def _norm_dtype(grads: Sequence[torch.Tensor]) -> torch.dtype:
+    return torch.promote_types(_result_dtype(grads), torch.float32)
+
+
+def _result_dtype(grads: Sequence[torch.Tensor]) -> torch.dtype:
+    """Return the dtype that torch gives the norm."""
+    dtype = grads[0].dtype.to_real()
+    for grad in grads:
+        dtype = torch.promote_types(dtype, grad.dtype.to_real())
+    return dtype
+
+
+# Clipping gradients by their norm -----------------------------------------------------------------
 
 
 def clip_grad_norm_(

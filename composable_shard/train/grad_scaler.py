@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from composable_shard import _torch
-from composable_shard.core.passes.nested import map_tensors
+from composable_shard.core.nested import map_tensors
 
 _LINEAR = ("sum", "avg", "max", "min")
 """What a pending reduction may be for its parts to be unscaled in place of its result."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from composable_shard.core.comms.objects import raise_first_difference
+from composable_shard.core.transport.process_groups import raise_first_difference
 from composable_shard.errors import CommunicationError
 
 

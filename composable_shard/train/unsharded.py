@@ -1,18 +1,292 @@
-"""Full parameters for a while: to look at, to edit, to save."""
+"""Full parameters for a while: to look at, to edit, to save.
+
+A DTensor of any placements becomes a plain tensor and again a shard; nothing here asks how it is
+sharded.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from composable_shard import _torch
+from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.passes.hooks import owner_of
-from composable_shard.errors import ShardError
+from composable_shard.core.hooks import owner_of
+from composable_shard.core.optimizers import watch_optimizers
+from composable_shard.core.param import Attributes, remember_stand_in
+from composable_shard.core.ties import owner_of_sharded
+from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.module import group_of
-from composable_shard.train.full_values import FullParams
+
+# From sharded parameters to full ones and back: what ``unsharded`` is made of ---------------------
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Slot(NamedTuple):
+    module: nn.Module
+    attribute: str
+
+    def __str__(self) -> str:
+        return f"'{self.attribute}' of {type(self.module).__name__}"
+
+
+class _Edit(NamedTuple):
+    """What is to be written back for one parameter; known before any of it is written."""
+
+    shape: tuple[int, ...]
+    grad_dtype: torch.dtype | None
+    grad_is_subclass: bool
+
+
+class FullParams:
+    """The DTensor parameters of some modules, and full copies registered in their places.
+
+    Args:
+        modules: The modules.
+        rank0_only: Whether only the first rank of each mesh has copies.
+        to_cpu: Whether copies are on the CPU.
+        with_grads: Whether gradients go the same way.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], *, rank0_only: bool, to_cpu: bool, with_grads: bool
+    ) -> None:
+        self._rank0_only, self._to_cpu, self._with_grads = rank0_only, to_cpu, with_grads
+        self._attributes: list[Attributes] = []
+        self._slots: dict[nn.Parameter, list[_Slot]] = {}
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for module in modules:
+            for attribute, param in module._parameters.items():
+                if isinstance(param, DTensor):
+                    self._slots.setdefault(param, []).append(_Slot(module, attribute))
+
+    def register_full(self) -> None:
+        """Register full copies. Collective: an all-gather of each."""
+        for param, slots in self._slots.items():
+            if _torch.local_tensor(param).is_meta:
+                raise MaterializationError(
+                    f"Expected materialized parameters, got {slots[0]} on meta; call "
+                    "module.to_empty(device=...) and initialize them"
+                )
+        watch_optimizers()
+        with torch.inference_mode(False), torch.no_grad():
+            for param, slots in self._slots.items():
+                full = self._kept(param, param)
+                grad = self._kept(param, param.grad) if self._with_grads else None
+                if full is None:
+                    continue
+                copy = nn.Parameter(full, requires_grad=param.requires_grad)
+                self._attributes.append(Attributes(param, copy))
+                if grad is not None:
+                    assign_grad(copy, grad)
+                self._copies.append((copy, param))
+                for slot in slots:
+                    slot.module._parameters[slot.attribute] = copy
+
+    def registered(self) -> list[nn.Parameter | None]:
+        """Return what is registered now in the place of each parameter."""
+        places = [slots[0] for slots in self._slots.values()]
+        return [place.module._parameters.get(place.attribute) for place in places]
+
+    def register_sharded(self) -> None:
+        """Register the sharded parameters again. Collective: none."""
+        for attributes in self._attributes:
+            attributes.take()
+        for param, slots in self._slots.items():
+            for slot in slots:
+                slot.module._parameters[slot.attribute] = param
+        for copy, param in self._copies:  # optimizers must not train them from now on
+            owner = owner_of_sharded(param)
+            if owner is not None:
+                remember_stand_in(copy, owner)
+        self._copies.clear()
+
+    @torch.no_grad()
+    def write_back(self, edited: Sequence[nn.Parameter | None]) -> None:
+        """Copy what was edited into the shards; a parameter that was taken away stays.
+
+        Collective: none; with ``rank0_only`` a broadcast of an object over each mesh, and of each
+            parameter and gradient.
+        """
+        for (param, value), edit in zip(
+            zip(self._slots, edited, strict=True), self._agree_on_edits(edited), strict=True
+        ):
+            if edit is None:
+                continue
+            _overwrite(param, self._full(param, value, param.dtype))
+            if not self._with_grads:
+                continue
+            if edit.grad_dtype is None:
+                param.grad = None
+                continue
+            grad = None if value is None else value.grad
+            _write_grad(param, self._full(param, grad, edit.grad_dtype, edit.grad_is_subclass))
+
+    def _agree_on_edits(self, edited: Sequence[nn.Parameter | None]) -> list[_Edit | None]:
+        """Describe the edits, those of the first rank with ``rank0_only``; check the shapes."""
+        edits = [None if value is None else self._describe(value) for value in edited]
+        if self._rank0_only:
+            for mesh in dict.fromkeys(map(_mesh_of, self._slots)):
+                said = _object_of_first(edits, mesh)
+                for index, param in enumerate(self._slots):
+                    if _mesh_of(param) == mesh:
+                        edits[index] = said[index]
+        for (param, slots), edit in zip(self._slots.items(), edits, strict=True):
+            if edit is not None and edit.shape != tuple(param.shape):
+                raise ValueError(
+                    f"Expected {slots[0]} to have shape {list(param.shape)} at the end of "
+                    f"unsharded(), got {list(edit.shape)}; edit values only"
+                )
+        return edits
+
+    def _describe(self, value: nn.Parameter) -> _Edit:
+        grad = value.grad if self._with_grads else None
+        if grad is None:
+            return _Edit(tuple(value.shape), None, False)
+        return _Edit(tuple(value.shape), grad.dtype, _torch.is_wrapper_subclass(grad))
+
+    # Which rank has the full values ---------------------------------------------------------
+
+    def _kept(self, param: nn.Parameter, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the full values of a parameter or its gradient, where this rank is to have them.
+
+        Collective: an all-gather, or a reduction of what is pending.
+        """
+        if tensor is None:
+            return None
+        full = full_copy(tensor)
+        if self._rank0_only and not _is_first(_mesh_of(param)):
+            return None
+        return full.cpu() if self._to_cpu else full
+
+    def _full(
+        self,
+        param: nn.Parameter,
+        value: torch.Tensor | None,
+        dtype: torch.dtype,
+        is_subclass: bool | None = None,
+    ) -> torch.Tensor:
+        """Return a full tensor to cut the shard from. Collective: see :meth:`write_back`."""
+        mesh = _mesh_of(param)
+        if not self._rank0_only:
+            assert value is not None
+            return value.detach().to(mesh.device_type, dtype)
+        if is_subclass is None:
+            is_subclass = _torch.is_wrapper_subclass(_torch.local_tensor(param))
+        if is_subclass:  # only a gather knows what it is made of
+            full = full_copy(param).to(dtype)
+        else:
+            full = _torch.empty(*param.shape, dtype=dtype, device=mesh.device_type)
+        if _is_first(mesh):
+            assert value is not None
+            full.copy_(value.detach())
+        for leaf in _torch.leaves(full):
+            _broadcast_from_first(leaf, mesh)
+        return full
+
+
+# One tensor -----------------------------------------------------------------------------------
+
+
+def full_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full values of a DTensor in memory of their own, on the device of compute."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    mesh, placements, local = tensor.device_mesh, tensor.placements, _torch.local_tensor(tensor)
+    whole = cast(DTensor, tensor.detach())
+    if local.device.type != mesh.device_type:
+        whole = _distributed(local.detach().to(mesh.device_type), tensor, placements)
+    full = whole.full_tensor()
+    is_local = all(p.is_replicate() or mesh.size(axis) == 1 for axis, p in enumerate(placements))
+    # The inner tensors of a subclass may still be under way: copying waits for them.
+    return full.clone() if is_local or _torch.is_wrapper_subclass(full) else full
+
+
+def _shard_of(like: DTensor, full: torch.Tensor) -> torch.Tensor:
+    """Cut this rank's part out of a full tensor; may be a view. Collective: none."""
+    mesh = like.device_mesh
+    whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=like.placements).to_local()
+
+
+def _overwrite(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Write a DTensor in place, so that its version tells; leave it alone if it is the same."""
+    local, shard = _torch.local_tensor(target), _shard_of(cast(DTensor, target), full)
+    if not same_bits(local, shard.to(local.device)):
+        local.copy_(shard)
+
+
+def _write_grad(param: nn.Parameter, full: torch.Tensor) -> None:
+    """Make a full gradient the reduced gradient of a sharded parameter."""
+    sharded, present = cast(DTensor, param), param.grad
+    if (
+        isinstance(present, DTensor)
+        and present.placements == sharded.placements
+        and present.dtype == full.dtype
+    ):
+        _overwrite(present, full)
+        return
+    local = _shard_of(sharded, full).clone().to(_torch.local_tensor(param).device)
+    assign_grad(param, _distributed(local, sharded, sharded.placements))
+
+
+def _distributed(local: torch.Tensor, like: DTensor, placements: Sequence[Any]) -> DTensor:
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors of one shape and dtype hold the same, also for NaN and -0."""
+    pairs = zip(_torch.leaves(one), _torch.leaves(other), strict=True)
+    return all(torch.equal(_bits(mine), _bits(theirs)) for mine, theirs in pairs)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
+
+
+# The first rank of a mesh ---------------------------------------------------------------------
+
+
+def _mesh_of(param: nn.Parameter) -> DeviceMesh:
+    return cast(DTensor, param).device_mesh
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    coordinate = mesh.get_coordinate()
+    return coordinate is not None and not any(coordinate)
+
+
+def _broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    for axis in range(mesh.ndim):  # after axis k, all ranks that begin like the first have it
+        dist.broadcast(tensor, group=mesh.get_group(axis), group_src=0)
+
+
+def _object_of_first(value: Any, mesh: DeviceMesh) -> Any:
+    box = [value]
+    for axis in range(mesh.ndim):
+        dist.broadcast_object_list(box, group=mesh.get_group(axis), group_src=0)
+    return box[0]
+
+
+# Full parameters for a while: to look at, to edit, to save ----------------------------------------
 
 
 @contextlib.contextmanager

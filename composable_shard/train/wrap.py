@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from composable_shard.api import fully_shard
-from composable_shard.core.convert import top_modules
-from composable_shard.core.params.left_plain import is_taken
+from composable_shard.core.not_sharded import is_taken
+from composable_shard.core.shard import top_modules
 
 Policy = (
     int

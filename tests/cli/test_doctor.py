@@ -13,9 +13,16 @@ import pytest
 import torch
 
 from composable_shard import cli
-from composable_shard.cli import bandwidth, doctor, machine, printing
-from composable_shard.cli.bandwidth import Collective, Measurement, Request, measure
-from composable_shard.cli.machine import Machine, judge, look
+from composable_shard.cli import doctor, printing
+from composable_shard.cli.doctor import (
+    Collective,
+    Machine,
+    Measurement,
+    Request,
+    judge,
+    look,
+    measure,
+)
 
 GATHER = Collective("DirectAllGather", seconds=0.004, nbytes_received=8 << 20, is_right=True)
 REDUCE = Collective("DirectReduceScatter", seconds=0.008, nbytes_received=8 << 20, is_right=True)
@@ -31,7 +38,7 @@ HERE = Machine(
     num_cores=4,
     num_threads=2,
     has_memory_calls=True,
-    variables=dict.fromkeys(machine.VARIABLES),
+    variables=dict.fromkeys(doctor.VARIABLES),
 )
 GPUS = replace(
     HERE,
@@ -87,7 +94,7 @@ def sleep_long(rank: int, *arguments: object) -> None:
 
 
 def test_ranks_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "_be_rank", sleep_long)
+    monkeypatch.setattr(doctor, "_be_rank", sleep_long)
     with pytest.raises(TimeoutError) as caught:
         measure(Request(2, "cpu", nbytes=8, repeats=1, timeout=0.2))
     assert str(caught.value) == "Expected 2 ranks to measure within 0.2 s, got no end"
@@ -104,7 +111,7 @@ def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
             "reduce_scatter": {**one, "is_right": True},
         }
 
-    merged = bandwidth._slowest([rank(1.0, False, 1), rank(2.0, True, 0)])
+    merged = doctor._slowest([rank(1.0, False, 1), rank(2.0, True, 0)])
     assert merged == Measurement(
         "gloo", 1, 0, Collective("X", 2.0, 8, False), Collective("X", 2.0, 8, True)
     )
@@ -218,8 +225,8 @@ def test_advice_on_memory(
     path = tmp_path / "ptrace_scope"
     if scope is not None:
         path.write_text(scope)
-    monkeypatch.setattr(machine, "_PTRACE_SCOPE", path)
-    assert machine.advice_on_near_memory(of) == START + reason.format(path=path)
+    monkeypatch.setattr(doctor, "_PTRACE_SCOPE", path)
+    assert doctor.advice_on_near_memory(of) == START + reason.format(path=path)
 
 
 # Printing and exit codes -------------------------------------------------------------------------

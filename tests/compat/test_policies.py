@@ -10,7 +10,7 @@ import torch.distributed.fsdp.wrap as theirs
 from torch import nn
 
 import composable_shard.compat.fsdp1 as ours
-from composable_shard.compat.fsdp1.wrap_policies import choose, in_order
+from composable_shard.compat.fsdp1.policies import choose, in_order
 from composable_shard.testing import fake_ranks
 
 

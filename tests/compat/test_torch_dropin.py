@@ -35,7 +35,7 @@ import composable_shard
 from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall
 from composable_shard.module import group_of
 from composable_shard.testing import fake_ranks, run_ranks
-from composable_shard.testing.rank_process import LOOPBACK
+from composable_shard.testing.processes import LOOPBACK
 
 NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 MODULES = (
@@ -258,7 +258,7 @@ def test_the_state_that_pipeline_schedules_ask_for_is_ours() -> None:
     with fake_ranks(2), install():
         model = fsdp.fully_shard(nn.Linear(4, 4))
         state = fsdp.fully_shard.state(model)
-    assert type(state).__module__ == "composable_shard.core.passes.torch_state"
+    assert type(state).__module__ == "composable_shard.core.torch_state"
 
 
 # Numbers -----------------------------------------------------------------------------------------

@@ -606,7 +606,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: wrap(sharding_strategy="FULL_SHARD"),
         TypeError,
-        "Expected sharding_strategy to be a composable_shard.compat.fsdp1.choices."
+        "Expected sharding_strategy to be a composable_shard.compat.fsdp1.policies."
         "ShardingStrategy, got builtins.str",
     ),
     (

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable_shard.core.passes import context
+from composable_shard.core import root
 from composable_shard.insight.events import record_events
 
 NUM_RANKS, NUM_STEPS = 4, 3
@@ -150,7 +150,7 @@ def main() -> None:
     sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
     from simulated import simulated_ranks
 
-    context.agree_on_model = lambda _: None  # it reads a number on the host, once
+    root.agree_on_model = lambda _: None  # it reads a number on the host, once
     found = {}
     with simulated_ranks(NUM_RANKS):
         for name, case in CASES.items():

@@ -17,16 +17,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable_shard.core.comms import failures, near_memory, offers
-from composable_shard.core.comms.direct import DirectAllGather, DirectReduceScatter
-from composable_shard.core.comms.neighbours import LetterBox, Neighbour, neighbours
-from composable_shard.core.comms.offers import Offer
-from composable_shard.core.comms.streams import Pending
+from composable_shard.core.transport import failures
+from composable_shard.core.transport import same_host
+from composable_shard.core.transport import same_host
+from composable_shard.core.transport.point_to_point import DirectAllGather
+from composable_shard.core.transport.point_to_point import DirectReduceScatter
+from composable_shard.core.transport.same_host import LetterBox
+from composable_shard.core.transport.same_host import Neighbour
+from composable_shard.core.transport.same_host import neighbours
+from composable_shard.core.transport.same_host import Offer
+from composable_shard.core.transport.pending import Pending
 from composable_shard.testing import run_ranks
 from near import readable
 
 __all__ = ["readable"]
 
+READ, WRITE = same_host.read, same_host.write
 TAG = 1 << 30  # which no model of another test has
 Launch = Callable[[float], tuple[torch.Tensor, Pending]]
 
@@ -56,7 +62,7 @@ def complete(launch: Launch) -> list[bool]:
     for start in (30.0, 40.0, 50.0):
         output, pending = launch(start)
         pending.wait()
-        offers.settle({TAG: "testing"})
+        same_host.settle({TAG: "testing"})
         ranks = torch.arange(dist.get_world_size()) + start
         wanted = ranks.repeat_interleave(2) if launch is gather else ranks.sum().expand(2)
         exact.append(torch.equal(output, wanted))
@@ -65,7 +71,7 @@ def complete(launch: Launch) -> list[bool]:
 
 def held(group: dist.ProcessGroup | None = None) -> list[Offer]:
     """The offers of this test: earlier ones may have left some in the process."""
-    own = [offer for offer in offers._offers if offer.tag in (TAG, TAG + 1)]
+    own = [offer for offer in same_host._offers if offer.tag in (TAG, TAG + 1)]
     return [offer for offer in own if offer.group is (group or world())]
 
 
@@ -139,9 +145,9 @@ def interrupted_at(call: int) -> Iterator[None]:
         calls_left -= 1
         if calls_left < 0:
             raise KeyboardInterrupt
-        near_memory.read(*place)
+        READ(*place)
 
-    with mock.patch.object(offers, "read", read), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(same_host, "read", read), pytest.raises(KeyboardInterrupt):
         yield
 
 
@@ -196,12 +202,12 @@ def interrupted_when_it_has_told_one() -> tuple[list[int], list[bool], int]:
     told: Counter[int] = Counter()
 
     def write(process: int, *place: int) -> None:
-        near_memory.write(process, *place)
+        WRITE(process, *place)
         told[process] += 1
         if told.total() == 1:
             raise KeyboardInterrupt
 
-    with mock.patch.object(offers, "write", write):
+    with mock.patch.object(same_host, "write", write):
         pending = gather(10.0)[1]
         with pytest.raises(KeyboardInterrupt):
             pending.wait()
@@ -223,7 +229,7 @@ def dies_with_the_lock_held() -> tuple[bool, list[bool], int]:
     own = held()
     with neighbours(world())[1 - dist.get_rank()].box._lock:
         del pending
-    noted = own == list(offers._abandoned)[-1:]
+    noted = own == list(same_host._abandoned)[-1:]
     own.clear()
     return noted, complete(gather), len(held())
 
@@ -236,7 +242,7 @@ def test_a_reader_may_die_while_a_letter_is_taken() -> None:
 def dies_without_globals() -> tuple[list[str], list[bool], int]:
     pending, found = gather(10.0)[1], []
     with mock.patch.object(sys, "unraisablehook", lambda one: found.append(str(one.exc_value))):
-        with mock.patch.object(offers, "_abandoned", None):
+        with mock.patch.object(same_host, "_abandoned", None):
             del pending
     return found, complete(gather), len(held())
 
@@ -255,9 +261,9 @@ class Shared(list[Offer]):
 
 def with_shared_list() -> tuple[list[bool], int]:
     shared = Shared()
-    with mock.patch.object(offers, "_offers", shared):
+    with mock.patch.object(same_host, "_offers", shared):
         exact = complete(gather)
-        assert offers._offers is shared
+        assert same_host._offers is shared
         return exact, len(shared)
 
 
@@ -270,9 +276,9 @@ def interrupted_while_letting_go() -> int:
     dist.barrier()
     if dist.get_rank() == 0:
         interrupt = mock.Mock(side_effect=KeyboardInterrupt)
-        with mock.patch.object(offers, "read", interrupt), pytest.raises(KeyboardInterrupt):
-            offers.settle({})
-    offers.settle({TAG: "testing"})
+        with mock.patch.object(same_host, "read", interrupt), pytest.raises(KeyboardInterrupt):
+            same_host.settle({})
+    same_host.settle({TAG: "testing"})
     return len(held())
 
 
@@ -296,8 +302,8 @@ def lost_meanwhile() -> tuple[list[bool], int, bool]:
     failures.lost(group, peer, "a test")
     offer.abandon()
     exact = complete(gather)
-    kept, noted = held(group), offer in offers._abandoned
-    offers._offers.remove(offer)
+    kept, noted = held(group), offer in same_host._abandoned
+    same_host._offers.remove(offer)
     return exact, len(kept), noted
 
 
@@ -314,7 +320,7 @@ def ended_meanwhile(is_known: bool) -> tuple[list[bool], int, int, bool, bool]:
 
     def read(process: int, *place: int) -> None:
         reads.append(process)
-        near_memory.read(process, *place)
+        READ(process, *place)
 
     with subprocess.Popen(["true"]) as ended, contextlib.ExitStack() as patches:
         ended_neighbour = Neighbour(peer, ended.pid, LetterBox(), 0)
@@ -325,12 +331,12 @@ def ended_meanwhile(is_known: bool) -> tuple[list[bool], int, int, bool, bool]:
             offer = Offer(group, TAG, {peer: [torch.ones(2)]})
         offer._letters[peer].content = 8, 4
         offer.abandon()
-        patches.enter_context(mock.patch.object(offers, "read", read))
+        patches.enter_context(mock.patch.object(same_host, "read", read))
         if not is_known:
             patches.enter_context(mock.patch.object(Neighbour, "ends_within", lambda *_: False))
         exact = complete(gather)
-        kept, noted = held(group), offer in offers._abandoned
-        offers._offers.remove(offer)
+        kept, noted = held(group), offer in same_host._abandoned
+        same_host._offers.remove(offer)
         return exact, len(kept), reads.count(ended.pid), noted, failures.is_lost(group)
 
 

@@ -15,17 +15,18 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.core.comms import direct, near_memory, offers
-from composable_shard.core.comms.direct import DirectAllGather, DirectReduceScatter
-from composable_shard.core.comms.neighbours import (
-    NUM_LETTERS,
-    LetterBox,
-    Neighbour,
-    neighbours,
-)
-from composable_shard.core.comms.offers import Offer
-from composable_shard.core.comms.streams import Pending
-from composable_shard.core.passes.context import Context
+from composable_shard.core.transport import point_to_point
+from composable_shard.core.transport import same_host
+from composable_shard.core.transport import same_host
+from composable_shard.core.transport.point_to_point import DirectAllGather
+from composable_shard.core.transport.point_to_point import DirectReduceScatter
+from composable_shard.core.transport.same_host import NUM_LETTERS
+from composable_shard.core.transport.same_host import LetterBox
+from composable_shard.core.transport.same_host import Neighbour
+from composable_shard.core.transport.same_host import neighbours
+from composable_shard.core.transport.same_host import Offer
+from composable_shard.core.transport.pending import Pending
+from composable_shard.core.root import Context
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 from faults.breaking import ALL_RANKS, AWAY
@@ -34,6 +35,7 @@ from near import Apart, readable
 __all__ = ["readable"]
 
 WIDTH = 8
+READ = same_host.read
 TAG = 977
 
 
@@ -72,7 +74,7 @@ def test_a_process_that_does_not_know_the_secret_is_no_neighbour() -> None:
 
 
 def near_without_leave() -> list[int]:
-    setting = {near_memory.SWITCH: "0" if dist.get_rank() == 1 else "1"}
+    setting = {same_host.SWITCH: "0" if dist.get_rank() == 1 else "1"}
     with mock.patch.dict(os.environ, setting):
         return sorted(neighbours(fresh_group()))
 
@@ -83,10 +85,10 @@ def test_a_rank_that_is_told_not_to_read_is_not_read_either() -> None:
 
 
 def test_memory_that_is_not_there() -> None:
-    if not near_memory.is_offered():
+    if not same_host.is_offered():
         pytest.skip("the system does not let a process read another one")
     with pytest.raises(ShardError) as caught:
-        near_memory.read(os.getpid(), 8, torch.empty(3).data_ptr(), 12)
+        same_host.read(os.getpid(), 8, torch.empty(3).data_ptr(), 12)
     assert str(caught.value) == (
         f"Expected to copy 12 bytes by process_vm_readv with process {os.getpid()}, got 0 and the "
         "error 'Bad address'; has that rank ended? COMPOSABLE_SHARD_READ_NEAR_MEMORY=0 on all "
@@ -95,14 +97,14 @@ def test_memory_that_is_not_there() -> None:
 
 
 def test_long_tensors_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not near_memory.is_offered():
+    if not same_host.is_offered():
         pytest.skip("the system does not let a process read another one")
-    monkeypatch.setattr(near_memory, "LONGEST_COPY", 7)
+    monkeypatch.setattr(same_host, "LONGEST_COPY", 7)
     source, read = torch.arange(10), torch.zeros(10, dtype=torch.int64)
-    near_memory.read(os.getpid(), source.data_ptr(), read.data_ptr(), read.nbytes)
+    same_host.read(os.getpid(), source.data_ptr(), read.data_ptr(), read.nbytes)
     assert torch.equal(read, source)
     flipped = source.flip(0).contiguous()
-    near_memory.write(os.getpid(), read.data_ptr(), flipped.data_ptr(), read.nbytes)
+    same_host.write(os.getpid(), read.data_ptr(), flipped.data_ptr(), read.nbytes)
     assert torch.equal(read, flipped)
 
 
@@ -115,7 +117,7 @@ def letters_to_itself() -> tuple[Neighbour, LetterBox]:
 
 
 def test_letters_arrive_by_tag_in_the_order_they_were_written() -> None:
-    if not near_memory.is_offered():
+    if not same_host.is_offered():
         pytest.skip("the system does not let a process read another one")
     neighbour, box = letters_to_itself()
     first, second, other = (box.expect(tag) for tag in (1, 1, 2))
@@ -129,7 +131,7 @@ def test_letters_arrive_by_tag_in_the_order_they_were_written() -> None:
 
 
 def test_letters_may_come_before_they_are_expected() -> None:
-    if not near_memory.is_offered():
+    if not same_host.is_offered():
         pytest.skip("the system does not let a process read another one")
     neighbour, box = letters_to_itself()
     for tag, address in [(1, 10), (2, 20), (1, 11), (3, 30)]:
@@ -141,7 +143,7 @@ def test_letters_may_come_before_they_are_expected() -> None:
 
 
 def test_a_box_keeps_nothing_of_tags_that_are_over() -> None:
-    if not near_memory.is_offered():
+    if not same_host.is_offered():
         pytest.skip("the system does not let a process read another one")
     neighbour, box = letters_to_itself()
     for tag in range(10):
@@ -153,7 +155,7 @@ def test_a_box_keeps_nothing_of_tags_that_are_over() -> None:
 
 
 def test_a_full_box_takes_no_letter_until_one_is_taken_out() -> None:
-    if not near_memory.is_offered():
+    if not same_host.is_offered():
         pytest.skip("the system does not let a process read another one")
     neighbour, box = letters_to_itself()
     for lap in range(3):
@@ -175,7 +177,7 @@ def ends_before_it_offers() -> str:
             offer = Offer(group, TAG, {1 - rank: []})
         with pytest.raises(ShardError) as caught:
             offer.places(1 - rank)
-        offers._offers.remove(offer)
+        same_host._offers.remove(offer)
         return str(caught.value).replace(str(ended.pid), "P")
 
 
@@ -210,7 +212,7 @@ def gathered(dtype: torch.dtype) -> bool:
     group = dist.group.WORLD
     assert group is not None
     Pending(DirectAllGather().launch(outputs, inputs, group, TAG)).wait()
-    offers.settle({TAG: "testing"})
+    same_host.settle({TAG: "testing"})
     wanted = [
         torch.cat([numbers(peer, numel, dtype) for peer in range(count)]) for numel in NUMELS
     ]
@@ -242,10 +244,10 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
     outputs = [torch.empty(numel, dtype=dtype) for numel in NUMELS]
     group = dist.group.WORLD
     assert group is not None
-    with mock.patch.object(direct, "CHUNK_NUMEL", 16):
+    with mock.patch.object(point_to_point, "CHUNK_NUMEL", 16):
         reduction = getattr(dist.ReduceOp, op)
         Pending(DirectReduceScatter().launch(outputs, inputs, group, reduction, TAG)).wait()
-    offers.settle({TAG: "testing"})
+    same_host.settle({TAG: "testing"})
     same = []
     for out, parts in zip(outputs, full, strict=True):
         total = parts[0][rank].to(torch.promote_types(dtype, torch.float32), copy=True)
@@ -285,7 +287,7 @@ def test_reduced_is_the_sum_in_rank_order(
 def slowly(process: int, there: int, here: int, nbytes: int) -> None:
     if dist.get_rank() == 1:
         time.sleep(0.1)
-    near_memory.read(process, there, here, nbytes)
+    READ(process, there, here, nbytes)
 
 
 def changed_at_once(act: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -293,7 +295,7 @@ def changed_at_once(act: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> t
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     nn.init.ones_(model.weight)
     fully_shard(model)
-    with mock.patch.object(offers, "read", slowly):
+    with mock.patch.object(same_host, "read", slowly):
         seen = act(model, torch.ones(1, WIDTH))
         model.reshard()
         with torch.no_grad():
@@ -345,7 +347,7 @@ def cast_and_reused() -> tuple[torch.Tensor, int]:
     model = nn.Linear(256, 256, bias=False)
     nn.init.ones_(model.weight)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with mock.patch.object(offers, "read", slowly), torch.no_grad():
+    with mock.patch.object(same_host, "read", slowly), torch.no_grad():
         handle = model.unshard(async_op=True)  # type: ignore[operator]
         with mock.patch.object(Context, "wait_until_read", lambda _: None):
             handle.wait()
@@ -366,21 +368,21 @@ def dropped_at_once() -> tuple[bool, list[bool]]:
     assert group is not None
     offered = torch.full((1 << 16,), float(rank))
     offer = Offer(group, TAG, {1 - rank: [offered]})
-    known = len(offers._offers)
+    known = len(same_host._offers)
     seen = torch.empty(1 << 16)
     if rank == 0:
         del offer, offered
         garbage = [torch.full((1 << 16,), 7.0) for _ in range(50)]
         dist.barrier()
         dist.barrier()
-        flagged = [one.was_read for one in offers._offers[known - 1 :]]
-        del offers._offers[known - 1 :]  # which this rank never reads
+        flagged = [one.was_read for one in same_host._offers[known - 1 :]]
+        del same_host._offers[known - 1 :]  # which this rank never reads
         return len(garbage) == 50, flagged
     dist.barrier()
     offer.read(0, offer.places(0)[0].address, seen)
     offer.finish()
     dist.barrier()
-    offers._offers.remove(offer)
+    same_host._offers.remove(offer)
     return torch.equal(seen, torch.zeros(1 << 16)), []
 
 
@@ -397,7 +399,7 @@ def memory_after_training() -> list[int]:
     held = []
     for _ in range(3):
         model(torch.ones(1, WIDTH)).sum().backward()
-        held.append(sum(offer.group is dist.group.WORLD for offer in offers._offers))
+        held.append(sum(offer.group is dist.group.WORLD for offer in same_host._offers))
     return held
 
 
@@ -412,12 +414,12 @@ def nobody_reads() -> str:
     peer = 1 - dist.get_rank()
     offer = Offer(group, TAG, {peer: [torch.ones(3)]})
     offer.places(peer)
-    with mock.patch.object(offers, "write", lambda *_: None):
+    with mock.patch.object(same_host, "write", lambda *_: None):
         offer.finish()
-    offers.settle({TAG + 1: "testing"})  # somebody else's: nothing to wait for
+    same_host.settle({TAG + 1: "testing"})  # somebody else's: nothing to wait for
     with pytest.raises(ShardError) as caught:
-        offers.settle({TAG: "testing"})
-    offers._offers.remove(offer)
+        same_host.settle({TAG: "testing"})
+    same_host._offers.remove(offer)
     return str(caught.value)
 
 

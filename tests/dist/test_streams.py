@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import AllGather, ReduceScatter, _torch, fully_shard
 from composable_shard.core import group as group_module
-from composable_shard.core.comms.channel import Channel
-from composable_shard.core.comms.streams import compute_stream
-from composable_shard.core.passes import hooks
-from composable_shard.core.passes.hooks import owner_of
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.pending import compute_stream
+from composable_shard.core import hooks
+from composable_shard.core.hooks import owner_of
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import run_ranks
 

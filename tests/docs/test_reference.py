@@ -19,7 +19,11 @@ SHOWN = [name for page in PAGES for name in page.objects]
 WITHIN = ("composable_shard._torch", "composable_shard.core", "composable_shard.cli")
 
 # Modules whose functions are called by their full name: those that show how by an example.
-BY_FULL_NAME = ("composable_shard.insight.trace", "composable_shard.train.checkpoint")
+BY_FULL_NAME = (
+    "composable_shard.insight.trace",
+    "composable_shard.testing.strategies",
+    "composable_shard.train.checkpoint",
+)
 
 
 def public_packages() -> list[ModuleType]:

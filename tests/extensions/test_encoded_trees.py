@@ -12,6 +12,7 @@ from torch import nn
 
 from composable_shard import MixedPrecisionPolicy
 from composable_shard.testing import TreeLoss, TreeSpec, assert_trains_like_unsharded
+from composable_shard.testing.programs import Tree, shard_tree
 from composable_shard.testing.strategies import (
     meshes,
     module_trees,
@@ -20,7 +21,6 @@ from composable_shard.testing.strategies import (
     training_programs,
     uses,
 )
-from composable_shard.testing.trees import Tree, shard_tree
 from extensions.lossless import Lossless
 
 

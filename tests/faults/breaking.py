@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import fully_shard
-from composable_shard.core.comms import offers
-from composable_shard.core.comms.channel import Channel
+from composable_shard.core.transport import same_host
+from composable_shard.core.transport.channel import Channel
 from composable_shard.testing import RankError, RankTimeout, run_ranks
 
 TIME_OUT = 2  # seconds of the process group
@@ -74,7 +74,7 @@ def kill_this_rank() -> None:
 
 def kill_this_rank_once_read() -> None:
     """Wait until the others have what this rank has offered them before."""
-    for offer in list(offers._offers):
+    for offer in list(same_host._offers):
         if offer.is_finished:
             offer.wait_until_read()
     kill_this_rank()

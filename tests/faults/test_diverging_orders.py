@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import RankMismatchError, fully_shard
-from composable_shard.core.passes.order_check import VARIABLE
+from composable_shard.core.root import VARIABLE
 from composable_shard.testing import run_ranks
 from faults.breaking import mesh_over
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from dist.models import Net, assert_parity, own_input, train_step, two_nets
 
-from composable_shard.core.comms import direct
-from composable_shard.core.passes.hooks import owner_of
+from composable_shard.core.hooks import owner_of
+from composable_shard.core.transport import point_to_point
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
@@ -120,7 +120,7 @@ def works_kept() -> int:
     group, works = dist.group.WORLD, [LateMessage(), LateMessage()]
     assert group is not None
     left = [weakref.ref(work) for work in works]
-    messages = direct._Messages(group, 0)
+    messages = point_to_point._Messages(group, 0)
     messages._works = [(cast(Any, work), 0) for work in works]
     works.clear()
     with pytest.raises(ShardError) as caught:

@@ -111,7 +111,7 @@ def test_a_rank_that_is_late_is_named_and_finds_the_others_gone(
 def test_a_rank_that_stands_still_is_named(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Neither will it end by itself, nor say where it stands.
     for patience in ("GRACE", "STACK_TIMEOUT"):
-        monkeypatch.setattr(f"composable_shard.testing.pool.{patience}", 0.5)
+        monkeypatch.setattr(f"composable_shard.testing.processes.{patience}", 0.5)
     said = failures(stalled, 2, REDUCING, 1, stop_this_rank, apart=apart)
     assert list(said) == [0]
     assert said[0].startswith(blames(0, REDUCING, ""))

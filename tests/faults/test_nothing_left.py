@@ -14,9 +14,9 @@ from dist.models import Net, own_input, shard_net, train_step, two_nets
 from near import readable
 from torch.distributed.tensor import DTensor
 
-from composable_shard.core.comms import offers
-from composable_shard.core.comms.failures import watched
-from composable_shard.core.comms.neighbours import neighbours
+from composable_shard.core.transport import same_host
+from composable_shard.core.transport.failures import watched
+from composable_shard.core.transport.same_host import neighbours
 from composable_shard.testing import run_ranks
 
 __all__ = ["readable"]
@@ -164,8 +164,8 @@ def fail_in_backward(model: Net, index: int) -> None:
         loss.backward()
 
 
-def offers_since(before: list[offers.Offer]) -> list[offers.Offer]:
-    return [offer for offer in offers._offers if offer not in before]
+def offers_since(before: list[same_host.Offer]) -> list[same_host.Offer]:
+    return [offer for offer in same_host._offers if offer not in before]
 
 
 def dropped_in_backward() -> tuple[list[bool], list[bool], int, list[int]]:
@@ -174,7 +174,7 @@ def dropped_in_backward() -> tuple[list[bool], list[bool], int, list[int]]:
     Returns:
         Whether each gathered; whether what it offered is freed; how much is left behind.
     """
-    gathered, shards, peer, before = [], [], 1 - dist.get_rank(), list(offers._offers)
+    gathered, shards, peer, before = [], [], 1 - dist.get_rank(), list(same_host._offers)
     for index in (1, 2):
         model = shard_net(Net(3))
         fail_in_backward(model, index)

@@ -16,7 +16,7 @@ from near import Apart, readable
 from torch import nn
 
 from composable_shard import CommunicationError, ShardError
-from composable_shard.core.grads.grad_bucket import GradBucket
+from composable_shard.core.gradient_bucket import GradBucket
 from composable_shard.testing import run_ranks
 from faults.breaking import BAD, LIMIT, TIME_OUT, WHEREABOUTS, X, failures, layers, step
 

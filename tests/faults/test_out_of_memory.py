@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composable_shard import _torch, fully_shard
-from composable_shard.core.grads.grad_bucket import GradBucket
+from composable_shard.core.gradient_bucket import GradBucket
 from composable_shard.testing import run_ranks
 
 

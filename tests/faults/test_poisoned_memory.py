@@ -22,14 +22,12 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from composable_shard import fully_shard
-from composable_shard.core.comms.direct import DirectAllGather
-from composable_shard.core.comms.offers import Offer
-from composable_shard.core.grads.grad_bucket import GradBucket
-from composable_shard.core.grads.packing import PackedGrads
-from composable_shard.core.grads.route import Route
-from composable_shard.core.params.bucket import ParamBucket
-from composable_shard.core.params.extension_gather import ExtensionGather
-from composable_shard.core.params.staging import Staging
+from composable_shard.core.bucket import ParamBucket, Staging
+from composable_shard.core.extension import ExtensionGather
+from composable_shard.core.gradient_bucket import GradBucket, PackedGrads
+from composable_shard.core.reduction_plan import Route
+from composable_shard.core.transport.point_to_point import DirectAllGather
+from composable_shard.core.transport.same_host import Offer
 from composable_shard.testing import RankError, run_ranks
 
 STEPS = 3

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from composable_shard.core.comms import host_copies
+from composable_shard.core.transport import host
 from composable_shard.testing import fake_ranks
 
 pytestmark = [
@@ -105,7 +105,7 @@ def test_offloaded_shards_are_copied_beside_compute(nccl_rank: None) -> None:
     torch.cuda.synchronize()
     handle = model.unshard(async_op=True)
     torch.cuda._sleep(LONG)
-    (lane,) = host_copies._uploads.values()
+    (lane,) = host._uploads.values()
     assert lane.is_busy
     lane.settle()
     assert not torch.cuda.current_stream().query()

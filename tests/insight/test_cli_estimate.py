@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, estimate
-from composable_shard.cli.estimate import add_parser
-from composable_shard.cli.estimate_config import ConfigError, read_config
+from composable_shard.cli.estimate import ConfigError, add_parser, read_config
 from tests.insight.models import Layer, Stack
 
 TOML = """

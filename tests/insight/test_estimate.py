@@ -25,18 +25,17 @@ from composable_shard import (
     explain,
     fully_shard,
 )
-from composable_shard.insight.estimate import _by_policy
-from composable_shard.insight.forecast.clock import StepTime
-from composable_shard.insight.forecast.question import (
+from composable_shard.insight.estimate import Estimate, _by_policy
+from composable_shard.insight.explain import is_repeated_block, repeated_blocks
+from composable_shard.insight.group_traffic import total
+from composable_shard.insight.rehearsal import (
     Question,
+    StepTime,
     checked_ranks,
     default_loss,
+    rehearse,
     rehearsing_arguments,
 )
-from composable_shard.insight.forecast.rehearsal import rehearse
-from composable_shard.insight.forecast.result import Estimate
-from composable_shard.insight.groups.blocks import is_repeated_block, repeated_blocks
-from composable_shard.insight.groups.traffic import total
 from composable_shard.testing import fake_ranks
 from tests.dist.two_tensors import two_tensor_mlp
 from tests.insight.models import BF16, Stack

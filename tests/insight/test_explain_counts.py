@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from composable_shard import explain
-from composable_shard.insight.groups.explanation import Explanation
+from composable_shard.insight.explain import Explanation
 from composable_shard.testing import run_ranks
 from tests.dist.two_tensors import two_tensor_hooks
 from tests.insight import models

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from composable_shard.testing import STEPS, ParamSpec, Step, TreeLoss, TreeSpec, shard_tree
-from composable_shard.testing.rehearsal import Plan, Rehearsal
+from composable_shard.testing.training import Plan, Rehearsal
 
 PLAIN: list[Step] = ["backward", "step", "zero_grad"]
 NUM_LOOKS = 5

@@ -10,15 +10,7 @@ import pytest
 import composable_shard.testing as kit
 from composable_shard.testing import strategies
 
-MODULES = (
-    "expressions",
-    "programs",
-    "training",
-    "trees",
-    "strategies.models",
-    "strategies.programs",
-    "strategies.shapes",
-)
+MODULES = ("programs", "strategies", "training")
 
 
 @pytest.mark.parametrize("name", MODULES)

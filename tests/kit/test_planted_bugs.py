@@ -217,7 +217,7 @@ def values(draw: st.DrawFn) -> Any:
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(values())
 def test_printed_values_are_what_they_were(value: Any) -> None:
-    from composable_shard.testing.expressions import expression
+    from composable_shard.testing.programs import expression
 
     scope = {
         "torch": torch,

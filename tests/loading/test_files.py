@@ -17,7 +17,7 @@ from torch import nn
 
 from composable_shard import ShardError, fully_shard, load_sharded, save_full
 from composable_shard.testing import run_threads
-from composable_shard.train.weights import writing
+from composable_shard.train.weights import save
 from composable_shard.train.weights.save import num_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -135,7 +135,7 @@ class stopped_after:
     def __init__(self, number: int) -> None:
         self._left = [None] * number
         self._patches = [
-            mock.patch.object(writing.os, "replace", self._counted(writing.os.replace)),
+            mock.patch.object(save.os, "replace", self._counted(save.os.replace)),
             mock.patch.object(Path, "unlink", self._counted(Path.unlink)),
         ]
 

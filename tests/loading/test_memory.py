@@ -23,8 +23,8 @@ from torch.distributed.tensor import Shard
 from composable_shard import fully_shard, load_sharded, save_full
 from composable_shard._torch import poisoned_memory
 from composable_shard.testing import run_ranks
-from composable_shard.train.full_values import full_copy
-from composable_shard.train.weights import writing
+from composable_shard.train.unsharded import full_copy
+from composable_shard.train.weights import save
 
 MIB = 2**20
 NUM_TENSORS, TENSOR_NBYTES = 12, 8 * MIB
@@ -143,7 +143,7 @@ def held_while_saving(folder: Path) -> list[int]:
         return full
 
     model = fully_shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6))))
-    with mock.patch.object(writing, "full_copy", counting):
+    with mock.patch.object(save, "full_copy", counting):
         save_full(model, folder, max_shard_size=128)  # each weight has 64 bytes
     return counts
 

@@ -28,7 +28,7 @@ from composable_shard import (
     unsharded,
 )
 from composable_shard.testing import run_threads
-from composable_shard.train.weights import files, writing
+from composable_shard.train.weights import files, save
 
 NUM_RANKS = 2
 
@@ -387,7 +387,7 @@ def test_a_disk_that_fails_while_it_is_written(tmp_path: Path) -> None:
     place, full = tmp_path / "new", "OSError: [Errno 28] No space left on device"
     for name in ("_sync", "json"):
         broken = mock.Mock(side_effect=refuse, dumps=refuse)
-        with mock.patch.object(writing, name, broken):
+        with mock.patch.object(save, name, broken):
             text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
         assert text == f"Expected to save '{place}', got on rank 0: {full}"
         assert list(place.iterdir()) == []

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
 
 from composable_shard import AllGather, FSDPModule, ReduceScatter, fully_shard
-from composable_shard.core.comms.custom import Memory
 from composable_shard.core.group import group_of
+from composable_shard.core.transport.collectives import Memory
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences

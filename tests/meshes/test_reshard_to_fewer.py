@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_shard.core.comms import direct
-from composable_shard.core.comms.subgroups import subgroup
+from composable_shard.core.transport import point_to_point
+from composable_shard.core.transport.process_groups import subgroup
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences
@@ -90,17 +90,17 @@ def gathers(reshard: int) -> list[tuple[int, int, int]]:
         fully_shard(layer, reshard_after_forward=reshard)
     fully_shard(model)
     seen = []
-    launch = direct.DirectAllGather.launch
+    launch = point_to_point.DirectAllGather.launch
 
     def watched(self: Any, outputs: Any, inputs: Any, group: Any, tag: int) -> Any:
         seen.append((group.size(), sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)))
         return launch(self, outputs, inputs, group, tag)
 
-    direct.DirectAllGather.launch = watched  # type: ignore[method-assign]
+    point_to_point.DirectAllGather.launch = watched  # type: ignore[method-assign]
     try:
         model(torch.ones(2, 64)).sum().backward()
     finally:
-        direct.DirectAllGather.launch = launch  # type: ignore[method-assign]
+        point_to_point.DirectAllGather.launch = launch  # type: ignore[method-assign]
     return seen
 
 

@@ -13,7 +13,7 @@ from dist.models import assert_parity, train_step, two_nets
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.core.grads import packing
+from composable_shard.core import gradient_bucket
 from composable_shard.testing import run_ranks
 from meshes.test_custom_communication import SummingReduceScatter
 
@@ -69,7 +69,7 @@ def test_a_hook_sees_no_gaps() -> None:
 
 def train_with_flags_alone() -> None:
     reference, sharded = two_nets()
-    with mock.patch.object(packing, "PACKED_NBYTES_PER_PEER", 0):
+    with mock.patch.object(gradient_bucket, "PACKED_NBYTES_PER_PEER", 0):
         for step in range(2):
             for model in (reference, sharded):
                 train_step(model, step, None)

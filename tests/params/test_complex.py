@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import fully_shard
-from composable_shard.core.comms.collectives import CoalescedAllGather, CoalescedReduceScatter
+from composable_shard.core.transport.collectives import CoalescedAllGather, CoalescedReduceScatter
 from composable_shard.testing import run_ranks
 
 WIDTH = 140  # a matrix of it has a message of its own

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch_versions import needs_new_reduce_dtype
 
 from composable_shard import MixedPrecisionPolicy, RankMismatchError, fully_shard
-from composable_shard.core.grads import unreduced
+from composable_shard.core import gradient
 from composable_shard.module import group_of
 from composable_shard.testing import fake_ranks, run_ranks
 
@@ -66,9 +66,9 @@ def test_what_is_asked_after_an_accumulation_holds() -> None:
 def test_gradients_that_accumulate_are_freed_one_by_one() -> None:
     grads: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    accumulate, put = unreduced.UnreducedGradients.accumulate, unreduced.set_unreduced
+    accumulate, put = gradient.UnreducedGradients.accumulate, gradient.set_unreduced
 
-    def note(self: unreduced.UnreducedGradients) -> None:
+    def note(self: gradient.UnreducedGradients) -> None:
         grads.extend(
             weakref.ref(param.unsharded.grad)
             for param in self._params
@@ -83,8 +83,8 @@ def test_gradients_that_accumulate_are_freed_one_by_one() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     with (
         fake_ranks(2),
-        mock.patch.object(unreduced, "set_unreduced", count),
-        mock.patch.object(unreduced.UnreducedGradients, "accumulate", note),
+        mock.patch.object(gradient, "set_unreduced", count),
+        mock.patch.object(gradient.UnreducedGradients, "accumulate", note),
     ):
         model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
         fully_shard(model, mp_policy=policy)

@@ -20,10 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from composable_shard.core.comms import host_copies
-from composable_shard.core.comms.channel import Channel
-from composable_shard.core.grads import mesh_gradients, route
-from composable_shard.core.params import bucket
+from composable_shard.core import bucket, reduction, reduction_plan
+from composable_shard.core.transport import host
+from composable_shard.core.transport.channel import Channel
 from composable_shard.testing import run_ranks
 
 UNPINNED = CPUOffloadPolicy(pin_memory=False)
@@ -67,7 +66,7 @@ class LateLane:
 
     @property
     def is_download(self) -> bool:
-        return self in host_copies._downloads.values()
+        return self in host._downloads.values()
 
     def do(self, number: int) -> None:
         while self.num_done < number:
@@ -116,11 +115,11 @@ gather_from = Channel._gather_from
 @contextlib.contextmanager
 def late_lanes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(host_copies, "Lane", LateLane))
+        stack.enter_context(mock.patch.object(host, "Lane", LateLane))
         stack.enter_context(mock.patch.object(Channel, "_gather_from", launch_late))
-        stack.enter_context(mock.patch.dict(host_copies._uploads, clear=True))
-        stack.enter_context(mock.patch.dict(host_copies._downloads, clear=True))
-        for user in (bucket, route, mesh_gradients):
+        stack.enter_context(mock.patch.dict(host._uploads, clear=True))
+        stack.enter_context(mock.patch.dict(host._downloads, clear=True))
+        for user in (bucket, reduction_plan, reduction):
             stack.enter_context(
                 mock.patch.object(user, "copies_beside_compute", lambda policy, _: bool(policy))
             )
@@ -373,7 +372,7 @@ class Stream:
 
 
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> host_copies.Lane:
+def lane(monkeypatch: pytest.MonkeyPatch) -> host.Lane:
     Stream.events, Stream.current = [], Stream("compute")
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream.current)
@@ -381,13 +380,13 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> host_copies.Lane:
     monkeypatch.setattr(
         torch.accelerator, "set_stream", lambda stream: setattr(Stream, "current", stream)
     )
-    return host_copies.Lane(torch.device("cpu"))
+    return host.Lane(torch.device("cpu"))
 
 
 COPY = ["lane waits for compute", "lane records"]
 
 
-def test_a_copy_begins_after_compute_and_compute_continues_after_it(lane: host_copies.Lane) -> None:
+def test_a_copy_begins_after_compute_and_compute_continues_after_it(lane: host.Lane) -> None:
     into, source = torch.zeros(2), torch.ones(2)
     lane.copy(into, source)
     assert torch.equal(into, source) and Stream.current.name == "compute"
@@ -407,7 +406,7 @@ def test_a_copy_begins_after_compute_and_compute_continues_after_it(lane: host_c
     ]
 
 
-def test_tensors_are_kept_until_compute_continues_after_their_copy(lane: host_copies.Lane) -> None:
+def test_tensors_are_kept_until_compute_continues_after_their_copy(lane: host.Lane) -> None:
     kept = []
     for number in range(4):
         pair = torch.zeros(2), torch.ones(2)

@@ -24,7 +24,7 @@ from composable_shard import (
     OffloadPolicy,
     fully_shard,
 )
-from composable_shard.core.params import offload
+from composable_shard.core.transport import host
 from composable_shard.testing import fake_ranks, run_ranks
 
 UNPINNED = CPUOffloadPolicy(pin_memory=False)
@@ -118,7 +118,7 @@ def test_without_an_accelerator_pinning_is_skipped_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    offload._warn_not_pinned.cache_clear()
+    host._warn_not_pinned.cache_clear()
     with fake_ranks(2), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from composable_shard.testing.trees import BATCH, WIDTH, ParamSpec, Tree, TreeSpec, mix, shard_tree
+from composable_shard.testing.programs import (
+    BATCH,
+    WIDTH,
+    ParamSpec,
+    Tree,
+    TreeSpec,
+    mix,
+    shard_tree,
+)
 
 __all__ = [
     "BATCH",

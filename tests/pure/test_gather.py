@@ -12,10 +12,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from composable_shard.core.grads.grad_bucket import GradBucket, GradTransfer
-from composable_shard.core.params.layout import BucketLayout, ParamLayout, plan_bucket
-from composable_shard.core.params.staging import Staging, matching_pieces
-from composable_shard.insight.groups.plan import GatherPlan, Members
+from composable_shard.core.bucket import Staging, matching_pieces
+from composable_shard.core.gradient_bucket import GradBucket, GradTransfer
+from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.insight.group_plan import GatherPlan, Members
 from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 5)

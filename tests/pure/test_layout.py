@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_shard.core.params.layout import (
+from composable_shard.core.layout import (
     ALIGNMENT_NBYTES,
     PACKED_NBYTES_PER_PEER,
     BucketLayout,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_shard.core.passes.order import ExecutionOrder, Interval, Plan
+from composable_shard.core.order import ExecutionOrder, Interval, Plan
 
 FROZEN = "xyz"  # all other groups train
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_shard import _torch
-from composable_shard.core.grads.packing import PackedGrads, flags_travel_alone
-from composable_shard.core.params.layout import (
+from composable_shard.core.gradient_bucket import PackedGrads, flags_travel_alone
+from composable_shard.core.layout import (
     PACKED_NBYTES_PER_PEER,
     BucketLayout,
     ParamLayout,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_shard.core.grads.scale import ReductionScale, plan_scale
+from composable_shard.core.reduction_plan import ReductionScale, plan_scale
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_shard.core.passes.schedule import OrderRecord, stays_for_backward
+from composable_shard.core.order import OrderRecord, stays_for_backward
 
 keys = st.sampled_from("abcde")
 orders = st.lists(keys, min_size=1, max_size=10)

@@ -34,9 +34,8 @@ from composable_shard.compat.fsdp1 import (
     transformer_auto_wrap_policy,
 )
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from composable_shard.compat.fsdp1.choices import Choices
-from composable_shard.compat.fsdp1.devices import resolve_device, stays_on_cpu
-from composable_shard.compat.fsdp1.scope import scope_of
+from composable_shard.compat.fsdp1.construction import resolve_device, scope_of, stays_on_cpu
+from composable_shard.compat.fsdp1.policies import Choices
 from composable_shard.testing import fake_ranks, run_ranks
 from seeds.models import (
     CPU,

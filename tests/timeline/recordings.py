@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.insight.timeline.memory import LiveMemory
-from composable_shard.insight.timeline.rank_trace import GroupFacts, RankTrace
+from composable_shard.insight.timeline.recording import GroupFacts, LiveMemory, RankTrace
 from composable_shard.insight.timeline.spans import Flight, Sample, Span
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks

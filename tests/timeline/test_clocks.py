@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from composable_shard.insight.timeline import clocks, memory
-from composable_shard.insight.timeline.clocks import DeviceClock, HostClock, clock_of
-from composable_shard.insight.timeline.memory import live_memory
+from composable_shard.insight.timeline import recording
+from composable_shard.insight.timeline.recording import (
+    DeviceClock,
+    HostClock,
+    clock_of,
+    live_memory,
+)
 
 
 class PlayedDevice:
@@ -48,10 +52,12 @@ class PlayedEvent:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedDevice:
     device = PlayedDevice()
-    monkeypatch.setattr(clocks.torch, "Event", device.event)
-    monkeypatch.setattr(clocks.torch.accelerator, "synchronize", device.synchronize)
-    monkeypatch.setattr(clocks.torch.accelerator, "current_stream", lambda _: "the current stream")
-    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: 5_000_000)
+    monkeypatch.setattr(recording.torch, "Event", device.event)
+    monkeypatch.setattr(recording.torch.accelerator, "synchronize", device.synchronize)
+    monkeypatch.setattr(
+        recording.torch.accelerator, "current_stream", lambda _: "the current stream"
+    )
+    monkeypatch.setattr(recording.time, "perf_counter_ns", lambda: 5_000_000)
     return device
 
 
@@ -88,11 +94,11 @@ def test_memory_of_the_heap_rises_and_falls_with_a_tensor() -> None:
 
 
 def test_elsewhere_resident_memory_is_read_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_heap", lambda: None)
+    monkeypatch.setattr(recording, "_heap", lambda: None)
     read, of = live_memory(torch.device("cpu"))
     if of == "resident":
         assert read is not None and read() > 1 << 20
-    monkeypatch.setattr(memory, "_RESIDENT", "/nowhere")
+    monkeypatch.setattr(recording, "_RESIDENT", "/nowhere")
     assert live_memory(torch.device("cpu")) == (None, "nothing")
 
 

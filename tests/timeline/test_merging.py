@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from composable_shard import fully_shard, trace
-from composable_shard.insight.timeline.alignment import Shift, shifts
+from composable_shard.insight.timeline.analysis import Shift, shifts
 from composable_shard.insight.timeline.merging import MERGED, MergedTrace, merge, read
-from composable_shard.insight.timeline.rank_trace import GroupFacts, RankTrace, file_of
+from composable_shard.insight.timeline.recording import GroupFacts, RankTrace, file_of
 from composable_shard.insight.timeline.spans import Flight, Sample, Span
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks, run_ranks

@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_shard import fully_shard, trace
 from composable_shard.insight.events import record_events
-from composable_shard.insight.timeline.rank_trace import GroupFacts, RankTrace
+from composable_shard.insight.timeline.recording import GroupFacts, RankTrace
 from composable_shard.insight.timeline.spans import Mark, Span, unfold
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks

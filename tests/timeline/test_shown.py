@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 
-from composable_shard.insight.timeline.chrome import to_chrome
-from composable_shard.insight.timeline.lanes import lanes_of
-from composable_shard.insight.timeline.merging import MergedTrace
-from composable_shard.insight.timeline.page import to_html
-from composable_shard.insight.timeline.palette import COLORS, WORDS
-from composable_shard.insight.timeline.picture import to_svg
-from composable_shard.insight.timeline.rank_trace import RankTrace
+from composable_shard.insight.timeline.analysis import lanes_of
+from composable_shard.insight.timeline.merging import MergedTrace, to_chrome
+from composable_shard.insight.timeline.page import COLORS, WORDS, to_html, to_svg
+from composable_shard.insight.timeline.recording import RankTrace
 from composable_shard.insight.timeline.spans import ACTS, KINDS, Flight, Span
 from timeline.recordings import MS, made_up, recorded_steps
 

@@ -3,14 +3,20 @@
 Names, arguments and defaults are those of ``torch.distributed.fsdp``; see ``docs/from_fsdp1.md``.
 """
 
-from composable_shard.compat.fsdp1.choices import (
+from composable_shard.compat.fsdp1.module import FullyShardedDataParallel
+from composable_shard.compat.fsdp1.policies import (
     BackwardPrefetch,
     CPUOffload,
+    CustomPolicy,
     MixedPrecision,
+    ModuleWrapPolicy,
     ShardingStrategy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
 )
-from composable_shard.compat.fsdp1.module import FullyShardedDataParallel
-from composable_shard.compat.fsdp1.state_dict_types import (
+from composable_shard.compat.fsdp1.state_dicts import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -21,14 +27,6 @@ from composable_shard.compat.fsdp1.state_dict_types import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-)
-from composable_shard.compat.fsdp1.wrap_policies import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
 )
 
 __all__ = [

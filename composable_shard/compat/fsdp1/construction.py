@@ -1,25 +1,445 @@
-"""Making wrappers: which modules below get one, and how a module is sharded."""
+"""Making wrappers: which modules get one, on which device and mesh, of what they take charge."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_shard import FSDPModule, fully_shard
-from composable_shard.compat.fsdp1.choices import (
+from composable_shard import (
+    DataParallelMeshDims,
+    FSDPModule,
+    MaterializationError,
+    fully_shard,
+    sync_module_states,
+)
+from composable_shard.compat.fsdp1.policies import (
+    AutoWrapPolicy,
     Choices,
     CPUOffload,
     ExemptPrecision,
     MixedPrecision,
+    ProcessGroups,
+    ShardingStrategy,
+    choose,
+    in_order,
 )
-from composable_shard.compat.fsdp1.devices import materialize, stays_on_cpu, synchronize
-from composable_shard.compat.fsdp1.layouts import Layout
-from composable_shard.compat.fsdp1.scope import Scope
-from composable_shard.compat.fsdp1.wrap_policies import AutoWrapPolicy, choose, in_order
+from composable_shard.mesh import start_process_group
+
+# What of a module one wrapper takes charge of: not what is ignored, nor what is wrapped below -----
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The modules of one wrapper.
+
+    Attributes:
+        modules: Those it takes charge of, the wrapped one first.
+        ignored_modules: Those that are left as they are, with all below them.
+        ignored_params: Parameters that are left as they are.
+    """
+
+    modules: tuple[nn.Module, ...]
+    ignored_modules: frozenset[nn.Module]
+    ignored_params: frozenset[nn.Parameter]
+
+    def slots(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Yield the parameters with the places where they are registered."""
+        for module in self.modules:
+            for name, param in module._parameters.items():
+                if param is not None and param not in self.ignored_params:
+                    yield module, name, param
+
+    def params(self) -> list[nn.Parameter]:
+        """Return the parameters, each once."""
+        return list(dict.fromkeys(param for _, _, param in self.slots()))
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffers, each once."""
+        return list(dict.fromkeys(b for module in self.modules for b in module.buffers(False)))
+
+
+def scope_of(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> Scope:
+    """Find what a wrapper of ``module`` takes charge of.
+
+    Raises:
+        TypeError: If something ignored is neither a parameter nor a module.
+        ValueError: If both arguments are given, parameters and modules are mixed, or something
+            ignored is sharded.
+    """
+    modules, params = _read(ignored_modules, ignored_states)
+    ignored = frozenset(inner for outer in modules for inner in outer.modules())
+    for inner in ignored:
+        if isinstance(inner, FSDPModule):
+            raise ValueError(
+                f"Expected ignored modules that are not sharded, got {type(inner).__name__}"
+            )
+    kept = frozenset([*params, *(param for inner in ignored for param in inner.parameters(False))])
+    return Scope(tuple(_walk(module, ignored)), ignored, kept)
+
+
+def _read(
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Expected ignored_modules or ignored_states, got both; pass ignored_states"
+        )
+    modules = list(ignored_modules or ())
+    for inner in modules:
+        if not isinstance(inner, nn.Module):
+            raise TypeError(f"Expected ignored_modules to be modules, got {type(inner).__name__}")
+    states = list(ignored_states or ())
+    params = [state for state in states if isinstance(state, nn.Parameter)]
+    if params and len(params) < len(states):
+        raise ValueError(
+            "Expected ignored_states to be parameters or modules, got both kinds mixed"
+        )
+    for state in states if not params else ():
+        if not isinstance(state, nn.Module):
+            raise TypeError(
+                f"Expected ignored_states to be parameters or modules, got {type(state).__name__}"
+            )
+        modules.append(state)
+    return modules, params
+
+
+def _walk(top: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
+    """Yield modules from the top down, each once, but what is ignored or sharded."""
+    left, seen = [top], set[nn.Module]()
+    while left:
+        module = left.pop()
+        if module in seen or module in ignored:
+            continue
+        if isinstance(module, FSDPModule) and module is not top:
+            continue
+        seen.add(module)
+        yield module
+        left += reversed(list(module.children()))
+
+
+# Where a wrapper computes, and getting its parameters and buffers ready for that ------------------
+
+_CPU = torch.device("cpu")
+
+
+def resolve_device(scope: Scope, choices: Choices) -> torch.device:
+    """Find the device of compute.
+
+    Raises:
+        RuntimeError: If parameters lie on several devices.
+        ValueError: If they, ``device_id`` and the current device do not go together.
+    """
+    asked = _asked_device(choices)
+    found = {param.device for param in scope.params() if not param.is_meta}
+    elsewhere = found - {_CPU}
+    if len(elsewhere) > 1:
+        raise RuntimeError(
+            "Expected a module on a single device, got parameters on "
+            f"{sorted(map(str, found))}; move it to one, or wrap its parts one by one"
+        )
+    if asked is None and elsewhere and _CPU in found:
+        raise RuntimeError(
+            f"Expected parameters on one device, got them on the CPU and {elsewhere.pop()}; please "
+            "pass in device_id to compute on the latter"
+        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    current = _CPU
+    if accelerator is not None and (asked is None or asked.type != "cpu"):
+        current = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    compute = elsewhere.pop() if elsewhere else current
+    if asked is not None and asked != compute:
+        raise ValueError(
+            f"Expected device_id to be where {_rank()} computes, got {compute} vs {asked}; make it "
+            "the current device and have the module there or on the CPU"
+        )
+    if compute != current:
+        raise ValueError(
+            f"Expected the module of {_rank()} on the CPU or on its current device {current}, got "
+            f"it on {compute}; call torch.accelerator.set_device_index before"
+        )
+    return compute
+
+
+def _asked_device(choices: Choices) -> torch.device | None:
+    device_id, mesh = choices.device_id, choices.device_mesh
+    if device_id is None:
+        return _CPU if mesh is not None and mesh.device_type == "cpu" else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if isinstance(device_id, int):
+        if isinstance(device_id, bool) or accelerator is None:
+            raise ValueError(
+                f"Expected device_id to be a device of this machine, got {device_id!r}"
+                + ("" if accelerator else " without an accelerator; pass torch.device('cpu')")
+            )
+        asked = torch.device(accelerator.type, device_id)
+    else:
+        asked = torch.device(device_id)
+    if asked.type == "cpu":
+        return _CPU
+    if accelerator is None or accelerator.type != asked.type:
+        raise ValueError(
+            f"Expected device_id to be a device of this machine, got {asked}, which is not there"
+        )
+    if asked.index is None:
+        current = torch.device(asked.type, torch.accelerator.current_device_index())
+        warnings.warn(
+            f"device_id {asked} of {_rank()} does not have an explicit index: the current device, "
+            f"{current}, is used; pass it, or set another one before",
+            stacklevel=4,
+        )
+        return current
+    return asked
+
+
+def _rank() -> str:
+    return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+
+
+# Values -----------------------------------------------------------------------------------------
+
+
+def materialize(
+    scope: Scope, init_fn: Callable[[nn.Module], object] | None, device: torch.device
+) -> None:
+    """Make parameters and buffers real that are on the meta device; tied ones stay tied.
+
+    Args:
+        scope: What the wrapper takes charge of.
+        init_fn: Called with each of its modules; else those that need it are initialized by their
+            ``reset_parameters()``.
+        device: Where.
+
+    Raises:
+        MaterializationError: If a module has none; nothing is initialized then.
+    """
+    ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module, name, param in scope.slots():
+        ties.setdefault(param, []).append((module, name))
+    on_meta = [
+        module
+        for module in scope.modules
+        if any(p.is_meta for p in module._parameters.values() if p is not None)
+        or any(buffer.is_meta for buffer in module.buffers(False))
+    ]
+    if not on_meta:
+        return
+    if init_fn is not None:
+        for module in scope.modules:
+            init_fn(module)
+    else:
+        _reset(on_meta, device)
+    for places in ties.values():
+        first, attribute = places[0]
+        for module, name in places[1:]:
+            module._parameters[name] = first._parameters[attribute]
+
+
+def _reset(modules: Sequence[nn.Module], device: torch.device) -> None:
+    for module in modules:
+        if not callable(getattr(module, "reset_parameters", None)):
+            raise MaterializationError(
+                f"Expected {type(module).__name__} on the meta device to have reset_parameters(), "
+                "got none; pass param_init_fn"
+            )
+    with torch.no_grad():
+        for module in modules:
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()  # type: ignore[operator]
+
+
+def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
+    """Tell whether parameters stay on the CPU though nobody offloads them; warns then.
+
+    Raises:
+        ValueError: If they are to be synchronized all the same.
+    """
+    states = [*scope.params(), *scope.buffers()]
+    if device == _CPU or choices.device_id is not None:
+        return False
+    if choices.sync_module_states and any(state.device == _CPU for state in states):
+        raise ValueError(
+            f"Expected parameters and buffers on {device} to synchronize them, got some on the "
+            "CPU; pass device_id, or move the module before"
+        )
+    is_offloaded = choices.cpu_offload is not None and choices.cpu_offload.offload_params
+    if is_offloaded or not any(param.device == _CPU for param in scope.params()):
+        return False
+    warnings.warn(
+        f"The module is on CPU and stays there: move it to {device} before training, or pass "
+        "device_id to have it moved now",
+        stacklevel=4,
+    )
+    return True
+
+
+def synchronize(scope: Scope, mesh: DeviceMesh) -> None:
+    """Give all ranks the values of the first. Collective: broadcasts, see sync_module_states."""
+    root, states = scope.modules[0], nn.Module()
+    own = {id(state) for state in (*scope.params(), *scope.buffers())}
+    states._parameters.update((n, p) for n, p in root.named_parameters() if id(p) in own)
+    states._buffers.update((n, b) for n, b in root.named_buffers() if id(b) in own)
+    for axis in reversed(range(mesh.ndim)):  # within the first row, then from it to the others
+        group = mesh.get_group(axis)
+        first = dist.get_process_group_ranks(group)[0]
+        sync_module_states(states, src_rank=first, process_group=group)
+
+
+# From a strategy and process groups to the mesh that ``fully_shard`` takes ------------------------
+
+_HYBRID_NAMES = ("replicate", "shard")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Over which ranks parameters are sharded and replicated.
+
+    Attributes:
+        strategy: The strategy, which is ``NO_SHARD`` on one rank.
+        mesh: The mesh for ``fully_shard``.
+        dims: Its axis that replicates, if there is none that shards.
+    """
+
+    strategy: ShardingStrategy
+    mesh: DeviceMesh
+    dims: DataParallelMeshDims | None = None
+
+
+def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Layout:
+    """Find the mesh of a strategy.
+
+    Args:
+        choices: Strategy and ranks; all ranks if absent.
+        device_type: Type of the device of compute.
+        wraps_below: Whether all wrappers of the tree are made by one call.
+
+    Raises:
+        ValueError: If the ranks are given in both forms, or in one that does not fit the strategy.
+
+    Collective: for a pair of process groups an all-gather of a small object; making process groups
+        for a hybrid strategy without any.
+    """
+    process_group, device_mesh = choices.process_group, choices.device_mesh
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
+    strategy = choices.sharding_strategy or ShardingStrategy.FULL_SHARD
+    if device_mesh is None and process_group is None:
+        start_process_group()
+    if strategy.is_hybrid:
+        mesh = _hybrid_mesh(strategy, process_group, device_mesh, device_type, wraps_below)
+    else:
+        mesh = _flat_mesh(strategy, process_group, device_mesh, device_type)
+    if mesh.size() == 1:
+        if strategy is not ShardingStrategy.NO_SHARD:
+            warnings.warn(
+                f"One rank has nothing to shard: it uses `NO_SHARD` instead of {strategy}",
+                stacklevel=4,
+            )
+        return Layout(ShardingStrategy.NO_SHARD, mesh)
+    if strategy is not ShardingStrategy.NO_SHARD:
+        return Layout(strategy, mesh)
+    if mesh.mesh_dim_names is None:
+        mesh = DeviceMesh.from_group(
+            mesh.get_group(), mesh.device_type, mesh_dim_names=("replicate",)
+        )
+    assert mesh.mesh_dim_names is not None
+    return Layout(strategy, mesh, DataParallelMeshDims(replicate=mesh.mesh_dim_names[0]))
+
+
+def _flat_mesh(
+    strategy: ShardingStrategy,
+    process_group: ProcessGroups,
+    device_mesh: DeviceMesh | None,
+    device_type: str,
+) -> DeviceMesh:
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"Expected device_mesh to have 1 axis for {strategy}, got {device_mesh.ndim}: "
+                f"{device_mesh}; pass one axis of it, or a hybrid strategy"
+            )
+        return device_mesh
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"Expected process_group to be one ProcessGroup for {strategy}, got "
+            f"{type(group).__name__}; pairs of them are for hybrid strategies"
+        )
+    return DeviceMesh.from_group(group, device_type)
+
+
+def _hybrid_mesh(
+    strategy: ShardingStrategy,
+    process_group: ProcessGroups,
+    device_mesh: DeviceMesh | None,
+    device_type: str,
+    wraps_below: bool,
+) -> DeviceMesh:
+    if device_mesh is not None:
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"Expected device_mesh to have 2 axes (replicate, shard) for {strategy}, got "
+                f"{device_mesh.ndim}: {device_mesh}"
+            )
+        if device_mesh.mesh_dim_names is not None:
+            return device_mesh
+        groups = [device_mesh.get_group(0), device_mesh.get_group(1)]
+        return DeviceMesh.from_group(
+            groups, device_mesh.device_type, device_mesh.mesh, mesh_dim_names=_HYBRID_NAMES
+        )
+    if process_group is None:
+        if not wraps_below:
+            raise ValueError(
+                f"Expected process groups or a device_mesh for {strategy} without an "
+                "auto_wrap_policy, got none; pass the same ones to all nested wrappers"
+            )
+        return _mesh_of_nodes(device_type)
+    pair = process_group if isinstance(process_group, tuple) else ()
+    if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
+        raise ValueError(
+            "Expected process_group to be a pair of process groups (shard, replicate) for "
+            f"{strategy}, got {type(process_group).__name__}"
+        )
+    shards, replicas = pair
+    rows: list[list[int]] = [[]] * replicas.size()
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shards), group=replicas)
+    return DeviceMesh.from_group(
+        [replicas, shards], device_type, torch.tensor(rows), mesh_dim_names=_HYBRID_NAMES
+    )
+
+
+def _mesh_of_nodes(device_type: str) -> DeviceMesh:
+    """Return a mesh (nodes, ranks of a node)."""
+    num_ranks = dist.get_world_size()
+    said = os.environ.get("LOCAL_WORLD_SIZE")
+    if said is not None:
+        per_node = int(said)
+    elif device_type == "cpu":
+        per_node = num_ranks
+    else:
+        per_node = torch.accelerator.device_count()
+    if per_node < 1 or num_ranks % per_node:
+        raise ValueError(
+            f"Expected the ranks of a node to divide all {num_ranks} ranks, got {per_node}; "
+            "pass a device_mesh of 2 axes (replicate, shard)"
+        )
+    shape = (num_ranks // per_node, per_node)
+    return init_device_mesh(device_type, shape, mesh_dim_names=_HYBRID_NAMES)
+
+
+# Making wrappers: which modules below get one, and how a module is sharded ------------------------
 
 
 def wrap_below(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,9 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard import FSDPModule, clip_grad_norm_, unsharded
-from composable_shard.compat.fsdp1 import optimizer_states, running, saving
-from composable_shard.compat.fsdp1.choices import (
+from composable_shard import FSDPModule, ShardError, _torch, clip_grad_norm_, unsharded
+from composable_shard.compat.fsdp1 import state_dicts
+from composable_shard.compat.fsdp1.construction import (
+    arguments_below,
+    resolve_device,
+    resolve_layout,
+    scope_of,
+    shard,
+    wrap_below,
+)
+from composable_shard.compat.fsdp1.policies import (
+    AutoWrapPolicy,
     BackwardPrefetch,
     Choices,
     CPUOffload,
@@ -21,13 +33,109 @@ from composable_shard.compat.fsdp1.choices import (
     ProcessGroups,
     ShardingStrategy,
 )
-from composable_shard.compat.fsdp1.construction import arguments_below, shard, wrap_below
-from composable_shard.compat.fsdp1.devices import resolve_device
-from composable_shard.compat.fsdp1.layouts import resolve_layout
-from composable_shard.compat.fsdp1.scope import scope_of
-from composable_shard.compat.fsdp1.state_dict_types import StateDictSettings
-from composable_shard.compat.fsdp1.wrap_policies import AutoWrapPolicy
+from composable_shard.compat.fsdp1.state_dicts import StateDictSettings
 from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.nested import map_tensors
+from composable_shard.core.root import Context
+
+# What a wrapper does around the forward of the wrapped module -------------------------------------
+
+_EVAL_VARIABLES = ("COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL")
+
+_HOMOGENEOUS: dict[str, Callable[[FullyShardedDataParallel], bool]] = {
+    "use_orig_params": lambda wrapper: wrapper.fsdp_choices.use_orig_params,
+    "limit_all_gathers": lambda wrapper: wrapper.fsdp_choices.limit_all_gathers,
+    _EVAL_VARIABLES[0]: lambda wrapper: wrapper.fsdp_full_precision_in_eval,
+}
+
+
+def full_precision_in_eval() -> bool:
+    """Tell whether the environment asks for evaluation in the dtype of the parameters."""
+    return any(os.environ.get(name) == "1" for name in _EVAL_VARIABLES)
+
+
+_checked: weakref.WeakSet[Context] = weakref.WeakSet()
+
+
+def check_tree(root: FullyShardedDataParallel) -> None:
+    """Check all wrappers below a root, once; have new optimizers step in backward.
+
+    Raises:
+        ValueError: If wrappers disagree on what must be the same in all.
+        RuntimeError: For an optimizer in backward without ``use_orig_params``.
+    """
+    contexts = [group.context for group in root.fsdp_groups()]
+    if not all(context in _checked for context in contexts):
+        wrappers = root.fsdp_modules(root)
+        for name, value_of in _HOMOGENEOUS.items():
+            values = sorted({value_of(wrapper) for wrapper in wrappers})
+            if len(values) > 1:
+                raise ValueError(
+                    f"Expected one homogeneous value for {name} in nested wrappers, got {values}; "
+                    "pass the same to all"
+                )
+        _checked.update(contexts)
+    if torch.is_grad_enabled():
+        _step_in_backward(root)
+
+
+def _step_in_backward(root: FullyShardedDataParallel) -> None:
+    """Have optimizers step as soon as the gradient of their parameter is reduced."""
+    for group in (member for top in root.fsdp_groups() for member in top.context.groups):
+        for param in group.params:
+            if not _torch.optimizers_in_backward(param.sharded):
+                continue
+            if not root.fsdp_choices.use_orig_params:
+                raise RuntimeError(
+                    f"Expected no optimizer in backward, got one of '{param.name}' of "
+                    f"{group.label}, which is only supported with use_orig_params=True"
+                )
+            if step_and_clear not in _torch.gradient_hooks(param.sharded):
+                param.sharded.register_post_accumulate_grad_hook(step_and_clear)
+
+
+def step_and_clear(param: torch.Tensor) -> None:
+    """Take the steps of a parameter's optimizers in backward, and drop its gradient."""
+    for optimizer in _torch.optimizers_in_backward(param):
+        optimizer.step()
+    param.grad = None
+
+
+@contextlib.contextmanager
+def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
+    """Give the dtype of compute: yield whether it is that of the policy.
+
+    Otherwise full parameters in their own dtype are registered, which costs their gather.
+
+    Raises:
+        ShardError: If gradients are on where full parameters are asked for.
+    """
+    lowers = wrapper.module.training or not wrapper.fsdp_full_precision_in_eval
+    if lowers or wrapper.mixed_precision.param_dtype is None:
+        yield True
+        return
+    if torch.is_grad_enabled():
+        raise ShardError(
+            "Expected torch.no_grad() around a forward in evaluation with full precision, got "
+            f"gradients enabled; or unset {' and '.join(_EVAL_VARIABLES)}"
+        )
+    with unsharded(wrapper.module, recurse=False, writeback=False):
+        yield False
+
+
+def cast_inputs(
+    dtype: torch.dtype, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast the floating-point tensors in inputs."""
+    cast: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(partial(_cast, dtype), inputs)
+    return cast
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+# The wrapper: ``fully_shard`` with the arguments and methods of its first generation --------------
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -114,7 +222,7 @@ class FullyShardedDataParallel(nn.Module):
         )
         self.fsdp_choices: Choices = choices
         self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
-        self.fsdp_full_precision_in_eval: bool = running.full_precision_in_eval()
+        self.fsdp_full_precision_in_eval: bool = full_precision_in_eval()
         self.fsdp_state_dict_settings = StateDictSettings()
         scope = scope_of(module, ignored_modules, ignored_states)
         self.compute_device = resolve_device(scope, choices)
@@ -127,7 +235,7 @@ class FullyShardedDataParallel(nn.Module):
         self._tops = shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
         self.training = module.training
-        saving.install(self)
+        state_dicts.install(self)
 
     # The wrapped module ---------------------------------------------------------------------
 
@@ -227,12 +335,12 @@ class FullyShardedDataParallel(nn.Module):
         """
         is_root = self.check_is_root()
         if is_root:
-            running.check_tree(self)
-        with running.precision(self) as lowers:
+            check_tree(self)
+        with precision(self) as lowers:
             if lowers and self.mixed_precision.casts_inputs(is_root):
                 dtype = self.mixed_precision.param_dtype
                 assert dtype is not None
-                args, kwargs = running.cast_inputs(dtype, (args, kwargs))
+                args, kwargs = cast_inputs(dtype, (args, kwargs))
             return self._fsdp_wrapped_module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -306,11 +414,11 @@ class FullyShardedDataParallel(nn.Module):
         ):
             yield
 
-    set_state_dict_type = staticmethod(saving.set_state_dict_type)
-    get_state_dict_type = staticmethod(saving.get_state_dict_type)
-    state_dict_type = staticmethod(saving.state_dict_type)
-    optim_state_dict = staticmethod(optimizer_states.optim_state_dict)
-    optim_state_dict_to_load = staticmethod(optimizer_states.optim_state_dict_to_load)
+    set_state_dict_type = staticmethod(state_dicts.set_state_dict_type)
+    get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)
+    state_dict_type = staticmethod(state_dicts.state_dict_type)
+    optim_state_dict = staticmethod(state_dicts.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(state_dicts.optim_state_dict_to_load)
 
 
 def _apply_inside_out(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:

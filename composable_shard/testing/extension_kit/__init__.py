@@ -8,7 +8,7 @@
         check_extension(lambda shape: MyTensor(torch.randn(shape)))
 """
 
+from composable_shard.testing.extension_kit.hooks import Finding, Report
 from composable_shard.testing.extension_kit.kit import check_extension
-from composable_shard.testing.extension_kit.report import Finding, Report
 
 __all__ = ["Finding", "Report", "check_extension"]

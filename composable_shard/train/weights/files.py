@@ -1,4 +1,4 @@
-"""Reading safetensors files: which tensors there are, and ranges of them."""
+"""Safetensors files: which tensors there are, ranges of them, and the bar that shows progress."""
 
 from __future__ import annotations
 
@@ -7,14 +7,93 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
+from composable_shard import _torch
 from composable_shard.train.extras import library
-from composable_shard.train.weights.parts import Box
+
+# Which part of a full tensor a rank holds, in numbers: what it reads of a file --------------------
+
+Box = tuple[slice, ...]
+"""A range of each dim."""
+
+
+class Parts:
+    """Answers which rows of which dims of a DTensor are this rank's, for many of them.
+
+    A placement cuts one dim, so a shard is made of all combinations of some indices of each dim.
+    Which ones DTensor itself says, of the numbers from 0 to the length of the dim: so it holds for
+    shards that are uneven, or cut by several axes of a mesh in whatever order.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[object, list[tuple[int, int]]] = {}
+
+    def boxes(self, tensor: torch.Tensor) -> Iterator[tuple[Box, Box]]:
+        """Yield ranges of the full tensor, and where in this rank's part they are.
+
+        One as a rule; several if a dim is cut so that this rank's rows are not neighbours; none
+        if it holds nothing.
+
+        Args:
+            tensor: A DTensor, or a plain tensor of which each rank has all.
+        """
+        if not tensor.numel():
+            return
+        dims = [self._of_dim(tensor, dim) for dim in range(tensor.ndim)]
+        for runs in product(*dims):
+            yield tuple(slice(*full) for full, _ in runs), tuple(slice(*own) for _, own in runs)
+
+    def _of_dim(
+        self, tensor: torch.Tensor, dim: int
+    ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Return pairs of ranges along a dim: of the full tensor and of this rank's part."""
+        length = tensor.shape[dim]
+        if not isinstance(tensor, DTensor):
+            return [((0, length), (0, length))]
+        mesh = tensor.device_mesh
+        placements = tuple(_along(placement, dim) for placement in tensor.placements)
+        key = mesh, placements, length
+        if key not in self._runs:
+            self._runs[key] = _runs(mesh, placements, length)
+        pairs, start = [], 0
+        for first, end in self._runs[key]:
+            pairs.append(((first, end), (start, start + end - first)))
+            start += end - first
+        return pairs
+
+
+def _along(placement: Placement, dim: int) -> Placement:
+    """Return the placement of the numbers of a dim."""
+    if not _torch.shards_dim(placement, dim):
+        return Replicate()
+    return _torch.with_dim(placement, 0)
+
+
+def _runs(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], length: int
+) -> list[tuple[int, int]]:
+    if all(placement.is_replicate() for placement in placements):
+        return [(0, length)]
+    numbers = torch.arange(length, device=mesh.device_type)
+    own = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local().cpu()
+    if not len(own):
+        return []
+    breaks = (torch.nonzero(own.diff() != 1).flatten() + 1).tolist()
+    starts, ends = [0, *breaks], [*breaks, len(own)]
+    return [
+        (int(own[start]), int(own[end - 1]) + 1) for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+# Reading safetensors files: which tensors there are, and ranges of them ---------------------------
 
 EXTRA = "weights"
 """The extra that installs what this needs."""
@@ -149,3 +228,35 @@ class Reader:
         if not box:
             return self._file.get_tensor(stored.name)
         return self._file.get_slice(stored.name)[box]
+
+
+# The progress bar of reading and writing weights --------------------------------------------------
+
+
+class Progress:
+    """A bar of bytes on the terminal; nothing if it is not shown.
+
+    Args:
+        title: What stands before it.
+        num_bytes: How many there are.
+        shown: Whether it is shown.
+    """
+
+    def __init__(self, title: str, num_bytes: int, *, shown: bool) -> None:
+        self._bar: Any = None
+        if shown:
+            self._bar = library("tqdm", EXTRA).tqdm(
+                desc=title, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024
+            )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes that are done."""
+        if self._bar is not None:
+            self._bar.update(num_bytes)

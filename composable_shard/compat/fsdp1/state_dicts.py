@@ -1,0 +1,543 @@
+"""State dicts of wrapped models and their optimizers: full, sharded or local."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+
+if TYPE_CHECKING:
+    from composable_shard.compat.fsdp1.module import FullyShardedDataParallel
+
+# State dicts of a wrapped model: full, sharded or local, under the names of the plain model -------
+
+
+class StateDictType(Enum):
+    """Choose what a state dict holds: full tensors, DTensors, or this rank's shards as they are.
+
+    Source: ``torch.distributed.fsdp.StateDictType``.
+    """
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+@dataclass(frozen=True)
+class StateDictConfig:
+    """Choose where the tensors of a state dict are.
+
+    Args:
+        offload_to_cpu: Whether on the CPU.
+
+    Source: the class of the same name in ``torch.distributed.fsdp``, as all of these.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class FullStateDictConfig(StateDictConfig):
+    """The choices for full tensors.
+
+    Args:
+        rank0_only: Whether only the first rank has them; the dicts of others are empty.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class LocalStateDictConfig(StateDictConfig):
+    """The choices for this rank's shards."""
+
+
+@dataclass(frozen=True)
+class ShardedStateDictConfig(StateDictConfig):
+    """The choices for DTensors."""
+
+
+@dataclass(frozen=True)
+class OptimStateDictConfig:
+    """Choose where the tensors of an optimizer's state dict are.
+
+    Args:
+        offload_to_cpu: Whether on the CPU.
+    """
+
+    offload_to_cpu: bool = True
+
+
+@dataclass(frozen=True)
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """The choices for full tensors.
+
+    Args:
+        rank0_only: Whether only the first rank has them; the dicts of others are empty.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """The choices for this rank's shards."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """The choices for DTensors."""
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+@dataclass(frozen=True)
+class StateDictSettings:
+    """What the state dicts of a wrapper and of its optimizer hold.
+
+    Raises:
+        TypeError: If a config is not that of the type.
+    """
+
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
+
+    @classmethod
+    def of(
+        cls,
+        state_dict_type: StateDictType,
+        config: StateDictConfig | None = None,
+        optim_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Fill in the configs of a type that are not given."""
+        if not isinstance(state_dict_type, StateDictType):
+            raise TypeError(
+                "Expected state_dict_type to be a StateDictType of composable_shard.compat.fsdp1, "
+                f"got {type(state_dict_type).__name__}"
+            )
+        kinds = _CONFIGS[state_dict_type]
+        return cls(
+            state_dict_type,
+            kinds[0]() if config is None else config,
+            kinds[1]() if optim_config is None else optim_config,
+        )
+
+    def __post_init__(self) -> None:
+        kinds = _CONFIGS[self.state_dict_type]
+        for config, kind in zip(
+            (self.state_dict_config, self.optim_state_dict_config), kinds, strict=True
+        ):
+            if type(config) is not kind:
+                raise TypeError(
+                    f"Expected a {kind.__name__} for {self.state_dict_type}, got "
+                    f"{type(config).__name__}"
+                )
+
+
+def is_rank0_only(config: StateDictConfig | OptimStateDictConfig) -> bool:
+    """Tell whether only the first rank is to have anything."""
+    full = (FullStateDictConfig, FullOptimStateDictConfig)
+    return isinstance(config, full) and config.rank0_only
+
+
+def is_first_rank(module: nn.Module) -> bool:
+    """Tell whether this rank is the first of those that share the parameters of a module."""
+    for param in module.parameters():
+        if isinstance(param, DTensor):
+            return not any(param.device_mesh.get_coordinate() or ())
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+# Tensors ----------------------------------------------------------------------------------------
+
+
+def converted(
+    value: torch.Tensor,
+    kind: StateDictType,
+    config: StateDictConfig | OptimStateDictConfig,
+) -> torch.Tensor:
+    """Return what a state dict of a kind holds for a tensor. Collective: its gather, if full."""
+    if isinstance(value, DTensor) and kind is StateDictType.FULL_STATE_DICT:
+        sharded = cast(DTensor, value.detach())
+        if sharded.device.type != sharded.device_mesh.device_type:
+            sharded = cast(DTensor, sharded.to(sharded.device_mesh.device_type))
+        full = sharded.full_tensor()
+        value = full if config.offload_to_cpu and not full.is_cpu else full.clone()
+    elif isinstance(value, DTensor) and kind is StateDictType.LOCAL_STATE_DICT:
+        value = _torch.local_tensor(value).detach()
+    return value.cpu() if config.offload_to_cpu else value
+
+
+def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
+    """Return a tensor of a parameter's shape, full or sharded in any way, sharded as it is.
+
+    Collective: none for a full one.
+    """
+    mesh, local = param.device_mesh, _torch.local_tensor(param)
+    if isinstance(value, DTensor) and value.device_mesh == mesh:
+        return value.redistribute(placements=param.placements)
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    spec = _torch.spec_with_dtype(_torch.spec_of(param), value.dtype)
+    cut = _torch.cut(value, mesh, param.placements)
+    return _torch.from_local(cut.to(local.device, copy=True), spec)
+
+
+def local_like(param: DTensor, value: torch.Tensor) -> DTensor:
+    """Return this rank's shard of a parameter as the DTensor that it is part of."""
+    spec = _torch.spec_with_dtype(_torch.spec_of(param), value.dtype)
+    return _torch.from_local(value, spec)
+
+
+# Names ------------------------------------------------------------------------------------------
+
+
+def rename_keys(states: MutableMapping[str, Any], old: str, new: str) -> None:
+    """Replace the prefix of those keys that have it, in place and in their order."""
+    for key in [key for key in states if key.startswith(old)]:
+        states[new + key.removeprefix(old)] = states.pop(key)
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter by its identity."""
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+# Hooks by which the state dicts of wrappers hold what was asked for -------------------------------
+
+_INNER = "_fsdp_wrapped_module."
+
+_errors: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+"""What a loading wrapper is told by those below."""
+
+
+def install(wrapper: FullyShardedDataParallel) -> None:
+    """Have the state dicts of a wrapper go through here."""
+    wrapper.register_state_dict_post_hook(_after_save)
+    wrapper.register_load_state_dict_pre_hook(_before_load)
+    wrapper.register_load_state_dict_post_hook(_after_load)
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Set what the state dicts of all wrappers in a module hold.
+
+    Args:
+        module: A wrapper, or a module with wrappers below.
+        state_dict_type: Full tensors, DTensors or this rank's shards.
+        state_dict_config: Where they are.
+        optim_state_dict_config: The same for the optimizer's state dict.
+
+    Returns:
+        What was set before.
+
+    Raises:
+        TypeError: If a config is not that of the type.
+        ValueError: If there are no wrappers, or they disagree on what was set before.
+
+    Collective: none.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4, bias=False), device_id="cpu")
+        ...     before = set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+        ...     before.state_dict_type.name, model.state_dict()["weight"].shape
+        ('FULL_STATE_DICT', torch.Size([2, 4]))
+    """
+    new = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
+    before = get_state_dict_type(module)
+    for wrapper in _wrappers(module):
+        wrapper.fsdp_state_dict_settings = new
+    return before
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """Return what the state dicts of all wrappers in a module hold.
+
+    Raises:
+        ValueError: If there are no wrappers, or they disagree.
+
+    Collective: none.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id="cpu")
+        ...     get_state_dict_type(model).state_dict_config
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+    """
+    found = list(dict.fromkeys(wrapper.fsdp_state_dict_settings for wrapper in _wrappers(module)))
+    if len(found) != 1:
+        got = f"{len(found)} kinds: {found}" if found else "no wrapper"
+        raise ValueError(
+            f"Expected one kind of state dicts in all wrappers of {type(module).__name__}, got "
+            f"{got}; call set_state_dict_type on a module with wrappers, and on all of it"
+        )
+    return found[0]
+
+
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """Set what the state dicts of all wrappers in a module hold, within this context.
+
+    Args:
+        module: A wrapper, or a module with wrappers below.
+        state_dict_type: Full tensors, DTensors or this rank's shards.
+        state_dict_config: Where they are.
+        optim_state_dict_config: The same for the optimizer's state dict.
+
+    Raises:
+        TypeError: If a config is not that of the type.
+        ValueError: If there are no wrappers, or they disagree on what was set before.
+
+    Collective: none.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id="cpu")
+        ...     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        ...         type(model.state_dict()["weight"]).__name__
+        'DTensor'
+    """
+    before = set_state_dict_type(
+        module, state_dict_type, state_dict_config, optim_state_dict_config
+    )
+    try:
+        yield
+    finally:
+        for wrapper in _wrappers(module):
+            wrapper.fsdp_state_dict_settings = before
+
+
+def _wrappers(module: nn.Module) -> list[FullyShardedDataParallel]:
+    from composable_shard.compat.fsdp1.module import FullyShardedDataParallel
+
+    return FullyShardedDataParallel.fsdp_modules(module)
+
+
+# Hooks ------------------------------------------------------------------------------------------
+
+
+def _after_save(
+    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Convert what is in the wrapper, under the names of the plain model.
+
+    Those below have done so before: what they have converted is no DTensor any more.
+    """
+    rename_keys(state_dict, prefix + _INNER, prefix)
+    about = _torch.state_dict_metadata(state_dict)
+    for name in [name for name in about if f"{name}.".startswith(prefix + _INNER)]:
+        clean = prefix + f"{name}.".removeprefix(prefix + _INNER)
+        about[clean[:-1]] = about.pop(name)
+    settings = wrapper.fsdp_state_dict_settings
+    kind, config = settings.state_dict_type, settings.state_dict_config
+    params = {prefix + n: id(p) for n, p in wrapper.named_parameters(remove_duplicate=False)}
+    done: dict[int, torch.Tensor] = {}
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        value = state_dict[key]
+        if not isinstance(value, torch.Tensor):
+            continue
+        param = params.get(key)
+        if param not in done or param is None:
+            value = converted(value, kind, config)
+        state_dict[key] = value if param is None else done.setdefault(param, value)
+    if is_rank0_only(config) and not is_first_rank(wrapper):
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            del state_dict[key]
+
+
+def _before_load(
+    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Turn local shards into DTensors; give the keys the names that modules ask for."""
+    inner = prefix + _INNER
+    _errors[wrapper] = rest[-1]
+    rename_keys(state_dict, inner, prefix)
+    if wrapper.fsdp_state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        for name, param in wrapper.named_parameters(remove_duplicate=False):
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            if isinstance(param, DTensor):
+                state_dict[prefix + name] = local_like(param, value)
+    rename_keys(state_dict, prefix, inner)
+
+
+def _after_load(wrapper: FullyShardedDataParallel, incompatible: Any) -> None:
+    """Tell what does not fit by the names of the plain model."""
+    for texts in (*incompatible, _errors.pop(wrapper, [])):
+        texts[:] = [text.replace(_INNER, "") for text in texts]
+
+
+# State dicts of optimizers: by the names of parameters, full, sharded or local --------------------
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the state dict of an optimizer by the names of parameters.
+
+    Args:
+        model: The module whose parameters it has: a wrapper, or one with wrappers below.
+        optim: The optimizer.
+        optim_state_dict: Its state dict, if it was taken already.
+        group: Accepted; the ranks are those of each parameter.
+
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}`` with tensors
+        as the state dict type says; empty on other ranks than the first with ``rank0_only``.
+
+    Raises:
+        ValueError: If the optimizer has a parameter that is not of ``model``.
+
+    Collective: for full tensors, a gather of each.
+
+    Example:
+        >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id="cpu")
+        ...     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        ...     model(torch.ones(1, 4)).sum().backward()
+        ...     optimizer.step()
+        ...     states = optim_state_dict(model, optimizer)["state"]
+        ...     {name: state["momentum_buffer"].shape for name, state in states.items()}
+        {'weight': torch.Size([4, 4]), 'bias': torch.Size([4])}
+    """
+    settings = get_state_dict_type(model)
+    kind, config = settings.state_dict_type, settings.optim_state_dict_config
+    states = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    names = _names(model, optim)
+    named: dict[str, Any] = {"state": {}, "param_groups": []}
+    for index, name in enumerate(names):
+        if index in states["state"]:
+            named["state"][name] = {
+                key: converted(value, kind, config) if isinstance(value, torch.Tensor) else value
+                for key, value in states["state"][index].items()
+            }
+    for own in states["param_groups"]:
+        named["param_groups"].append({**own, "params": [names[i] for i in own["params"]]})
+    if is_rank0_only(config) and not is_first_rank(model):
+        return {}
+    return named
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Turn what :func:`optim_state_dict` returned into what the optimizer loads.
+
+    Args:
+        model: The module whose parameters it has: a wrapper, or one with wrappers below.
+        optim: The optimizer.
+        optim_state_dict: States by the names of parameters, on every rank.
+        is_named_optimizer: Whether the optimizer has its states by name itself.
+        load_directly: Whether to load it too.
+        group: Accepted; the ranks are those of each parameter.
+
+    Raises:
+        ValueError: If it has states of other parameters, or only the first rank has it
+            (``rank0_only``), or the optimizer has a parameter that is not of ``model``.
+
+    Collective: none, but for DTensors that are sharded in another way.
+    """
+    settings = get_state_dict_type(model)
+    if is_rank0_only(settings.optim_state_dict_config):
+        raise ValueError(
+            "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
+            "every rank and set it to False"
+        )
+    names = _names(model, optim)
+    unknown = sorted(set(optim_state_dict["state"]) - set(names))
+    if unknown:
+        raise ValueError(
+            f"Expected states of parameters that the optimizer has, got some of {unknown}"
+        )
+    params = [param for own in optim.param_groups for param in own["params"]]
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    result: dict[str, Any] = {"state": {}, "param_groups": []}
+    for index, (name, param) in enumerate(zip(names, params, strict=True)):
+        if name in optim_state_dict["state"]:
+            result["state"][name if is_named_optimizer else index] = {
+                key: _as_state_of(param, key, value, is_local)
+                for key, value in optim_state_dict["state"][name].items()
+            }
+    index = 0
+    for own in optim.param_groups:
+        members = range(index, index + len(own["params"]))
+        index = members.stop
+        saved = next(
+            saved
+            for saved in optim_state_dict["param_groups"]
+            if not members or names[members[0]] in saved["params"]
+        )
+        keys = [names[i] if is_named_optimizer else i for i in members]
+        result["param_groups"].append({**saved, "params": keys})
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
+
+
+def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
+    """Return the names of an optimizer's parameters, in its order."""
+    by_identity = names_of(model)
+    names = []
+    for own in optim.param_groups:
+        for param in own["params"]:
+            if id(param) not in by_identity:
+                raise ValueError(
+                    f"Expected an optimizer of the parameters of {type(model).__name__}, got one "
+                    f"of another parameter of shape {list(param.shape)}"
+                )
+            names.append(by_identity[id(param)])
+    return names
+
+
+def _as_state_of(param: torch.Tensor, key: str, value: Any, is_local: bool) -> Any:
+    """Return a state of a parameter, sharded as it is if it has its shape."""
+    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or key == "step":
+        return value
+    if is_local and not isinstance(value, DTensor):
+        is_shard = value.shape == _torch.local_tensor(param).shape
+        return local_like(param, value) if is_shard else value
+    return sharded_like(param, value) if value.shape == param.shape else value

@@ -1,0 +1,320 @@
+"""What stands in ``.grad`` of a sharded parameter, and what is not reduced yet.
+
+A gradient's placements are its state: ``None``; averaged over no axis yet (accumulated without
+sync); averaged over the shards but not the replicas; or reduced, with the parameter's placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import compress
+from operator import attrgetter, is_not
+from typing import TypeGuard
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.param import LIFTED, ShardedParam
+from composable_shard.core.settings import ReductionSettings
+from composable_shard.mesh import ShardMesh
+
+# What stands in ``.grad`` of a sharded parameter --------------------------------------------------
+
+_grad_of = attrgetter("grad")
+_requires_grad = attrgetter("requires_grad")
+_grad_dtype_of = attrgetter("grad_dtype")
+_is_something = partial(is_not, None)
+
+
+def is_partial(grad: torch.Tensor | None) -> TypeGuard[DTensor]:
+    """Tell whether a gradient still has to be averaged over some ranks."""
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+
+
+def unreduced(param: ShardedParam) -> torch.Tensor | None:
+    """Return the local sum of a gradient that is not reduced at all, if that is what there is."""
+    grad = param.sharded.grad
+    if not is_partial(grad) or _is_unreplicated(param, grad):
+        return None
+    return _torch.local_tensor(grad)
+
+
+def unreplicated(param: ShardedParam) -> torch.Tensor | None:
+    """Return the local shard of a gradient that is not yet averaged over the replicas."""
+    grad = param.sharded.grad
+    if not is_partial(grad) or not _is_unreplicated(param, grad):
+        return None
+    return _torch.local_tensor(grad)
+
+
+def reduced(param: ShardedParam) -> torch.Tensor | None:
+    """Return the local shard of a gradient that is reduced."""
+    grad = param.sharded.grad
+    return None if grad is None or is_partial(grad) else _torch.local_tensor(grad)
+
+
+def set_unreduced(param: ShardedParam, total: torch.Tensor) -> None:
+    """Let ``total``, this rank's sum of the shape of the parameter, be the gradient."""
+    spec = param.spec_of_grad("unreduced", total.dtype)
+    assign(param, _torch.from_local(total.to(param.device), spec))
+
+
+def set_unreplicated(param: ShardedParam, shard: torch.Tensor) -> None:
+    """Let ``shard``, averaged over the ranks that share the parameter, be the gradient."""
+    spec = param.spec_of_grad("unreplicated", shard.dtype)
+    assign(param, _torch.from_local(shard.to(param.device), spec))
+
+
+def hold_for_replicas(param: ShardedParam) -> None:
+    """Turn a reduced gradient into one to be averaged over the replicas: they all have the same."""
+    shard = reduced(param)
+    if shard is not None:
+        set_unreplicated(param, shard)
+
+
+def to_reduce(params: Sequence[ShardedParam]) -> list[ShardedParam]:
+    """Return the parameters that a reduction takes in now, which all ranks tell alike.
+
+    They are those that are trained, and frozen ones of which any rank may have accumulated some.
+    """
+    return [param for param in params if param.is_unsynced or param.sharded.requires_grad]
+
+
+def to_reduce_and_held(
+    params: Sequence[ShardedParam],
+) -> tuple[list[ShardedParam], list[torch.dtype | None]]:
+    """Return the parameters that a reduction takes in, and the dtypes of what waits for it.
+
+    A dtype is ``None`` where nothing waits.
+    """
+    leaves = [param.sharded for param in params]
+    with _torch.without_overrides():
+        is_trained = list(map(_requires_grad, leaves))
+        grads = list(map(_grad_of, leaves))
+        if all(is_trained) and not any(map(_is_something, grads)):
+            return list(params), [None] * len(params)
+        held = [g.dtype if g is not None and is_partial(g) else None for g in grads]
+    takes_in = [one or param.is_unsynced for one, param in zip(is_trained, params, strict=True)]
+    return list(compress(params, takes_in)), list(compress(held, takes_in))
+
+
+def has_hooks(param: ShardedParam) -> bool:
+    """Tell whether the user put hooks on the sharded parameter."""
+    return _torch.has_grad_hooks(param.sharded)
+
+
+def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
+    """Make ``shard`` the reduced gradient, or add it to the one there; call the user's hooks.
+
+    Args:
+        param: The parameter.
+        shard: On its device, in the dtype that was asked of its gradients.
+    """
+    sharded = param.sharded
+    grad: torch.Tensor = _torch.from_local(shard, param.spec_of_grad("sharded", shard.dtype))
+    if not _torch.has_grad_hooks(sharded):
+        _add(sharded, grad)
+        return
+    with torch.no_grad():
+        grad = _torch.call_grad_hooks(sharded, grad)
+        _add(sharded, grad)
+        _torch.call_post_accumulate_grad_hooks(sharded)
+
+
+def deliver_all(
+    params: Sequence[ShardedParam],
+    shards: Sequence[torch.Tensor],
+    specs: Sequence[_torch.DTensorSpec],
+) -> None:
+    """Deliver several; in half the time where there are neither hooks nor gradients yet.
+
+    Args:
+        params: The parameters.
+        shards: See :func:`deliver`.
+        specs: What describes each as a reduced gradient.
+    """
+    leaves = [param.sharded for param in params]
+    with _torch.without_overrides():
+        if _are_bare(leaves, [shard.dtype for shard in shards]):
+            for leaf, shard, spec in zip(leaves, shards, specs, strict=True):
+                leaf.grad = _torch.from_local(shard, spec)
+            return
+    for param, shard in zip(params, shards, strict=True):
+        deliver(param, shard)
+
+
+def _are_bare(leaves: Sequence[torch.Tensor], dtypes: list[torch.dtype]) -> bool:
+    """Tell whether leaves have neither gradients nor hooks, and take gradients of ``dtypes``."""
+    return (
+        not any(map(_is_something, map(_grad_of, leaves)))
+        and not any(map(_torch.has_grad_hooks, leaves))
+        and list(map(_grad_dtype_of, leaves)) == dtypes
+    )
+
+
+def _add(param: nn.Parameter, grad: torch.Tensor) -> None:
+    present = param.grad
+    if present is None:
+        assign_grad(param, grad)
+    else:
+        with torch.no_grad():
+            _torch.local_tensor(present).add_(_torch.local_tensor(grad))
+
+
+def assign(param: ShardedParam, grad: torch.Tensor) -> None:
+    """Set the gradient, of whatever dtype; remember which dtype the user asked for."""
+    param.remember_grad_dtype()
+    assign_grad(param.sharded, grad)
+
+
+def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set ``param.grad``, also to a dtype that torch would refuse by itself."""
+    asked = param.grad_dtype
+    if asked is not None and asked != grad.dtype:
+        param.grad = None
+        param.grad_dtype = None
+        param.__dict__[LIFTED] = True
+    param.grad = grad
+
+
+def _is_unreplicated(param: ShardedParam, grad: DTensor) -> bool:
+    placement = param.placement
+    if placement.unreplicated == placement.unreduced:  # no axis shards
+        return False
+    return grad.placements == placement.unreplicated
+
+
+# Gradients that stay on this rank until a later backward reduces them -----------------------------
+
+
+class UnreducedGradients:
+    """Accumulates the gradients of some parameters on the sharded parameters, unsharded.
+
+    What stands there is averaged over all ranks by a DTensor that is asked for it. With a divisor
+    other than their number it is scaled to make that average the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: ShardMesh,
+        settings: ReductionSettings,
+    ) -> None:
+        self._params = list(params)
+        self._mesh = mesh
+        self._settings = settings
+
+    def accumulate(self) -> None:
+        """Add the unsharded gradients to what is not yet reduced. Collective: none."""
+        params = to_reduce(self._params)
+        for param in params:
+            param.is_unsynced = True
+            if self._mesh.num_replicas > 1:
+                hold_for_replicas(param)  # whether or not this rank adds to it: others may
+        for param in params:  # one after the other: each is freed when it has been added
+            (grad,) = take_all_unsharded([param])
+            if grad is None:
+                continue
+            grad = narrowed(param, grad)
+            if self._factor != 1:
+                grad = grad * self._factor
+            total = self._total(param)
+            if total is None:
+                set_unreduced(param, grad.to(_wide_enough(param, param.reduction_dtype(), grad)))
+            elif total.dtype == _wide_enough(param, total.dtype, grad):
+                total.add_(grad.to(total.device))
+            else:
+                set_unreduced(param, total + grad.to(total.device))
+        self._fold_alike(params)
+
+    def with_earlier(self, param: ShardedParam, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Take away what earlier microbatches left; return the sum with ``grad``."""
+        total = unreduced(param)
+        if total is None:
+            return grad
+        param.sharded.grad = None
+        total = total.to(self._mesh.device)
+        if self._factor != 1:
+            total.div_(self._factor)
+        if grad is None:
+            return total
+        grad = narrowed(param, grad)
+        is_wide = total.dtype == _wide_enough(param, total.dtype, grad)
+        return total.add_(grad) if is_wide else total + grad
+
+    @property
+    def _factor(self) -> float:
+        divisor = self._settings.divisor
+        return 1.0 if divisor is None else self._mesh.num_ranks / divisor
+
+    def _total(self, param: ShardedParam) -> torch.Tensor | None:
+        """Return the unsharded sum to add to; one that is reduced is turned into one."""
+        if param.sharded.grad is None:
+            return None
+        if unreduced(param) is None:
+            self._fold(param)
+        return unreduced(param)
+
+    def _fold(self, param: ShardedParam) -> None:
+        """Express a gradient that is reduced over the shards as one that is not.
+
+        The mean over ranks of "N times my rows, zero elsewhere" is the reduced gradient. It keeps
+        its dtype if that is the wider one, and the next reduction is taken in it.
+        """
+        shard = unreplicated(param)
+        if shard is None:
+            shard = reduced(param)
+        assert shard is not None
+        dtype = torch.promote_types(shard.dtype, param.reduction_dtype())
+        full = param.form.new_zeros(shard, dtype)
+        place = param.form.shard_of(full, self._mesh.shard_rank)
+        place.copy_(shard)
+        if not param.form.is_replicated:
+            place.mul_(self._mesh.num_shards)
+        set_unreduced(param, full)
+
+    def _fold_alike(self, params: Sequence[ShardedParam]) -> None:
+        """Fold the reduced gradients that all ranks must fold, or none.
+
+        Which parameters a rank used may differ between ranks; the dtype of the next reduction must
+        not, so what it would round is folded whether or not this rank added to it. So is what every
+        rank has all of, as the mean over ranks would miss those that had not folded.
+        """
+        for param in params:
+            shard = reduced(param)
+            if param.form.is_replicated:
+                folds = shard is not None or unreplicated(param) is not None
+            else:
+                folds = shard is not None and param.reduction_dtype() != shard.dtype
+            if folds:
+                self._fold(param)
+
+
+def narrowed(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    """Round a gradient to its parameter's own dtype of reduction, as it is of each microbatch."""
+    dtype = param.reduction_dtype()
+    is_wider = grad.dtype.itemsize > dtype.itemsize and not param.takes_any_grad
+    return grad.to(dtype) if is_wider else grad
+
+
+def _wide_enough(param: ShardedParam, dtype: torch.dtype, grad: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a gradient is added to a sum that would be of ``dtype``."""
+    return torch.promote_types(dtype, grad.dtype) if param.takes_any_grad else dtype
+
+
+def take_all_unsharded(params: Sequence[ShardedParam]) -> list[torch.Tensor | None]:
+    """Take away what autograd accumulated on the unsharded parameters: this rank's part of it."""
+    grads: list[torch.Tensor | None] = []
+    for param in params:
+        unsharded = param.unsharded
+        grad = None if unsharded is None else unsharded.grad
+        if grad is not None:
+            assert unsharded is not None
+            unsharded.grad = None
+            if param.placement.model is not None:
+                grad = param.placement.model_local_grad(grad)
+        grads.append(grad)
+    return grads

@@ -1,0 +1,408 @@
+"""The flat buffers in which gradients are reduced.
+
+A gradient that is dense, evenly sharded and in a dtype that the reduce-scatter takes IS its input.
+Everything else is copied into a buffer; small gradients share one. Behind them
+travels one flag for each gradient, set by the ranks that have it: the reduced flag tells every rank
+whether anybody did, without another collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from composable_shard import _torch
+from composable_shard.core.bucket import matching_pieces
+from composable_shard.core.layout import (
+    PACKED_NBYTES_PER_PEER,
+    BucketLayout,
+    ParamLayout,
+    plan_bucket,
+)
+
+# Which ranks have which gradients: a number for each, 1 or 0, that travels behind them ------------
+
+
+class Flags:
+    """Makes the flags of some gradients, once for each shard.
+
+    They are repeated in memory: the fused kernels take no tensor that overlaps with itself.
+    """
+
+    def __init__(self, num_shards: int, device: torch.device) -> None:
+        self._num_shards = num_shards
+        self._device = device
+        self._full: dict[torch.dtype, torch.Tensor] = {}
+
+    def rows(self, dtype: torch.dtype, present: list[bool]) -> torch.Tensor:
+        """Return [num_shards, num_flags], made on the device; those of a full set are kept."""
+        is_full = all(present)
+        flags = self._full.get(dtype) if is_full else None
+        if flags is not None:
+            return flags
+        flags = torch.ones(self._num_shards, len(present), dtype=dtype, device=self._device)
+        start = 0
+        for is_present, run in groupby(present):
+            stop = start + len(list(run))
+            if not is_present:
+                flags[:, start:stop].zero_()
+            start = stop
+        if is_full:
+            self._full[dtype] = flags
+        return flags
+
+
+# Small gradients side by side, one row for each shard, with the flags behind them -----------------
+
+
+def flags_travel_alone(num_shards: int, num_flags: int, itemsize: int) -> bool:
+    """Decide whether flags get a message of their own: where it costs less than copying them."""
+    return num_shards * num_flags * itemsize > PACKED_NBYTES_PER_PEER
+
+
+class PackedGrads:
+    """Packs gradients of one bucket for one message, and the flags with them or for another.
+
+    Args:
+        layout: Where they lie.
+        num_flags: How many flags travel with them.
+        dtype: Dtype of the message.
+        device: Where it is made.
+        fuses: Whether one kernel packs all; if not, what is there is copied one by one. A copy
+            costs a launch on a device. On the CPU the kernel is the slower one where it pads.
+
+    Attributes:
+        numels: Elements of each message for each rank.
+        flags: Makes the flags.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        num_flags: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fuses: bool,
+    ) -> None:
+        self._layout = layout
+        self.flags = Flags(layout.num_shards, device)
+        self._flags_are_alone = flags_travel_alone(layout.num_shards, num_flags, dtype.itemsize)
+        numels = [layout.packed_numel, num_flags]
+        self.numels = [n for n in numels if n] if self._flags_are_alone else [sum(numels)]
+        self._indices = [i for i in layout.packed if layout.params[i].numel]
+        self._shape = (layout.num_shards, self.numels[0])
+        self._dtype = dtype
+        self._device = device
+        self._fuses = fuses
+        self._rows: _Rows | None = None
+        self._places: list[_Place] = []
+        start = 0
+        for index in self._indices:
+            param = layout.params[index]
+            self._places.append(_place(param, start, self._shape[1]))
+            start += param.shard_numel
+
+    def pack(
+        self, grads: Sequence[torch.Tensor | None], present: list[bool], *, clears: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the messages, [num_shards * numel] each.
+
+        Args:
+            grads: The gradients of the bucket; ``None`` counts as zeros.
+            present: Which flags to set.
+            clears: Whether padding is zeros; it may be anything if not.
+        """
+        members = [grads[index] for index in self._indices]
+        if not self._flags_are_alone:
+            return [self._packed(members, present, clears)]
+        flags = self.flags.rows(self._dtype, present)
+        if self._dtype == torch.float16:  # in which messages are divided before they are summed
+            flags = flags.clone()
+        packed = [self._packed(members, [], clears)] if members else []
+        return [*packed, flags.view(-1)]
+
+    def release(self) -> None:
+        """Free the memory unless somebody still reads it; the views stay for the next time."""
+        if self._rows is not None and not self._rows.is_in_use:
+            _torch.free(self._rows.flat)
+
+    def _packed(
+        self, members: list[torch.Tensor | None], present: list[bool], clears: bool
+    ) -> torch.Tensor:
+        dtypes = {grad.dtype for grad in members if grad is not None}
+        is_alike = len(dtypes) == 1
+        if self._fuses and (is_alike or self._device.type != "cpu"):
+            return self._fused(members, present, dtypes.pop() if is_alike else self._dtype)
+        return self._copied(members, present, clears)
+
+    def _copied(
+        self, members: list[torch.Tensor | None], present: list[bool], clears: bool
+    ) -> torch.Tensor:
+        """Copy what is there and leave the padding alone, or clear it."""
+        rows = self._allocated()
+        if clears:
+            rows.flat.zero_()
+        into, sources = [], []
+        if present:
+            into, sources = [rows.flags], [self.flags.rows(self._dtype, present)]
+        for place, regions, grad in zip(self._places, rows.regions, members, strict=True):
+            if grad is None:
+                for region in regions:
+                    region.zero_()
+            else:
+                into += regions
+                sources += place.cut(grad)
+        if into:
+            _torch.copy_all_(into, sources)
+        return rows.flat.view(-1)
+
+    def _allocated(self) -> _Rows:
+        """Return memory that nobody else uses."""
+        rows = self._rows
+        if rows is None or rows.is_in_use:
+            with torch.inference_mode(False):
+                flat = _torch.empty(prod(self._shape), dtype=self._dtype, device=self._device)
+                rows = _Rows(flat, self._shape, self._layout.packed_numel, self._places)
+            self._rows = rows
+        else:
+            _torch.allocate(rows.flat)
+        return rows
+
+    def _fused(
+        self, members: list[torch.Tensor | None], present: list[bool], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Pad, cast from ``dtype`` and pack in one kernel, which takes one dtype alone."""
+        rows = _torch.empty(*self._shape, dtype=self._dtype, device=self._device)
+        parts = [
+            self._as_rows(self._layout.params[index], grad, dtype)
+            for index, grad in zip(self._indices, members, strict=True)
+        ]
+        if present:
+            parts.append(self.flags.rows(dtype, present))
+        _torch.chunk_cat_into(rows, parts)
+        return rows.view(-1)
+
+    def _as_rows(
+        self, param: ParamLayout, grad: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a packed gradient, cut along dim 0 whatever its other dims."""
+        if grad is None:
+            return torch.zeros(param.rows, param.inner, dtype=dtype, device=self._device)
+        if grad.dtype != dtype:
+            grad = grad.to(dtype)
+        return grad if param.dim == 0 else grad.reshape(param.rows, param.inner)
+
+
+_Region = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+class _Place(NamedTuple):
+    """Where one gradient lies in the rows.
+
+    Attributes:
+        regions: Shape, strides and offset of its elements there, without padding.
+        numels: Elements of each region, if the gradient has to be cut for them.
+    """
+
+    regions: list[_Region]
+    numels: list[int]
+
+    def cut(self, grad: torch.Tensor) -> list[torch.Tensor]:
+        """View a gradient as the regions are shaped."""
+        if not self.numels:
+            return [grad]
+        if len(self.numels) == 1:
+            return [grad.reshape(self.regions[0][0])]
+        parts = grad.reshape(-1).split_with_sizes(self.numels)
+        return [part.view(region[0]) for part, region in zip(parts, self.regions, strict=True)]
+
+
+class _Rows:
+    """Memory for the rows of one reduction; its views cost more to make than it.
+
+    Attributes:
+        flat: All of it.
+        regions: Views of it where each gradient lies.
+        flags: Where the flags lie, [num_shards, num_flags].
+    """
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        shape: tuple[int, int],
+        packed_numel: int,
+        places: Sequence[_Place],
+    ) -> None:
+        self.flat = flat
+        self.flags = flat.view(shape)[:, packed_numel:]
+        self.regions = [[flat.as_strided(*one) for one in place.regions] for place in places]
+        self._num_uses = _torch.num_uses(self.flat)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether somebody else has a view of it, such as a neighbour's offer that is not read."""
+        return _torch.num_uses(self.flat) > self._num_uses
+
+
+def _place(layout: ParamLayout, start: int, width: int) -> _Place:
+    """Plan where a gradient lies in rows of ``width`` elements, in each of them from ``start``.
+
+    One row of the gradient in each row is the gradient as it is. Otherwise it is cut into the rows
+    that are full and the rest.
+    """
+    if layout.rows_per_shard == 1:
+        strides = list(torch.empty(layout.shape, device="meta").stride())
+        strides[layout.dim] = width
+        return _Place([(layout.shape, tuple(strides), start)], [])
+    count, rest = layout.num_full_shards, layout.num_remaining_rows * layout.inner
+    regions: list[_Region] = []
+    if count:
+        regions.append(((count, layout.shard_numel), (width, 1), start))
+    if rest:
+        regions.append(((rest,), (1,), count * width + start))
+    return _Place(regions, [prod(shape) for shape, _, _ in regions])
+
+
+# The flat buffers in which gradients are reduced --------------------------------------------------
+
+
+@dataclass
+class GradTransfer:
+    """One reduce-scatter launch of a bucket.
+
+    Attributes:
+        outputs: Views of ``result``, one for each input.
+        inputs: Gradients and scratch regions, [num_shards * n] each.
+        result: This rank's reduced shards, then the flags.
+        present: For each gradient, whether this rank has it.
+    """
+
+    result: torch.Tensor
+    present: list[bool]
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+
+    def stay(self) -> None:
+        """Let the inputs of one shard be the result, without a collective."""
+        for out, full in zip(self.outputs, self.inputs, strict=True):
+            out.copy_(full[: out.numel()])
+
+
+class GradBucket:
+    """Gradients that are reduced together, in one dtype.
+
+    Attributes:
+        layout: Where the shards of each gradient lie in the result.
+        dtype: Dtype of the reduction.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamLayout],
+        num_shards: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout = plan_bucket(tuple(params), num_shards, dtype.itemsize)
+        self.dtype = dtype
+        self._device = device
+        fuses = device.type != "cpu" or all(layout.params[i].is_even for i in layout.packed)
+        self._packed = PackedGrads(layout, len(params), dtype, device, fuses=fuses)
+
+    def start_reduce(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        *,
+        widens: bool = False,
+        reads_padding: bool = False,
+    ) -> GradTransfer:
+        """Turn gradients, ``None`` where this rank has none, into reduce-scatter inputs.
+
+        The gradients are given away: the reduction may overwrite them.
+
+        Args:
+            grads: The gradients, in the order of the layout.
+            widens: Whether the reduce-scatter casts to the dtype of the reduction by itself.
+            reads_padding: Whether it looks at padding, which must be zeros then.
+        """
+        layout = self.layout
+        result = self._empty(layout.shard_numel + len(grads))
+        transfer = GradTransfer(result, [grad is not None for grad in grads])
+        for index in layout.direct:
+            self._add(transfer, index, self._in_order(layout.params[index], grads[index], widens))
+        for index in layout.permuted:
+            self._add(transfer, index, self._permuted(layout.params[index], grads[index]))
+        end = result[layout.packed_offset :] if layout.packed_offset else result
+        numels = self._packed.numels
+        transfer.outputs += end.split_with_sizes(numels) if len(numels) > 1 else [end]
+        transfer.inputs += self._packed.pack(grads, transfer.present, clears=reads_padding)
+        return transfer
+
+    def release(self) -> None:
+        """Free what was packed, once this rank has its result."""
+        self._packed.release()
+
+    def settle(self, transfer: GradTransfer, divisor: float) -> None:
+        """Divide what a collective has summed."""
+        if divisor != 1:
+            transfer.result.div_(divisor)
+
+    @property
+    def numel(self) -> int:
+        """Elements of a result without its flags."""
+        return self.layout.shard_numel
+
+    def flag(self, transfer: GradTransfer, index: int) -> None:
+        """Note in a result that there is a gradient, whatever the ranks had."""
+        transfer.result[self.numel + index].fill_(1)
+
+    def anybody_has(self, transfer: GradTransfer) -> list[bool]:
+        """Tell for each gradient whether any rank had it; reads the flags only if this one did not.
+
+        Hazard: reading a flag waits for the device. Guard: it is read only by a rank that lacks a
+        gradient, once the reduction has been waited for.
+        """
+        if all(transfer.present):
+            return transfer.present
+        flags = transfer.result[self.layout.shard_numel :].tolist()
+        return [flag != 0 for flag in flags]
+
+    def _add(self, transfer: GradTransfer, index: int, full: torch.Tensor) -> None:
+        start = self.layout.shard_offsets[index]
+        numel = self.layout.params[index].shard_numel
+        transfer.outputs.append(transfer.result[start : start + numel])
+        transfer.inputs.append(full)
+
+    def _in_order(
+        self, param: ParamLayout, grad: torch.Tensor | None, widens: bool = False
+    ) -> torch.Tensor:
+        """Return [num_shards * shard_numel], without a copy where the gradient allows."""
+        if grad is None:
+            return self._empty(param.gathered_numel).zero_()
+        fits = grad.dtype == self.dtype
+        if widens and not fits:
+            fits = torch.promote_types(grad.dtype, self.dtype) == self.dtype
+        if fits and param.is_even and grad.is_contiguous():
+            return grad.view(-1)
+        scratch = self._empty(param.gathered_numel)
+        scratch[: param.numel].view(param.shape).copy_(grad)
+        scratch[param.numel :].zero_()
+        return scratch
+
+    def _permuted(self, param: ParamLayout, grad: torch.Tensor | None) -> torch.Tensor:
+        scratch = self._empty(param.gathered_numel)
+        if grad is None or not param.is_even:
+            scratch.zero_()
+        if grad is not None:
+            for full, shards in matching_pieces(param, grad.reshape(-1), scratch):
+                shards.copy_(full)
+        return scratch
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return _torch.empty(*shape, dtype=self.dtype, device=self._device)

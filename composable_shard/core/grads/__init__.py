@@ -1,1 +1,0 @@
-"""Gradients: from what autograd leaves to what the optimizer sees."""

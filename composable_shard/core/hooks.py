@@ -1,0 +1,453 @@
+"""The moments: what modules and autograd call, and what it tells the passes.
+
+No arithmetic, no streams, no collectives here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.backward import InputMarker, Token
+from composable_shard.core.forward import Graph
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.nested import StoredTensors, map_tensors, tensors_in
+from composable_shard.core.order import Interval
+from composable_shard.core.substituted import CastBuffers, Lent, PreciseNormWeights, find_lent
+from composable_shard.errors import ShardError
+
+# What autograd calls when it has accumulated into an unsharded parameter --------------------------
+
+
+class Arrival:
+    """Told that autograd has accumulated into an unsharded parameter of a group.
+
+    It hangs on the parameter, which the group holds together with the node that accumulates into
+    it, a circle that no garbage collection sees. So it does not hold the group: without a graph
+    nothing arrives, and a graph holds the groups it goes through.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = weakref.ref(group)
+
+    @property
+    def group(self) -> ParamGroup | None:
+        """The group, while it lives."""
+        return self._group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Arrival | None:
+        group = self._group()
+        return None if group is None else Arrival(copy.deepcopy(group, memo))
+
+    def __call__(self, *_: object) -> None:
+        group = self._group()
+        if group is None:
+            return
+        if torch.is_grad_enabled():
+            raise ShardError(
+                f"Expected a backward into the parameters of {group.label} without "
+                "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
+                "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+        left, backward = group.to_arrive, _torch.current_backward()
+        more = left.get(backward, 0)
+        if more > 1:  # as of most: that it is counted is all that happens
+            left[backward] = more - 1
+            return
+        with _torch.apart_from_transforms():
+            group.context.backward.count(group)
+
+
+# The moments: what is called by modules and by autograd, and what it tells the passes -------------
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+_HOOKS = "_composable_shard_hooks"
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParamGroup]] = weakref.WeakKeyDictionary()
+
+
+def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
+    """Let the group's modules and its parameters call back.
+
+    Args:
+        group: The group.
+        managed: Its modules and all below, but those of nested groups.
+    """
+    hooks = ModuleHooks(group, managed)
+    hooks.claim_modules()
+    for module in group.modules:
+        module.__dict__[_HOOKS] = hooks
+        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.post_forward, always_call=True)
+    group.on_gradient = Arrival(group)
+
+
+def owner_of(module: nn.Module) -> ParamGroup | None:
+    """Return the group that holds the parameters of a module that is sharded or inside of one."""
+    owner = _owners.get(module)
+    return None if owner is None else owner()
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks:
+    """Return the hooks of a sharded module."""
+    hooks: ModuleHooks = module.__dict__[_HOOKS]
+    return hooks
+
+
+def run_as_forward(
+    module: nn.Module, method: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> Any:
+    """Call ``method`` between the hooks of a sharded module, as its forward is called."""
+    hooks = hooks_of(module)
+    try:
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
+        output = method(*args, **kwargs)
+    except Exception:
+        hooks.leave(module, None, failed=True)
+        raise
+    return hooks.leave(module, output, failed=False)
+
+
+_torch.count_as_module_call(run_as_forward)
+
+
+@dataclass
+class Call:
+    """One call of a module, between its two hooks.
+
+    Attributes:
+        input_markers: What was put before the inputs that need a gradient.
+        outer_bases: The tensors that those inputs are views of, and the nodes they had.
+        lent: Whether it computes with parameters of somebody else.
+        forward: The number of the forward that it is part of; ``None`` within a backward.
+        interval: Where it stands in the execution order, if it may have a backward.
+    """
+
+    input_markers: list[InputMarker] = field(default_factory=list)
+    outer_bases: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
+    lent: Lent = Lent.NOTHING
+    forward: int | None = None
+    interval: Interval | None = None
+
+    def came_in(self, base: torch.Tensor) -> bool:
+        """Tell whether ``base`` was made outside, and not changed in place by the call."""
+        return any(base is outer and base.grad_fn is node for outer, node in self.outer_bases)
+
+
+class ModuleHooks:
+    """What happens before and after each forward of a group's modules."""
+
+    def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
+        self._group = group
+        self._managed = list(managed)
+        self._buffer_dtype = group.policy.buffer_dtype
+        self._watch_modules()
+
+    def _watch_modules(self) -> None:
+        buffers = CastBuffers(self._managed, self._buffer_dtype)
+        self._lenders = [x for x in (buffers, PreciseNormWeights(self._managed)) if x.may_lend]
+        self._stored = StoredTensors(self._managed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle whose hooks they are; the group and the modules may come later."""
+        names = ("_group", "_managed", "_buffer_dtype")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watch_modules()
+        self.claim_modules()
+
+    def claim_modules(self) -> None:
+        """Have :func:`owner_of` find the group of the modules."""
+        owner = weakref.ref(self._group)
+        for module in self._managed:
+            _owners[module] = owner
+
+    @torch.compiler.disable
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Gather the group; cast inputs; mark where gradients leave it."""
+        group = self._group
+        context = group.context
+        if group in context.opened:
+            _check_can_run_opened(group)
+            return args, kwargs
+        call = Call(lent=group.calls[-1].lent if group.calls else find_lent(group))
+        if call.lent is Lent.FULL:
+            group.calls.append(call)
+            return args, kwargs
+        if not _torch.is_transforming():
+            opens = self._gather(module)
+        else:  # what the gather makes must outlive the transform
+            with _torch.outside_transforms():
+                opens = self._gather(module)
+        if call.lent is Lent.SHARDED:
+            context.forward.frees_all = True  # before functional_call takes them out again
+        if opens:
+            context.backward.begin_forward()
+            args, kwargs = self._to_device(args, kwargs)
+        if not group.calls:
+            self._take_back()  # what an interrupt left lent
+            for lender in self._lenders:
+                lender.lend()
+        group.calls.append(call)
+        dtype = group.policy.param_dtype
+        if dtype is not None and group.policy.cast_forward_inputs:
+            args, kwargs = _map_inputs(partial(_cast, dtype), args, kwargs)
+        self._join(call)
+        if group.params and torch.is_grad_enabled():
+            args, kwargs = _map_inputs(partial(self._put_marker, call), args, kwargs)
+        return args, kwargs
+
+    def _join(self, call: Call) -> None:
+        """Note a call that may have a backward in the execution order."""
+        context = self._group.context
+        if context.forward.graph is None or _torch.current_backward() != -1:
+            return
+        call.forward = context.backward.order.forward
+        if self._group.params:
+            checkpoints = _torch.notes_of_checkpoints(with_graph_around=True)
+            if checkpoints or torch.is_grad_enabled():
+                call.interval = context.backward.order.enter(self._group, checkpoints)
+
+    @torch.compiler.disable
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Free the group; cast outputs; ask to be told when they get a gradient.
+
+        Also called, without output, when forward raised.
+        """
+        return self._leave(module, output, failed=output is None and sys.exc_info()[0] is not None)
+
+    @torch.compiler.disable
+    def leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Do what :meth:`post_forward` does, knowing whether forward raised."""
+        return self._leave(module, output, failed=failed)
+
+    def _leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
+        if self._group in self._group.context.opened:
+            return output
+        calls = self._group.calls
+        call = calls.pop() if calls else Call()  # none if forward could not begin
+        if call.lent is Lent.FULL:
+            return output
+        if not calls:
+            self._take_back()
+        dtype = self._group.policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(partial(_cast, dtype), output)
+        group, has_grad = self._group, torch.is_grad_enabled()
+        is_watched = self._watch(call, output) if has_grad else False
+        if _torch.current_backward() == -1:
+            # Without grad, a call that is noted lies in a checkpoint, whose outputs may be reached.
+            has_backward = is_watched or (call.interval is not None and not has_grad)
+            group.context.backward.leave(group, call.interval, is_watched=has_backward)
+            group.context.forward.leave(group, module, failed=failed, has_backward=has_backward)
+        return output
+
+    def _gather(self, module: nn.Module) -> bool:
+        """Gather the group; return whether that opens a forward pass."""
+        group = self._group
+        if _torch.current_backward() == -1:
+            return group.context.forward.enter(group, module)
+        group.context.backward.recompute(group)  # by an activation checkpoint
+        group.unshard()
+        group.wait_for_unshard()
+        return False
+
+    def _take_back(self) -> None:
+        for lender in reversed(self._lenders):
+            lender.take_back()
+
+    def _to_device(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        device = self._group.mesh.device
+        if device.type == "cpu":
+            return args, kwargs
+        return _map_inputs(partial(_moved, device), args, kwargs)
+
+    def _put_marker(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
+        """Put an identity before the module, whose backward runs after all of the module's."""
+        if not tensor.requires_grad:
+            return tensor
+        inner = tensor.view_as(tensor)
+        node, base = inner.grad_fn, inner._base
+        assert node is not None and base is not None
+        marker = InputMarker(node)
+        node.register_hook(partial(_pass_marker, self._group, marker.token))
+        call.input_markers.append(marker)
+        self._group.input_markers.add(marker)
+        call.outer_bases.append((base, base.grad_fn))
+        return inner
+
+    def _watch(self, call: Call, output: object) -> bool:
+        """Ask to be told when an output, or what forward stored away, gets a gradient.
+
+        Returns:
+            Whether there is any that may.
+        """
+        is_watched = False
+        graph = self._group.context.forward.graph
+        pre_backward = partial(self._pre_backward, call.forward, call.input_markers, graph)
+        tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._stored.newly())
+        if _torch.is_transforming():
+            tensors = [level for tensor in tensors for level in _levels(tensor)]
+        for tensor in tensors:
+            if not tensor.requires_grad:
+                continue
+            is_watched = True
+            tensor.register_hook(pre_backward)
+            base = tensor._base
+            if base is not None and base.requires_grad and not call.came_in(base):
+                # an in-place op on a view replaces its node, and a hook on the old one never runs
+                base.register_hook(pre_backward)
+        return is_watched
+
+    def _pre_backward(
+        self,
+        forward: int | None,
+        markers: Sequence[InputMarker],
+        graph: Graph | None,
+        grad: torch.Tensor,
+    ) -> None:
+        """Gather the group; the hook that this is keeps the markers and the graph alive."""
+        with _torch.apart_from_transforms():
+            self._group.context.backward.need(
+                self._group, forward=forward, is_bounded=bool(markers)
+            )
+        if graph is not None and not graph.is_reached:
+            graph.is_reached = _torch.num_to_run(self._group.units.all.accumulators) > 0
+
+
+def _map_inputs(
+    change: Callable[[torch.Tensor], torch.Tensor], args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
+    """Apply ``change`` to every tensor in the inputs of a module."""
+    return map_tensors(change, args), map_tensors(change, kwargs) if kwargs else kwargs
+
+
+def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor and what transforms of torch.func have wrapped into it."""
+    yield tensor
+    while _torch.is_transformed(tensor):
+        tensor = _torch.inner_value(tensor)
+        yield tensor
+
+
+def _check_can_run_opened(group: ParamGroup) -> None:
+    """Raise if a group that is open cannot run as a plain module."""
+    if torch.is_grad_enabled():
+        raise ShardError(
+            f"Expected no forward of {group.label} with gradients inside of unsharded(), got one; "
+            "run it under torch.no_grad(), or after the context"
+        )
+    for param in group.params:
+        if any(isinstance(slot.get(), DTensor) for slot in param.slots):
+            raise ShardError(
+                f"Expected full parameters in a forward of {group.label} inside of unsharded(), "
+                f"got '{param.name}' sharded; open the sharded module itself, on all ranks"
+            )
+
+
+def _pass_marker(
+    group: ParamGroup, token: Token, grads: Sequence[torch.Tensor | None], *_: object
+) -> None:
+    with _torch.apart_from_transforms():
+        group.context.backward.pass_marker(group, token)
+    if torch.is_grad_enabled():  # with create_graph: a backward may start from these gradients
+        for grad in grads:
+            for tensor in () if grad is None else _levels(grad):
+                _watch_gradient(tensor, partial(_need, group))
+                if tensor._base is not None:
+                    _watch_gradient(tensor._base, partial(_need, group))
+
+
+def _watch_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    if tensor.requires_grad:
+        tensor.register_hook(hook)
+
+
+def _need(group: ParamGroup, _: torch.Tensor) -> None:
+    with _torch.apart_from_transforms():
+        group.context.backward.need(group)
+
+
+def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Move an input to the device of compute.
+
+    Hazard: the caller fills pinned memory with the next batch while this one is being copied.
+    Guard: it is waited for. Other memory of the host has been read when the copy returns.
+    """
+    return tensor.to(device, non_blocking=not tensor.is_pinned())
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)
+
+
+# Methods that are called as a forward is: between the hooks of their module -----------------------
+
+
+class ForwardMethod:
+    """Stands on one module in the place of a method, and runs it as that module's forward.
+
+    It is bound to the module like a function and holds no reference to it, so a deep copy of the
+    module has the method bound to the copy.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        functools.update_wrapper(self, getattr(module, name))
+        del self.__dict__["__wrapped__"]  # it is bound to this module
+        self._bind = _binder(module, name)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_as_forward(module, self._bind(module), args, kwargs)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Run the method ``name`` of a sharded module as its forward; idempotent."""
+    present = module.__dict__.get(name)
+    if not isinstance(getattr(present, "__func__", None), ForwardMethod):
+        module.__dict__[name] = MethodType(ForwardMethod(module, name), module)
+
+
+def forward_methods(module: nn.Module) -> list[str]:
+    """Return the names of the methods that are run as forward of a module."""
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if isinstance(getattr(value, "__func__", None), ForwardMethod)
+    ]
+
+
+def _binder(module: nn.Module, name: str) -> Callable[[nn.Module], Callable[..., Any]]:
+    """Return what looks the method up for a module, this one or a copy of it."""
+    if name in module.__dict__:
+        own = module.__dict__[name]
+        if isinstance(own, MethodType) and own.__self__ is module:
+            return functools.partial(MethodType, own.__func__)
+        return lambda _: own
+    try:
+        found = inspect.getattr_static(type(module), name)
+    except AttributeError:  # it comes from __getattr__
+        method = getattr(module, name)
+        return lambda _: method
+    return lambda owner: found.__get__(owner, type(owner))

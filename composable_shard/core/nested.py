@@ -1,0 +1,255 @@
+"""Tensors inside what modules take, return and store."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_shard import _torch
+
+# Tensors inside what modules take, return and store: containers, dataclasses, plain objects -------
+
+_Change = Callable[[torch.Tensor], torch.Tensor]
+
+ATOMS: frozenset[type] = frozenset(
+    [
+        *(type(None), bool, int, float, complex, str, bytes, type, range, slice),
+        *(torch.Size, torch.dtype, torch.device),
+        *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
+    ]
+)
+"""Types that hold no tensors and are worth telling apart quickly."""
+
+_VALUES: type = type({}.values())
+_ITEMS: type = type({}.items())
+_ITERABLE: tuple[Any, ...] = (list, tuple, set, frozenset, deque, ValuesView, _ITEMS)
+
+MAX_DEPTH_OF_OBJECTS = 3
+"""How many plain objects inside each other are looked into."""
+
+MANY = 64
+"""A container of more items than these, the first of which is an atom, is one of atoms."""
+
+_CLOSED_PACKAGES = ("torch", __name__.split(".")[0])
+"""Whose objects hold no graph of the user's."""
+
+
+def map_tensors(change: _Change, value: Any) -> Any:
+    """Apply ``change`` to every tensor in ``value``; what holds no changed tensor stays itself.
+
+    Goes into lists, tuples, named tuples, sets, mappings and their views, dataclass instances and
+    the containers that are registered with ``torch.utils._pytree``.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in ATOMS:
+        return value
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return _map_sequence(change, value)
+    if isinstance(value, (_VALUES, _ITEMS)):
+        return _map_view(change, value)
+    if type(value) is dict or isinstance(value, Mapping):
+        return _map_mapping(change, value) if value else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(change, value)
+    return _map_registered(change, value)
+
+
+def _map_sequence(change: _Change, value: Any) -> Any:
+    items = [map_tensors(change, item) for item in value]
+    if all(map(operator.is_, items, value)):
+        return value
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    if isinstance(value, deque):
+        return type(value)(items, value.maxlen)
+    return type(value)(items)
+
+
+def _map_view(change: _Change, value: Any) -> Any:
+    """Return the same view of a changed copy of the dict behind."""
+    items = {key: map_tensors(change, item) for key, item in value.mapping.items()}
+    if all(items[key] is item for key, item in value.mapping.items()):
+        return value
+    return items.values() if isinstance(value, _VALUES) else items.items()
+
+
+def _map_mapping(change: _Change, value: Any) -> Any:
+    items = {key: map_tensors(change, item) for key, item in value.items()}
+    changed = {key: item for key, item in items.items() if item is not value[key]}
+    if not changed:
+        return value
+    if type(value) is dict:
+        return items
+    if dataclasses.is_dataclass(value):
+        return _copy_of_both_kinds(value, items)
+    copied = value.copy() if hasattr(value, "copy") else type(value)(value)
+    for key, item in changed.items():
+        copied[key] = item
+    return copied
+
+
+def _copy_of_both_kinds(value: Any, items: Mapping[Any, Any]) -> Any:
+    """Copy a mapping that is a dataclass too: not made of a mapping, and holds each item twice."""
+    copied: Any = type(value).__new__(type(value))  # type: ignore[call-overload]
+    copied.__dict__.update(value.__dict__)
+    for key, item in items.items():
+        copied[key] = item
+        if isinstance(key, str) and getattr(value, key, None) is value[key]:
+            object.__setattr__(copied, key, item)
+    return copied
+
+
+def _map_dataclass(change: _Change, value: Any) -> Any:
+    fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    items = {name: map_tensors(change, getattr(value, name)) for name in fields}
+    if all(items[name] is getattr(value, name) for name in fields):
+        return value
+    copied = object.__new__(type(value))
+    if hasattr(value, "__dict__"):  # one with slots has none
+        copied.__dict__.update(value.__dict__)
+    for name, item in items.items():
+        object.__setattr__(copied, name, item)
+    return copied
+
+
+def _map_registered(change: _Change, value: Any) -> Any:
+    found = _torch.registered_container(value)
+    if found is None:
+        return value
+    children, make = found
+    items = [map_tensors(change, child) for child in children]
+    return value if all(map(operator.is_, items, children)) else make(items)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in ``value``: in all that :func:`map_tensors` goes into."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in ATOMS:
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, _ITERABLE):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                yield from tensors_in(getattr(value, field.name))
+    else:
+        children, _ = _torch.registered_container(value) or ((), None)
+        for item in children:
+            yield from tensors_in(item)
+
+
+def holds_nothing(value: Any) -> bool:
+    """Tell quickly whether ``value`` is one in which :func:`tensors_stored_in` never finds any."""
+    kind = type(value)
+    if kind is tuple:
+        return all(type(item) in ATOMS for item in value)
+    is_ours = kind.__module__.split(".")[0] == _CLOSED_PACKAGES[1]
+    return kind in ATOMS or (is_ours and not issubclass(kind, (Mapping, *_ITERABLE)))
+
+
+def tensors_stored_in(
+    value: Any, seen: set[int], depth: int = MAX_DEPTH_OF_OBJECTS
+) -> Iterator[torch.Tensor]:
+    """Yield every tensor in ``value``, also in the attributes of plain objects.
+
+    Args:
+        value: An attribute of a module.
+        seen: The containers and objects that were looked into; grows.
+        depth: How many objects inside each other are looked into.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if type(value) in ATOMS or id(value) in seen or isinstance(value, (nn.Module, type)):
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        children: Any = value.values()
+    elif isinstance(value, _ITERABLE):
+        children = value
+    elif depth and type(value).__module__.split(".")[0] not in _CLOSED_PACKAGES:
+        children, depth = _attributes(value), depth - 1
+    else:
+        return
+    if len(children) > MANY and type(next(iter(children))) in ATOMS:
+        return
+    for item in children:
+        if type(item) not in ATOMS:
+            yield from tensors_stored_in(item, seen, depth)
+
+
+def _attributes(value: Any) -> list[Any]:
+    attributes = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                attributes.append(getattr(value, name))
+    return attributes
+
+
+# What forward stores away on its modules, such as a loss to be added later ------------------------
+
+_ATTRIBUTES_WITHOUT_GRAPH = frozenset({*nn.Module().__dict__, _torch.COMPOSABLE_STATE})
+
+
+class StoredTensors:
+    """Finds the tensors with a graph that appear in the attributes of some modules.
+
+    Most modules store nothing and keep their attributes from call to call. Those values that cannot
+    hold a tensor are remembered, so that a look at such a module is one comparison of two lists.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._harmless: list[list[Any]] = [[] for _ in modules]
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def newly(self) -> list[torch.Tensor]:
+        """Return those that were not there at the last call."""
+        suspects: list[Any] = []
+        for place, module in enumerate(self._modules):
+            attributes, harmless = module.__dict__, self._harmless[place]
+            if len(attributes) != len(harmless) or not all(
+                map(operator.is_, attributes.values(), harmless)
+            ):
+                self._harmless[place] = self._sort(attributes, suspects)
+        if not suspects and not self._known:
+            return []
+        known, self._known = self._known, {}
+        seen: set[int] = set()
+        found = []
+        for value in suspects:
+            for tensor in tensors_stored_in(value, seen):
+                if tensor.grad_fn is None:
+                    continue
+                before = known.get(id(tensor))
+                self._known[id(tensor)] = weakref.ref(tensor)
+                if before is None or before() is not tensor:
+                    found.append(tensor)
+        return found
+
+    def _sort(self, attributes: dict[str, Any], suspects: list[Any]) -> list[Any]:
+        """Add to ``suspects`` what may hold tensors; return the values, with ``self`` for those."""
+        harmless: list[Any] = []
+        for name, value in attributes.items():
+            if name in _ATTRIBUTES_WITHOUT_GRAPH or holds_nothing(value):
+                harmless.append(value)
+            else:
+                harmless.append(self)  # is no attribute of a module: it will be looked into again
+                suspects.append(value)
+        return harmless

@@ -1,0 +1,124 @@
+"""Which parameters optimizers have, and noticing their steps.
+
+A foreach or fused optimizer changes a DTensor without moving any version counter, so that nothing
+on the parameter tells that an earlier gather is stale. Every ``torch.optim.Optimizer`` calls a
+global hook after its step; the groups of its parameters are told.
+
+An optimizer must have the sharded parameters. One that is given unsharded ones, which modules hold
+between a forward and its backward, is given the sharded ones in their place. One that has got hold
+of others (originals that have been replaced, copies of ``unsharded()``) would train nothing; it is
+refused before its step.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from composable_shard import _torch
+from composable_shard.core.not_sharded import warn_of_unsharded
+from composable_shard.core.param import sharded_form, stands_for_sharded
+from composable_shard.core.ties import is_replaced, remember_owner
+from composable_shard.errors import ShardError
+
+if TYPE_CHECKING:
+    from composable_shard.core.group import ParamGroup
+
+_owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+
+
+def watch_optimizer_steps(group: ParamGroup) -> None:
+    """Have ``group`` told of every optimizer step on its parameters."""
+    watch_optimizers()
+    for param in group.params:
+        _owners[id(param.sharded)] = group
+        remember_owner(param)
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Have all optimizers checked and corrected from now on; called before anything is gathered."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    _correct_new_groups()
+    _torch.let_foreach_zero_any_placement()
+
+
+def _correct_new_groups() -> None:
+    """Let new parameter groups of all optimizers hold sharded parameters.
+
+    A step would be too late: until then ``zero_grad`` and gradient scalers pass over gradients of
+    the parameters that the optimizer has not got.
+    """
+    add = Optimizer.add_param_group
+
+    @functools.wraps(add)
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        params = param_group.get("params") if isinstance(param_group, dict) else None
+        if isinstance(params, torch.Tensor):
+            param_group["params"] = [sharded_form(params)]
+        elif params is not None and not isinstance(params, set):
+            param_group["params"] = [_sharded_entry(entry) for entry in params]
+        add(self, param_group)
+
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def _sharded_entry(entry: Any) -> Any:
+    """Replace the parameter of an entry: a tensor, or a name and a tensor."""
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor):
+        return entry[0], sharded_form(entry[1])
+    return sharded_form(entry) if isinstance(entry, torch.Tensor) else entry
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    replaced = sum(map(is_replaced, params))
+    if replaced:
+        raise ShardError(
+            f"Expected {type(optimizer).__name__} to have sharded parameters, got {replaced} that "
+            "fully_shard has replaced; build the optimizer after fully_shard"
+        )
+    unsharded = sum(map(stands_for_sharded, params))
+    if unsharded:
+        raise ShardError(
+            f"Expected {type(optimizer).__name__} to have sharded parameters, got {unsharded} "
+            "unsharded ones, whose changes are lost; build the optimizer, or fill its groups, of "
+            "model.parameters() outside of unsharded(), before a forward or after a backward"
+        )
+    for param in params:
+        if isinstance(param, DTensor) and param.ndim == 0:
+            _distribute_state(param, optimizer.state.get(param, {}))
+    warn_of_unsharded(optimizer, _owners.values())
+
+
+def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
+    """Make DTensors of a scalar parameter's states: torch loads them as if they counted steps."""
+    for name, value in state.items():
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if is_plain and value.ndim == 0 and name != "step":
+            state[name] = DTensor.from_local(
+                value, param.device_mesh, param.placements, run_check=False
+            )
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    stepped = {
+        owner
+        for param_group in optimizer.param_groups
+        for param in param_group["params"]
+        if isinstance(param, DTensor) and (owner := _owners.get(id(param))) is not None
+    }
+    for group in stepped:
+        group.freshness.note_optimizer_step()
+    for context in {group.context for group in stepped}:
+        context.show_sharded()

@@ -1,0 +1,278 @@
+"""The order of execution: what forward entered and left, and the steps of a backward. Pure.
+
+The first pass records who was needed after whom. From the second on, the record says whom to
+gather while the present one computes, and whom not to free because it is needed again at once.
+A wrong guess costs time, never correctness.
+
+A forward notes where it enters and leaves each group. All ranks run the same forward, so they
+derive the same steps from it, whatever part of the graph the loss of each reaches. A backward takes
+every step in this order and none twice; autograd only tells how far it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+# The order in which groups are needed: recorded once, then used. Pure -----------------------------
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class OrderRecord(Generic[Key]):
+    """Records the order of one kind of pass and predicts the next one from it."""
+
+    def __init__(self) -> None:
+        self.recorded: tuple[Key, ...] = ()
+        self._current: list[Key] = []
+        self._position = 0
+
+    def advance(self, key: Key) -> Key | None:
+        """Note that ``key`` is needed now; return who is expected next, if known."""
+        self._current.append(key)
+        expected = self.recorded
+        position = self._position
+        if position >= len(expected) or expected[position] != key:
+            position = _find(expected, key, position)
+        self._position = position + 1
+        return expected[position + 1] if position + 1 < len(expected) else None
+
+    @property
+    def upcoming(self) -> Key | None:
+        """Who is expected next, if known."""
+        return self.recorded[self._position] if self._position < len(self.recorded) else None
+
+    def finish(self) -> None:
+        """End the pass; what was recorded predicts the next one."""
+        if self._current:
+            self.recorded = tuple(self._current)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End a pass that failed; the previous record stays."""
+        self._current.clear()
+        self._position = 0
+
+
+def _find(order: tuple[Key, ...], key: Key, start: int) -> int:
+    """Index of ``key`` at or after ``start``, else anywhere, else past the end."""
+    for index in (*range(start, len(order)), *range(min(start, len(order)))):
+        if order[index] == key:
+            return index
+    return len(order)
+
+
+def stays_for_backward(key: Key, forward: OrderRecord[Key], backward: OrderRecord[Key]) -> bool:
+    """Tell whether ``key`` ended the last forward and opened the last backward.
+
+    Such a group would be freed and gathered again with nothing in between.
+    """
+    return bool(
+        forward.recorded
+        and backward.recorded
+        and forward.recorded[-1] == key
+        and backward.recorded[0] == key
+    )
+
+
+# In which order a backward gathers and reduces groups: the reverse of forward, on all ranks. Pure
+
+
+class Step(NamedTuple, Generic[Key]):
+    """Something that every rank does once in a backward.
+
+    Attributes:
+        group: For which group.
+        gathers: Whether its parameters are gathered; if not, its gradients are reduced.
+    """
+
+    group: Key
+    gathers: bool
+
+
+class Plan(NamedTuple, Generic[Key]):
+    """What a backward through some forwards does.
+
+    Attributes:
+        steps: Its steps, the first one last, to be popped.
+        called_again: The groups that forwards have called more than once.
+        num_checkpoints: How many checkpoints compute a group again, for those that one does.
+    """
+
+    steps: list[Step[Key]]
+    called_again: frozenset[Key]
+    num_checkpoints: dict[Key, int]
+
+
+NO_PLAN: Plan[Any] = Plan([], frozenset(), {})
+
+
+class Interval:
+    """From when to when a forward needed a group, for one call or for all in a checkpoint.
+
+    Attributes:
+        start: When the call, or the first one in the checkpoint, began.
+        end: When it, or the last one, ended.
+        is_shared: Whether it is that of a checkpoint, which computes all of its calls again if any.
+        is_read: Whether a backward may read the groups of the calls.
+    """
+
+    __slots__ = ("end", "is_read", "is_shared", "start")
+
+    def __init__(self, start: int, *, is_shared: bool) -> None:
+        self.start = self.end = start
+        self.is_shared = is_shared
+        self.is_read = False
+
+
+class _Visit:
+    """What forwards have done with one group since the last backward.
+
+    Attributes:
+        forward: The number of the latest forward that entered it.
+        earliest: Its first call of all.
+        place: When its first call in that forward began.
+        num_calls: How many calls there are in all forwards.
+        left: Its last call that a backward may read it for, if any.
+        checkpoints: The outermost checkpoints around its calls in that forward.
+        num_before: How many there were around calls in earlier forwards.
+    """
+
+    __slots__ = (
+        "checkpoints",
+        "earliest",
+        "forward",
+        "left",
+        "num_before",
+        "num_calls",
+        "place",
+    )
+
+    def __init__(self, interval: Interval, place: int, forward: int) -> None:
+        self.earliest = interval
+        self.place = place
+        self.forward = forward
+        self.num_calls = 0
+        self.left: Interval | None = None
+        self.checkpoints: set[Interval] = set()
+        self.num_before = 0
+
+
+class ExecutionOrder(Generic[Key]):
+    """Where the forwards since the last backward have entered and left groups.
+
+    A group is gathered where it was left last and reduced where it was entered first: in between,
+    a backward may read it. An activation checkpoint computes all of its groups again at once, so
+    all are gathered where the checkpoint was left, in the order of forward, and reduced where it
+    began.
+
+    Attributes:
+        forward: The number of the latest forward.
+    """
+
+    def __init__(self) -> None:
+        self.forward = 0
+        self._now = 0
+        self._has_trained = False  # the latest forward has left a group that trains
+        self._visits: dict[Key, _Visit] = {}
+
+    def begin(self) -> None:
+        """Note that a forward begins."""
+        self.forward += 1
+        self._has_trained = False
+
+    def enter(self, group: Key, checkpoints: Iterable[dict[Any, Any]] = ()) -> Interval:
+        """Note that a call of ``group`` begins.
+
+        Args:
+            group: The group.
+            checkpoints: For each checkpoint around the call, what the callers keep with it.
+
+        Returns:
+            To be passed to :meth:`leave`.
+        """
+        self._now += 1
+        interval = self._interval(checkpoints)
+        visit = self._visits.get(group)
+        if visit is None:
+            visit = self._visits[group] = _Visit(interval, self._now, self.forward)
+        elif visit.forward != self.forward:
+            visit.place, visit.forward = self._now, self.forward
+            visit.num_before += len(visit.checkpoints)
+            visit.checkpoints.clear()
+        visit.num_calls += 1
+        if checkpoints:
+            visit.checkpoints.add(interval)
+        return interval
+
+    def _interval(self, checkpoints: Iterable[dict[Any, Any]]) -> Interval:
+        kept = [one for notes in checkpoints if (one := notes.get(self)) is not None]
+        interval = kept[0] if kept else Interval(self._now, is_shared=bool(checkpoints))
+        for notes in checkpoints:  # those within each other share the interval of the outermost
+            notes[self] = interval
+        return interval
+
+    def leave(self, group: Key, interval: Interval, *, trains: bool, is_watched: bool) -> None:
+        """Note that a call of ``group`` ends.
+
+        Args:
+            group: The group.
+            interval: What :meth:`enter` has returned.
+            trains: Whether the group has trainable parameters.
+            is_watched: Whether outputs of the call may get a gradient. One of a frozen group may on
+                another rank only, if a trainable group has run before; it counts on all ranks then.
+        """
+        self._now += 1
+        interval.end = self._now
+        interval.is_read = interval.is_read or trains or is_watched or self._has_trained
+        visit = self._visits.get(group)
+        if visit is not None and (interval.is_read or (interval.is_shared and not visit.left)):
+            visit.left = interval
+        self._has_trained = self._has_trained or trains
+
+    def forget(self, group: Key) -> None:
+        """Note that no backward will read ``group`` for the calls so far."""
+        visit = self._visits.get(group)
+        if visit is not None:
+            visit.left = None
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._visits.clear()
+
+    def __contains__(self, group: Key) -> bool:
+        return group in self._visits
+
+    def __bool__(self) -> bool:
+        return bool(self._visits)
+
+    def last_entered_first(self) -> list[Key]:
+        """Return all groups, those that were entered later before others."""
+        return sorted(self._visits, key=lambda group: -self._visits[group].place)
+
+    def plan(self, reduces: Callable[[Key], bool]) -> Plan[Key]:
+        """Return the plan of a backward through all forwards.
+
+        Where several forwards ran before it, a group is reduced where the first of them entered it:
+        the loss may be the sum of theirs, on this rank or on another.
+
+        Args:
+            reduces: Tells whether a group has gradients to be reduced.
+        """
+        counts = {group: v.num_before + len(v.checkpoints) for group, v in self._visits.items()}
+        return Plan(
+            self._steps(reduces),
+            frozenset(group for group, visit in self._visits.items() if visit.num_calls > 1),
+            {group: count for group, count in counts.items() if count},
+        )
+
+    def _steps(self, reduces: Callable[[Key], bool]) -> list[Step[Key]]:
+        found: list[tuple[int, int, Step[Key]]] = []
+        for group, visit in self._visits.items():
+            left = visit.left if visit.left is not None and visit.left.is_read else None
+            if left is not None:
+                found.append((left.end, -visit.place, Step(group, gathers=True)))
+            if left is not None or reduces(group):
+                found.append((visit.earliest.start, visit.place, Step(group, gathers=False)))
+        found.sort(key=lambda entry: entry[:2])
+        return [step for _, _, step in found]

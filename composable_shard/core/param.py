@@ -1,0 +1,455 @@
+"""One parameter: the shard that the optimizer sees and the tensor that compute sees.
+
+Hazard: a loss that is computed only from tensors kept where the hooks do not look (a global list,
+a closure) starts a backward that gathers nothing, and reads freed memory. Guard: while parameters
+are freed their version counters stand elsewhere, so that autograd raises its error about saved
+tensors that were changed. Tested in ``tests/dist/test_modules_losses.py``.
+
+The tensors a parameter goes through:
+
+- original: what the module held when it was sharded; gone afterwards
+- sharded: a DTensor parameter on the module outside of compute; its local tensor is the local
+  shard, usually a view of a flat bucket
+- unsharded: a plain parameter on the module during compute (under tensor parallelism, a DTensor of
+  the kind that the original was), the leaf of autograd. The object lives as long as the group; only
+  its storage comes and goes, so that saved tensors stay valid
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.layout import ParamLayout
+from composable_shard.core.placement import GradStage, plan_dense, plan_placement
+from composable_shard.mesh import ShardMesh
+from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from composable_shard.core.group import ParamGroup
+
+# Parameters whose memory is freed: autograd must refuse to read them ------------------------------
+
+VERSION_OF_FREED = 1_000_000_000
+"""What a version counter shows while the parameter is freed; no parameter is changed so often."""
+
+
+class FreedParameters:
+    """Marks the parameters that must not be read, by group."""
+
+    def __init__(self) -> None:
+        self._marked: dict[ParamGroup, tuple[Sequence[torch.Tensor], Sequence[int]]] = {}
+
+    def mark(self, group: ParamGroup) -> None:
+        """Let autograd refuse the group's unsharded parameters, unless they cannot be freed."""
+        if group in self._marked or group.units.share_storage:
+            return
+        params = group.units.all.readable
+        if params:
+            self._marked[group] = params, group.units.all.readable_versions()
+            _torch.set_versions(params, [VERSION_OF_FREED] * len(params))
+
+    def unmark(self, group: ParamGroup) -> None:
+        """Let autograd read the group's unsharded parameters again."""
+        marked = self._marked.pop(group, None)
+        if marked is not None:
+            _torch.set_versions(*marked)
+
+
+# One parameter: the shard that the optimizer sees and the tensor that compute sees ----------------
+
+LIFTED = "_composable_shard_lifted"
+"""On a parameter whose ``grad_dtype`` the library, and not the user, has set to ``None``."""
+
+_UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
+
+
+_stand_ins: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
+"""By id, unsharded parameters and full copies that modules hold or have held."""
+
+
+def remember_stand_in(tensor: torch.Tensor, param: ShardedParam) -> None:
+    """Note that a module holds, or has held, ``tensor`` in the place of a sharded parameter.
+
+    Only weak references to the tensor itself are possible: torch does not convert a module with a
+    parameter, such as the sharded one, that is weakly referred to.
+    """
+    key = id(tensor)
+    known = weakref.ref(tensor, lambda _: _stand_ins.pop(key, None))
+    _stand_ins[key] = known, weakref.ref(param)
+
+
+def sharded_form(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sharded parameter that an unsharded one stands for; any other tensor itself."""
+    known = _stand_ins.get(id(tensor))
+    param = None if known is None else known[1]()
+    return tensor if param is None else param.sharded
+
+
+def stands_for_sharded(tensor: torch.Tensor) -> bool:
+    """Tell whether a module holds, or has held, ``tensor`` in the place of a sharded parameter."""
+    return id(tensor) in _stand_ins
+
+
+class Slot(NamedTuple):
+    """A place where a parameter is registered; tied parameters have several.
+
+    Attributes:
+        module: Where.
+        attribute: Under which name.
+        calls_setattr: Whether the module wants to be told, by a ``__setattr__`` of its own.
+    """
+
+    module: nn.Module
+    attribute: str
+    calls_setattr: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module, attribute: str) -> Slot:
+        """Return the place of an attribute, as the environment says if it is told."""
+        is_plain = type(module).__setattr__ is nn.Module.__setattr__
+        is_unsafe = any(os.environ.get(name) == "1" for name in _UNSAFE_VARIABLES)
+        return cls(module, attribute, not is_plain and not is_unsafe)
+
+    def put(self, param: nn.Parameter) -> None:
+        if self.calls_setattr:
+            setattr(self.module, self.attribute, param)
+        else:
+            self.module._parameters[self.attribute] = param
+
+    def get(self) -> nn.Parameter | None:
+        return self.module._parameters.get(self.attribute)
+
+
+class Attributes:
+    """What users set on one form of a parameter, ``param.tag = ...``, is there on the other.
+
+    Both forms have one dict, unless the other is a tensor subclass, which keeps inner tensors and
+    metadata in its own: what is not of the class is then copied when the forms change places.
+
+    Args:
+        sharded: The sharded form.
+        other: An unsharded one, just made.
+    """
+
+    def __init__(self, sharded: nn.Parameter, other: nn.Parameter) -> None:
+        self._sharded, self._other = sharded, other
+        self.are_shared = type(other) in (nn.Parameter, DTensor)
+        self._of_class = {"_is_param", *other.__dict__}
+        if self.are_shared:
+            other.__dict__ = sharded.__dict__
+        else:
+            self.give()
+
+    def give(self) -> None:
+        """Copy attributes of the sharded form to the other, which is registered now."""
+        self._copy(self._sharded, self._other)
+
+    def take(self) -> None:
+        """Copy attributes of the other form to the sharded one, which is registered now."""
+        self._copy(self._other, self._sharded)
+
+    def _copy(self, source: nn.Parameter, target: nn.Parameter) -> None:
+        if self.are_shared:
+            return
+        for name, value in source.__dict__.items():
+            if name not in self._of_class:
+                target.__dict__[name] = value
+
+
+def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
+    """Return what was set on a parameter: what is in its dict and not of its class."""
+    of_class = {"_is_param"}
+    if type(param) not in (nn.Parameter, DTensor):
+        of_class.update(param.detach().__dict__)
+    return {name: value for name, value in param.__dict__.items() if name not in of_class}
+
+
+class ShardedParam:
+    """The sharded and the unsharded form of one parameter.
+
+    Attributes:
+        name: Name within the module that was sharded; for messages.
+        slots: Where it is registered.
+        mesh: Over which ranks it is sharded and replicated.
+        policy: Its dtypes, which may differ from those of other parameters of the group.
+        placement: Mesh and placements of its DTensor and of its gradient's.
+        form: How the elements that this rank's peers share are laid out and cut.
+        offload: How it is kept on the CPU; ``None`` if it is not.
+        device: Where the local shard belongs.
+        spec: Mesh, placements and global shape of the sharded DTensor.
+        sharded: The DTensor parameter.
+        local: The local tensor of ``sharded``, to notice when somebody replaces it.
+        unsharded: The parameter of compute, once it was gathered.
+        attributes: What users set on either; ``None`` before it was gathered.
+        is_subclass: Whether ``unsharded`` is made of inner tensors.
+        parts: What autograd may save of a subclass by itself and is freed with ``unsharded``.
+        encodes_grad: Whether the local shard says what its gradient looks like on the wire.
+        is_unsynced: Whether gradients of it were accumulated that the ranks have not reduced yet,
+            on this rank or on others; the next reduction takes it in, frozen or not.
+        accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
+            same in every graph. ``None`` if the parameter has been frozen since it was made.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: tuple[Slot, ...],
+        original: nn.Parameter,
+        dim: int | None,
+        mesh: ShardMesh,
+        policy: MixedPrecisionPolicy,
+        offload: CPUOffloadPolicy | None = None,
+    ) -> None:
+        self.name = name
+        self.slots = slots
+        self.mesh = mesh
+        self.policy = policy
+        self.offload = offload
+        self.placement = plan_placement(name, original, dim, mesh)
+        self.form = plan_dense(_model_local(original), dim, mesh.num_shards)
+        keeps_strides = self.form.order is not None or isinstance(original, DTensor)
+        shape, stride = original.shape, original.stride() if keeps_strides else None
+        if stride is None:
+            stride = torch.empty(shape, device="meta").stride()
+        meta = _torch.TensorMeta(shape, stride, original.dtype)
+        self.spec = _torch.make_spec(self.placement.mesh, self.placement.sharded, meta)
+        self.device = torch.device("cpu") if offload is not None else mesh.device
+        self._specs: dict[tuple[GradStage, torch.dtype], _torch.DTensorSpec] = {}
+        self.sharded: nn.Parameter
+        self.local: torch.Tensor
+        self.unsharded: nn.Parameter | None = None
+        self.attributes: Attributes | None = None
+        self._dict: dict[str, object] = {}
+        self.is_subclass = False
+        self.parts: Sequence[torch.Tensor] = ()
+        self.encodes_grad = False
+        self.is_unsynced = False
+        self.accumulator: Node | None = None
+        self._is_watched = False
+        self._has_asked = False
+        self._asked_grad_dtype: torch.dtype | None = None
+        self._shown_grad_dtype: torch.dtype | None = original.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the sharded form alone, which keeps no ``grad_dtype`` by itself."""
+        left_out = ("local", "unsharded", "attributes", "accumulator", "parts", "_dict", "_specs")
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "grad_dtype": self.sharded.grad_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        grad_dtype = state.pop("grad_dtype")
+        self.__dict__.update(state)
+        self._specs, self._is_watched, self.is_unsynced = {}, False, False
+        self.forget_unsharded()
+        if not self.sharded.is_leaf:  # torch loads a DTensor on the meta device as a view
+            local = _torch.local_tensor(self.sharded).detach()
+            leaf = _torch.parameter_of(
+                _torch.from_local(local, self.spec), self.sharded.requires_grad
+            )
+            leaf.__dict__.update(self.sharded.__dict__)
+            torch.utils.swap_tensors(self.sharded, leaf)
+        self.hold(self.sharded)
+        for spec in (self.spec, self.placement.model, _torch.spec_of(self.sharded)):
+            if spec is not None:
+                _torch.rebind(spec.mesh)
+        if grad_dtype != self.sharded.grad_dtype:
+            self.sharded.grad_dtype = grad_dtype
+        self.local = _torch.local_tensor(self.sharded)
+
+    @property
+    def layout(self) -> ParamLayout:
+        return self.form.layout
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return self.spec.shape
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full tensor: of one like the original, or of a plain one."""
+        return self.form.shard_of(self.model_part(full), self.mesh.shard_rank).detach()
+
+    def model_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return what of a full tensor this rank and those it shares shards with hold together."""
+        if isinstance(full, DTensor):
+            return _torch.local_tensor(full)
+        model = self.placement.model
+        if model is None:
+            return full
+        return _torch.cut(full, model.mesh, model.placements)
+
+    def create_sharded(self, local: torch.Tensor, original: nn.Parameter) -> None:
+        """Make the DTensor parameter around ``local``, with what users hung on the original."""
+        self.hold(_torch.parameter_of(_torch.from_local(local, self.spec), original.requires_grad))
+        self.sharded.__dict__.update(attributes_of_user(original))
+        _torch.share_hooks(original, self.sharded)
+        if original.grad_dtype != original.dtype:
+            self.sharded.grad_dtype = original.grad_dtype
+        self.local = _torch.local_tensor(self.sharded)
+
+    def hold(self, sharded: nn.Parameter) -> None:
+        """Let ``sharded`` be the DTensor parameter, with the attributes that it has."""
+        self.sharded, self._dict = sharded, sharded.__dict__
+
+    def adopt_local(self, local: torch.Tensor) -> None:
+        """Let ``local``, which holds the same values, be the local shard from now on."""
+        self.spec = _torch.spec_with_dtype(self.spec, local.dtype)
+        _torch.set_local_tensor(self.sharded, local)
+        self.local = local
+
+    def create_unsharded(self, tensor: torch.Tensor) -> nn.Parameter:
+        """Make the leaf of autograd around ``tensor``; once in the life of its storage."""
+        model = self.placement.model
+        with torch.inference_mode(False), torch.no_grad():
+            if model is not None:
+                tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
+            self.unsharded = _torch.parameter_of(tensor, self.sharded.requires_grad)
+            if not self.policy.rounds_gradients:  # else once, to the dtype of the reduction
+                self.unsharded.grad_dtype = None
+        remember_stand_in(self.unsharded, self)
+        self.attributes = Attributes(self.sharded, self.unsharded)
+        self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
+        self.accumulator, self._is_watched = None, False
+        return self.unsharded
+
+    def unsharded_local(self) -> torch.Tensor:
+        """Return what this rank holds of the unsharded parameter."""
+        assert self.unsharded is not None
+        return _model_local(self.unsharded)
+
+    def remember_grad_dtype(self) -> torch.dtype | None:
+        """Return the dtype that the user asked of this parameter's gradients, if any."""
+        shown = self.sharded.grad_dtype
+        if shown != self._shown_grad_dtype:
+            self._shown_grad_dtype = shown
+            if shown is not None or LIFTED not in self.sharded.__dict__:
+                self._has_asked, self._asked_grad_dtype = True, shown
+        return self._asked_grad_dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        return self.policy.compute_dtype(self.local.dtype)
+
+    @property
+    def takes_any_grad(self) -> bool:
+        """Whether gradients are reduced in whatever dtype autograd gives them.
+
+        So asks a ``grad_dtype`` that was set to ``None``, where the policy has no ``reduce_dtype``.
+        """
+        asked = self.remember_grad_dtype()
+        return self._has_asked and asked is None and self.policy.reduce_dtype is None
+
+    def reduction_dtype(self) -> torch.dtype:
+        """Return the dtype in which the gradient is summed, by itself and without a wider one."""
+        if self.takes_any_grad:
+            return self.compute_dtype
+        return self.policy.reduction_dtype(self.local.dtype, self._asked_grad_dtype)
+
+    def final_grad_dtype(self, reduced: torch.dtype) -> torch.dtype:
+        """Return the dtype in which users get a gradient.
+
+        Args:
+            reduced: That of the reduction, which stays if the user lets gradients be of any.
+        """
+        asked = self.remember_grad_dtype()
+        if self._has_asked and asked is None:
+            return reduced
+        return asked or self.policy.grad_dtype or self.local.dtype
+
+    def forget_unsharded(self) -> None:
+        """Let go of the unsharded parameter; the next gather makes another."""
+        self.unsharded, self.accumulator, self.is_subclass = None, None, False
+        self.parts, self.attributes = (), None
+
+    def register_sharded(self) -> None:
+        for slot in self.slots:
+            slot.put(self.sharded)
+
+    def register_unsharded(self) -> None:
+        assert self.unsharded is not None
+        for slot in self.slots:
+            slot.put(self.unsharded)
+
+    def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Give the unsharded parameter the ``requires_grad`` of the sharded one.
+
+        A graph from before it was frozen runs its node and calls ``on_gradient`` all the same, so
+        the node stays one that may be waited for.
+
+        Args:
+            on_gradient: Called whenever a backward has accumulated into the parameter.
+        """
+        assert self.unsharded is not None
+        wanted = self.sharded.requires_grad
+        self.unsharded.requires_grad_(wanted)
+        if wanted and self.accumulator is None:
+            self.accumulator = _torch.accumulate_node(self.unsharded)
+        if wanted and not self._is_watched:
+            self.unsharded.register_post_accumulate_grad_hook(on_gradient)
+            self._is_watched = True
+
+    def is_intact(self) -> bool:
+        """Tell whether module and DTensor still hold what this object put there."""
+        return (
+            self.slots[0].get() is self.sharded and _torch.local_tensor(self.sharded) is self.local
+        )
+
+    def recover(self) -> None:
+        """Take over a parameter or local tensor that replaced ours (loading, ``to``, ...)."""
+        current = self.slots[0].get()
+        if current is not None and current is not self.sharded:
+            self.hold(current)
+        self.keep_attributes(self.sharded)
+        for slot in self.slots:
+            slot.put(self.sharded)
+        self.local = _torch.local_tensor(self.sharded)
+        self.spec = _torch.spec_with_dtype(self.spec, self.local.dtype)
+        if self.sharded.grad_dtype == self.sharded.dtype:  # of a new parameter, as of any
+            self._shown_grad_dtype = self.sharded.dtype
+
+    def keep_attributes(self, param: nn.Parameter) -> None:
+        """Give ``param``, what a conversion or a load has made of the sharded form, its attributes.
+
+        Hazard: torch exchanges the dicts, too, when it exchanges two tensors.
+        """
+        if param.__dict__ is not self._dict:
+            for name, value in self._dict.items():
+                param.__dict__.setdefault(name, value)
+            self._dict = param.__dict__
+
+    def version(self) -> int:
+        """Return a number that grows when the sharded values change in place."""
+        return self.sharded._version + self.local._version
+
+    def spec_of_grad(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
+        """Describe a gradient that has come as far as one of the placements."""
+        key = (stage, dtype)
+        spec = self._specs.get(key)
+        if spec is None:
+            meta = self.spec.tensor_meta
+            assert meta is not None
+            like = _torch.TensorMeta(meta.shape, meta.stride, dtype)
+            placements = getattr(self.placement, stage)
+            spec = self._specs[key] = _torch.make_spec(self.placement.mesh, placements, like)
+        return spec
+
+    def __deepcopy__(self, memo: object) -> ShardedParam:
+        """Return itself: who copies its group has made the copy; left are those given back."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"ShardedParam({self.name}, shape={tuple(self.shape)}, {self.placement.sharded})"
+
+
+def _model_local(original: torch.Tensor) -> torch.Tensor:
+    return _torch.local_tensor(original) if isinstance(original, DTensor) else original

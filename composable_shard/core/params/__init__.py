@@ -1,1 +1,0 @@
-"""One parameter: its forms, its storage, where it lies and who owns it."""

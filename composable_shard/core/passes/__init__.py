@@ -1,1 +1,0 @@
-"""Forward and backward: what happens when."""

@@ -1,0 +1,273 @@
+"""From a plain module to a sharded one: who takes part, is it allowed, then all at once.
+
+Everything that can fail happens before the module is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_shard import _torch
+from composable_shard.core.extension import agree_on_shards, cut_shard, needs_extension
+from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.not_sharded import is_taken
+from composable_shard.core.param import Attributes, ShardedParam, Slot
+from composable_shard.core.ties import owner_of_sharded, remember
+from composable_shard.core.transport.host import Offload, check_names, offload_of
+from composable_shard.core.units import build_units
+from composable_shard.errors import ExtensionError
+from composable_shard.mesh import ShardMesh, ShardPlacementResult, resolve_mesh
+from composable_shard.policy import MixedPrecisionPolicy
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | DeviceMesh | ShardPlacementResult | None]
+
+
+@dataclass(frozen=True)
+class Managed:
+    """What one ``fully_shard`` call takes charge of.
+
+    Attributes:
+        modules: All modules below, but those of nested groups.
+        params: Each parameter with the places where it is registered.
+        names: The name of each parameter, from its module down.
+    """
+
+    modules: tuple[nn.Module, ...]
+    params: dict[nn.Parameter, tuple[Slot, ...]]
+    names: dict[nn.Parameter, str]
+
+
+def top_modules(module: object) -> tuple[nn.Module, ...]:
+    """Return the modules of the argument, without those that lie inside another of them.
+
+    Raises:
+        TypeError: If it is not a module or a list of modules.
+        ValueError: If the list is empty, or a module is a container without a forward.
+    """
+    modules = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(
+            f"Expected module to be an nn.Module or a list of them, got {type(module).__name__}"
+        )
+    if not modules:
+        raise ValueError("Expected at least one module, got an empty list")
+    for index, member in enumerate(modules):
+        if not isinstance(member, nn.Module):
+            raise TypeError(
+                f"Expected a list of nn.Module, got {type(member).__name__} at index {index}"
+            )
+        if type(member).forward is nn.Module.forward and "forward" not in vars(member):
+            raise ValueError(
+                f"Expected a module with a forward, got the container {type(member).__name__}; "
+                "call fully_shard on its children, or on a list of them"
+            )
+    inner = {id(m) for top in modules for m in top.modules() if m is not top}
+    unique = {id(member): member for member in modules if id(member) not in inner}
+    return tuple(unique.values())
+
+
+def check_not_taken(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules whose gradients another call, or another function, reduces.
+
+    Raises:
+        ValueError: If ``fully_shard``, ours or torch's, or ``replicate`` has one, or if a function
+            of torch has converted the parameters of a module around it.
+    """
+    for module in modules:
+        kind = type(module).__name__
+        if _torch.is_replicated(module):
+            raise ValueError(
+                f"Expected a module that torch's replicate was not applied to, got {kind}; apply "
+                "fully_shard to modules inside of it, before replicate, or to one around it"
+            )
+        if is_taken(module):
+            raise ValueError(
+                f"Expected a module that is not sharded, got {kind}, which fully_shard was "
+                "applied to before"
+            )
+        if not any(isinstance(param, DTensor) for param in module.parameters()):
+            continue
+        for outer in _torch.modules_with_state():
+            is_of_torch = group_of(outer) is None and is_taken(outer)
+            if is_of_torch and any(module is inner for inner in outer.modules()):
+                raise ValueError(
+                    f"Expected fully_shard of {kind} before torch has converted the parameters "
+                    f"of {type(outer).__name__} around it, got it after; start with the inner "
+                    "modules"
+                )
+
+
+def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> Managed:
+    """Walk down to nested modules that are sharded or replicated; collect what lies above them.
+
+    A parameter that is tied to one of a replicated module is replicated, too.
+
+    Args:
+        modules: The top modules.
+        ignored: Parameters to leave alone.
+    """
+    ignored_ids = {id(param) for param in ignored}
+    visited: dict[nn.Module, str] = {}
+
+    def visit(module: nn.Module, name: str) -> None:
+        if module in visited:
+            return
+        visited[module] = name
+        for child_name, child in module.named_children():
+            if _torch.is_replicated(child):
+                ignored_ids.update(map(id, child.parameters()))
+            elif not is_taken(child):
+                visit(child, f"{name}{child_name}.")
+
+    for top in modules:
+        visit(top, "")
+    slots: dict[nn.Parameter, list[Slot]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for module, prefix in visited.items():
+        for attribute, param in module._parameters.items():
+            if param is not None and id(param) not in ignored_ids:
+                slots.setdefault(param, []).append(Slot.of(module, attribute))
+                names.setdefault(param, f"{prefix}{attribute}")
+    return Managed(tuple(visited), {param: tuple(places) for param, places in slots.items()}, names)
+
+
+def plan_params(
+    managed: Managed,
+    mesh: ShardMesh,
+    shard_placement_fn: ShardPlacementFn | None,
+    policy: MixedPrecisionPolicy,
+    offload: Offload = None,
+) -> list[ShardedParam]:
+    """Decide how each parameter is cut, over which mesh, in which dtypes; check that all can be.
+
+    Raises:
+        TypeError: For a mesh that is none.
+        ValueError: For a parameter that cannot be sharded as asked, with its name.
+    """
+    check_names(offload, set(managed.names.values()))
+    meshes: dict[DeviceMesh, ShardMesh] = {}
+    planned = []
+    for param, slots in managed.params.items():
+        name = managed.names[param]
+        asked = None if shard_placement_fn is None else shard_placement_fn(param)
+        placement, own_mesh = _resolve_placement(name, asked)
+        over = mesh
+        if own_mesh is not None:
+            if own_mesh not in meshes:
+                meshes[own_mesh] = resolve_mesh(own_mesh)
+            over = meshes[own_mesh]
+        _check_param(name, param, over)
+        dim = _shard_dim(name, param, placement)
+        dtypes = policy.for_parameter(name, param)
+        planned.append(
+            ShardedParam(name, slots, param, dim, over, dtypes, offload_of(name, offload))
+        )
+    return planned
+
+
+def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
+    owner = owner_of_sharded(param)
+    if owner is not None:
+        raise ValueError(
+            f"Expected parameter '{name}' to be sharded by one fully_shard call, got the sharded "
+            f"parameter '{owner.name}' of another group; shard inner modules before outer ones, "
+            "and tie parameters before either"
+        )
+    if param.device.type not in ("meta", "cpu", mesh.device.type):
+        raise ValueError(
+            f"Expected parameter '{name}' on {mesh.device}, on the CPU or on the meta device, "
+            f"got {param.device}"
+        )
+
+
+def _resolve_placement(name: str, asked: object) -> tuple[Shard | None, DeviceMesh | None]:
+    if isinstance(asked, ShardPlacementResult):
+        placement, mesh = asked.placement, asked.mesh
+        if (placement is None or isinstance(placement, Shard)) and (
+            mesh is None or isinstance(mesh, DeviceMesh)
+        ):
+            return placement, mesh
+    if isinstance(asked, DeviceMesh):
+        return None, asked
+    if asked is None or isinstance(asked, Shard):
+        return asked, None
+    raise ValueError(
+        "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
+        f"for parameter '{name}', got {type(asked).__name__}: {asked!r}"
+    )
+
+
+def _shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | None:
+    """Return the dim to shard, ``None`` for a scalar, which has none."""
+    if placement is None:
+        return 0 if param.ndim else None
+    if not -param.ndim <= placement.dim < param.ndim:
+        raise ValueError(
+            f"Expected shard_placement_fn to return a dim within the {param.ndim} dims of "
+            f"parameter '{name}', got {placement}"
+        )
+    return placement.dim % param.ndim
+
+
+@torch.no_grad()
+def build_group(
+    modules: tuple[nn.Module, ...],
+    managed: Managed,
+    planned: list[ShardedParam],
+    mesh: ShardMesh,
+    policy: MixedPrecisionPolicy,
+) -> ParamGroup:
+    """Copy this rank's shards into buckets and make the sharded parameters; touches no module."""
+    originals = list(managed.params)
+    shards = _own_shards(planned, originals)
+    with torch.inference_mode(False):
+        units, locals_ = build_units(planned, shards)
+        for param, local, original in zip(planned, locals_, originals, strict=True):
+            param.create_sharded(local, original)
+    return ParamGroup(modules, planned, units, mesh, policy.without_override())
+
+
+def _own_shards(
+    planned: Sequence[ShardedParam], originals: Sequence[nn.Parameter]
+) -> list[torch.Tensor]:
+    """Cut this rank's shards; those of tensor subclasses are copies.
+
+    Collective: one small object for each mesh axis if there are tensor subclasses, else none.
+    """
+    shards: list[torch.Tensor] = []
+    meshes: dict[DeviceMesh, None] = {}
+    failure = None
+    for param, original in zip(planned, originals, strict=True):
+        whole = param.model_part(original)
+        if not needs_extension(whole):
+            shard = param.shard_of(original)
+            shards.append(shard if shard.device.type == "meta" else shard.to(param.device))
+            continue
+        meshes[param.placement.mesh] = None
+        try:
+            place = param.form, param.mesh.shard_rank, param.device
+            shards.append(cut_shard(param.name, whole, *place))
+        except ExtensionError as error:
+            failure = failure or error
+    if meshes:
+        agree_on_shards(failure, list(meshes))
+    return shards
+
+
+def commit(group: ParamGroup, managed: Managed) -> None:
+    """Register the sharded parameters and move buffers to the device of compute."""
+    for param, original in zip(group.params, managed.params, strict=True):
+        param.register_sharded()
+        Attributes(param.sharded, original)  # it may be given back, and be sharded again
+        remember(original, param.slots, group, param)
+    device = group.mesh.device
+    for module in managed.modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in ("meta", device.type):
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,159 @@
+"""What a forward finds in the place of registered parameters and buffers.
+
+It puts other tensors into the modules for one call. A group of which all parameters are replaced by
+full tensors computes with them as an unsharded module would, and nothing of it is gathered, cast or
+freed. Sharded ones are gathered as if they had been assigned, and freed when the call is over.
+
+Only a policy with ``buffer_dtype`` casts them. Without it the statistics of a batch norm stay as
+precise as they are, and its weights, which torch demands in the same dtype, are lent in theirs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.param import ShardedParam
+from composable_shard.errors import ShardError
+
+# Parameters that are not ours while a forward runs: ``torch.func.functional_call`` ----------------
+
+
+class Lent(enum.Enum):
+    """What stands in the places of a group's parameters while a forward runs."""
+
+    NOTHING = enum.auto()
+    FULL = enum.auto()
+    SHARDED = enum.auto()
+
+
+def find_lent(group: ParamGroup) -> Lent:
+    """Tell what tensors of somebody else stand for the parameters of ``group``.
+
+    Raises:
+        ShardError: If they do for some, or stay there when the call is over. On the ranks where.
+    """
+    is_unsharded, sharded = group.shows_unsharded, False
+    if group.units.all.are_registered(unsharded=is_unsharded):
+        return Lent.NOTHING
+    others = []
+    for param in group.params:
+        current = param.slots[0].get()
+        if current is None or current is (param.unsharded if is_unsharded else param.sharded):
+            continue
+        if current is param.sharded or current is param.unsharded:
+            _register(param, is_unsharded)  # a call that failed has put back what it had found
+            continue
+        sharded = sharded or isinstance(current, DTensor)
+        if is_unsharded or not isinstance(current, DTensor):
+            others.append(param.name)
+    if not others:
+        return Lent.SHARDED if sharded and _torch.in_functional_call() else Lent.NOTHING
+    if not _torch.in_functional_call():
+        raise ShardError(
+            f"Expected the parameters of {group.label} as fully_shard made them, got others for "
+            f"{others}; change values by load_state_dict or in place"
+        )
+    if sharded or len(others) < len(group.params):
+        raise ShardError(
+            f"Expected torch.func.functional_call to replace all parameters of {group.label} by "
+            f"plain tensors, or none, got {others}; pass all as full tensors, or call reshard() "
+            "before passing sharded ones"
+        )
+    return Lent.FULL
+
+
+def _register(param: ShardedParam, is_unsharded: bool) -> None:
+    if is_unsharded:
+        param.register_unsharded()
+    else:
+        param.register_sharded()
+
+
+def holds_shards(group: ParamGroup) -> bool:
+    """Tell whether sharded parameters, ours or assigned ones, stand in all places of ``group``."""
+    return group.units.all.are_registered(unsharded=False) or all(
+        isinstance(param.slots[0].get(), DTensor) for param in group.params
+    )
+
+
+# Buffers under mixed precision: cast during forward, kept in their own dtype otherwise ------------
+
+
+class CastBuffers:
+    """Lends modules their floating-point buffers in another dtype while forward runs.
+
+    What forward wrote to a lent buffer is copied back when it ends. Elements that it did not write
+    keep their own precision.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
+        self._modules = list(modules) if dtype is not None else []
+        self._dtype = dtype
+        self._lent: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether there is anything it could ever lend."""
+        return bool(self._modules)
+
+    def lend(self) -> None:
+        """Lend the buffers."""
+        for module in self._modules:
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and buffer.dtype != self._dtype:
+                    module._buffers[name] = buffer.to(self._dtype)
+                    self._lent.append((module, name, buffer))
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Take the lent buffers back."""
+        for module, name, buffer in self._lent:
+            lent = module._buffers[name]
+            if lent is not None and lent.shape == buffer.shape:
+                # batch norm writes its statistics without moving their version counters
+                written = lent != buffer.to(self._dtype)
+                buffer.copy_(torch.where(written, lent.to(buffer.dtype), buffer))
+            module._buffers[name] = buffer
+        self._lent.clear()
+
+
+class PreciseNormWeights:
+    """Lends batch norms their weights in the dtype of their running statistics while forward runs.
+
+    Batch norm takes inputs of a lower precision than its statistics, but no weights of one.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._norms = [module for module in modules if _torch.is_batch_norm(module)]
+        self._lent: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
+
+    @property
+    def may_lend(self) -> bool:
+        """Whether there is anything it could ever lend."""
+        return bool(self._norms)
+
+    def lend(self) -> None:
+        """Lend the weights; gradients reach the parameters through the cast."""
+        for norm in self._norms:
+            statistics = norm._buffers.get("running_mean")
+            if statistics is None:
+                continue
+            for name, param in norm._parameters.items():
+                if param is not None and param.dtype != statistics.dtype:
+                    cast = param.to(statistics.dtype)
+                    norm._parameters[name] = cast  # type: ignore[assignment]
+                    self._lent.append((norm, name, param, cast))
+
+    def take_back(self) -> None:
+        """Register the parameters again, but where others have been registered meanwhile."""
+        for norm, name, param, cast in self._lent:
+            if norm._parameters.get(name) is cast:
+                norm._parameters[name] = param
+        self._lent.clear()

@@ -1,0 +1,258 @@
+"""How one group of parameters talks to the ranks of one mesh."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from composable_shard import _torch
+from composable_shard.core.transport.collectives import (
+    AllGather,
+    AllGatherIn,
+    AllGatherLaunch,
+    CoalescedAllGather,
+    CoalescedReduceScatter,
+    CustomAllGather,
+    CustomReduceScatter,
+    Memory,
+    ReduceScatter,
+    ReduceScatterIn,
+    ReduceScatterLaunch,
+    Tensors,
+    Then,
+    sum_dtype,
+)
+from composable_shard.core.transport.failures import announce, go_on, is_watched, watched
+from composable_shard.core.transport.pending import Waitable
+from composable_shard.core.transport.point_to_point import DirectAllGather, DirectReduceScatter
+from composable_shard.core.transport.process_groups import subgroup, subgroups_of
+from composable_shard.errors import ShardError
+from composable_shard.mesh import ShardMesh
+
+
+class Channel:
+    """The collectives of one group over one mesh.
+
+    Attributes:
+        mesh: The ranks.
+        all_gather: How shards are gathered.
+        reduce_scatter: How gradients are reduced over the shards.
+        gathering: What it does when it gathers, for messages.
+        reducing: The same for reductions.
+    """
+
+    def __init__(self, mesh: ShardMesh) -> None:
+        self.mesh = mesh
+        self.all_gather: AllGatherLaunch
+        self.reduce_scatter: ReduceScatterLaunch
+        self._use_fastest()
+        self._reduce_group = mesh.shard_group
+        self._tag = 0
+        self._is_custom = False
+        self.call("a group")
+
+    def call(self, label: str) -> None:
+        """Let messages say which group this is."""
+        self.gathering = f"gathering {label}"
+        self.reducing = f"reducing the gradients of {label}"
+
+    def set_tag(self, tag: int) -> None:
+        """Let the messages carry two tags made of one on which the ranks have agreed."""
+        self._tag = tag
+
+    @property
+    def tags(self) -> tuple[int, int]:
+        """The tags of gathers and of reductions."""
+        return 2 * self._tag, 2 * self._tag + 1
+
+    # Choices --------------------------------------------------------------------------------
+
+    def _use_fastest(self) -> None:
+        group, device = self.mesh.shard_group, self.mesh.device
+        backend = None if group is None else _torch.backend_name(group, device)
+        if backend == "gloo" and device.type == "cpu":
+            self.all_gather, self.reduce_scatter = DirectAllGather(), DirectReduceScatter()
+        else:
+            self.all_gather, self.reduce_scatter = CoalescedAllGather(), CoalescedReduceScatter()
+
+    def use_all_gather(self, comm: AllGather) -> None:
+        """Gather by a custom all-gather from now on."""
+        self.all_gather, self._is_custom = CustomAllGather(comm), True
+
+    def use_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce by a custom reduce-scatter from now on."""
+        self.reduce_scatter, self._is_custom = CustomReduceScatter(comm), True
+
+    def check_built_in(self) -> None:
+        """Raise ``ShardError`` if custom communication was set, which allocates its own memory."""
+        if self._is_custom:
+            raise ShardError(
+                "Expected built-in collectives to choose the memory of, got custom ones, which "
+                "allocate their own"
+            )
+
+    def use_memory(self, memory: Memory | None) -> None:
+        """Let collectives use memory of the backend's, or the tensors themselves if ``None``."""
+        if memory is None:
+            self._use_fastest()
+        else:
+            self.all_gather = CustomAllGather(AllGatherIn(memory))
+            self.reduce_scatter = CustomReduceScatter(ReduceScatterIn(memory))
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Let reductions run in a process group of their own. Collective: makes it, once."""
+        group = self.mesh.shard_group
+        if group is not None:
+            self._reduce_group = subgroup(group, group.size()) if enable else group
+
+    def saved(self) -> tuple[AllGatherLaunch | None, ReduceScatterLaunch | None, bool]:
+        """Return what of the choices is pickled: memory of a backend is not."""
+        is_separate = self._reduce_group is not self.mesh.shard_group
+        custom = (self.all_gather, self.reduce_scatter) if self._is_custom else (None, None)
+        return (*custom, is_separate)
+
+    def restore(
+        self,
+        all_gather: AllGatherLaunch | None,
+        reduce_scatter: ReduceScatterLaunch | None,
+        is_separate: bool,
+    ) -> None:
+        """Make the choices that :meth:`saved` returned. Collective: see separate_reductions."""
+        if all_gather is not None and reduce_scatter is not None:
+            self.all_gather, self.reduce_scatter = all_gather, reduce_scatter
+            self._is_custom = True
+        if is_separate:
+            self.separate_reductions(True)
+
+    # Collectives ----------------------------------------------------------------------------
+
+    def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
+        """Gather every input from the ranks that share the parameters."""
+        assert self.mesh.shard_group is not None
+        return self._gather_from(self.mesh.shard_group, outputs, inputs)
+
+    def regather(self, outputs: Tensors, inputs: Tensors, num_ranks: int) -> list[Waitable]:
+        """Gather every input from ``num_ranks`` neighbours."""
+        assert self.mesh.shard_group is not None
+        return self._gather_from(subgroup(self.mesh.shard_group, num_ranks), outputs, inputs)
+
+    def _gather_from(
+        self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors
+    ) -> list[Waitable]:
+        with self._launching(self.gathering, group):
+            works = self.all_gather.launch(outputs, inputs, group, self.tags[0])
+        return _watched(works, group, self.gathering)
+
+    def can_average(self) -> bool:
+        """Tell whether a reduction over the shards may be an average."""
+        group = self.mesh.shard_group
+        return group is not None and self.reduce_scatter.averages(group, self.mesh.device)
+
+    def reduce(self, outputs: Tensors, inputs: Tensors, divisor: float | None) -> list[Waitable]:
+        """Reduce every input over the ranks that share the parameters, and scatter it.
+
+        Args:
+            outputs: What to write.
+            inputs: What to reduce.
+            divisor: What to divide the sum by, the number of ranks unless the reduce-scatter
+                ``divides``; ``None`` to leave it as it is.
+        """
+        group = self._reduce_group
+        assert group is not None
+        op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
+        if divisor is not None and self.reduce_scatter.divides:
+            op = divisor
+        with self._launching(self.reducing, group):
+            works = self.reduce_scatter.launch(outputs, inputs, group, op, self.tags[1])
+        return _watched(works, group, self.reducing)
+
+    def exchange(self, output: torch.Tensor, source: torch.Tensor) -> list[Waitable]:
+        """Send row r of ``source`` to rank r of those that share the parameters; all to all.
+
+        Args:
+            output: What to write, [num_shards, n]: a row from each rank.
+            source: What to send, like it.
+        """
+        group = self._reduce_group
+        assert group is not None
+        with self._launching(self.reducing, group):
+            work = dist.all_to_all_single(output, source, group=group, async_op=True)
+        return [] if work is None else _watched([work], group, self.reducing)
+
+    def can_average_replicas(self) -> bool:
+        """Tell whether a reduction over the replicas may be an average."""
+        group = self.mesh.replica_group
+        if group is None:
+            return False
+        return _torch.average_is_supported(_torch.backend_name(group, self.mesh.device))
+
+    def divides_over_replicas(self, dtype: torch.dtype) -> bool:
+        """Tell whether :meth:`all_reduce` averages before it rounds to ``dtype``.
+
+        Gloo rounds each sum of two ranks, so it is given what is wide enough to be rounded once.
+        """
+        group = self.mesh.replica_group
+        is_gloo = group is not None and _torch.backend_name(group, self.mesh.device) == "gloo"
+        return is_gloo and sum_dtype(dtype) != dtype
+
+    def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> list[Waitable]:
+        """Reduce a tensor over the ranks that hold the same shards, in place."""
+        divides = self.divides_over_replicas(tensor.dtype)
+        op = dist.ReduceOp.AVG if average and not divides else dist.ReduceOp.SUM
+        summed = tensor.to(sum_dtype(tensor.dtype)) if divides else tensor
+        group = self.mesh.replica_group
+        assert group is not None
+        with self._launching(self.reducing, group):
+            work = dist.all_reduce(summed, op, group=group, async_op=True)
+        if work is None:
+            return []
+        if divides:
+            divisor = self.mesh.num_replicas if average else 1
+            then = Then(work, summed, lambda: tensor.copy_(summed.div_(divisor)))
+            return _watched([then], group, self.reducing)
+        return _watched([work], group, self.reducing)
+
+    # Failures -------------------------------------------------------------------------------
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup | None]:
+        """Those in which ranks may wait for this one."""
+        shards = self.mesh.shard_group
+        return [shards, self.mesh.replica_group, self._reduce_group, *subgroups_of(shards)]
+
+    @contextlib.contextmanager
+    def _launching(self, act: str, group: dist.ProcessGroup) -> Iterator[None]:
+        """Say what the launch of a collective was for, if it fails, here and to the other ranks."""
+        go_on()
+        try:
+            yield
+        except Exception as error:
+            told = error
+            if isinstance(error, RuntimeError):
+                told = watched(group, act).explain(error)
+            announce(self.process_groups, act, error)
+            if told is error:
+                raise
+            raise told from error
+
+
+class _Launched:
+    """The works of one launch."""
+
+    def __init__(self, works: list[Waitable], group: dist.ProcessGroup, act: str) -> None:
+        self._works = works[::-1]
+        self._group = group
+        self._act = act
+
+    def wait(self) -> None:
+        with watched(self._group, self._act):
+            while self._works:
+                self._works.pop().wait()
+
+
+def _watched(works: list[Waitable], group: dist.ProcessGroup, act: str) -> list[Waitable]:
+    return [_Launched(works, group, act)] if works and is_watched(group) else works

@@ -1,0 +1,387 @@
+"""Collectives of many tensors in one launch: those of c10d, and those that users bring.
+
+They return at once; waiting is the business of ``Pending``.
+
+A custom collective takes one flat tensor and gives one: what a group sends is copied into it, and
+what arrives is copied out. The built-in ones, which write in place, need neither.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from composable_shard import _torch
+from composable_shard.core.transport.pending import Waitable
+from composable_shard.errors import ShardError
+from composable_shard.mesh import ShardMesh
+
+# All-gather and reduce-scatter of many tensors in one launch --------------------------------------
+
+Tensors = list[torch.Tensor]
+
+
+class AllGatherLaunch(Protocol):
+    """Gathers many tensors at once."""
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int
+    ) -> list[Waitable]:
+        """Launch the all-gather of each input [n] into its output [N * n].
+
+        Args:
+            outputs: What to write.
+            inputs: What to send.
+            group: The ranks.
+            tag: A number on which the ranks have agreed, to tell these messages from others.
+        """
+
+
+class ReduceScatterLaunch(Protocol):
+    """Reduces many tensors at once.
+
+    Attributes:
+        widens: Whether an input may be of a narrower dtype than its output, in which it is summed;
+            another one on each rank.
+        divides: Whether it divides a sum by any number before it is rounded.
+        reads_padding: Whether it may look at an input as a whole, so that padding must be zeros.
+    """
+
+    widens: bool = False
+    divides: bool = False
+    reads_padding: bool = False
+
+    def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Tell whether ``op`` may be ``ReduceOp.AVG``."""
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
+    ) -> list[Waitable]:
+        """Launch the reduce-scatter of each input [N * n] into its output [n]; see all-gather.
+
+        Args:
+            outputs: What to write.
+            inputs: What to send.
+            group: The ranks.
+            op: A ``ReduceOp``, or, if it ``divides``, the number to divide the sum by.
+            tag: See all-gather.
+        """
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return in what to add tensors of ``dtype``, that their sum is rounded to it only once."""
+    is_half = dtype.is_floating_point and dtype.itemsize < 4
+    return torch.float32 if is_half else dtype
+
+
+class CoalescedAllGather(AllGatherLaunch):
+    """One c10d launch for all tensors."""
+
+    def launch(
+        self,
+        outputs: Tensors,
+        inputs: Tensors,
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> list[Waitable]:
+        if len({tensor.dtype for tensor in inputs}) > 1:
+            outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
+        return [_torch.all_gather_flat(outputs, inputs, group)]
+
+
+class CoalescedReduceScatter(ReduceScatterLaunch):
+    """One c10d launch for all tensors."""
+
+    def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        return _torch.average_is_supported(_torch.backend_name(group, device))
+
+    def launch(
+        self,
+        outputs: Tensors,
+        inputs: Tensors,
+        group: dist.ProcessGroup,
+        op: Any,
+        tag: int,
+    ) -> list[Waitable]:
+        return [_torch.reduce_scatter_flat(outputs, inputs, group, op)]
+
+
+def _as_bytes(tensors: Sequence[torch.Tensor]) -> Tensors:
+    return [tensor.view(torch.uint8) for tensor in tensors]
+
+
+# Communication that users bring along, and memory that a backend brings along ---------------------
+
+
+class _Allocates(ABC):
+    @abstractmethod
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a contiguous buffer for the collective to read or write.
+
+        Args:
+            size: Its shape.
+            dtype: Its dtype.
+            device: Where it has to be.
+        """
+
+
+class AllGather(_Allocates):
+    """Subclass this to bring your own all-gather; see ``FSDPModule.set_custom_all_gather``.
+
+    Source: ``torch.distributed.fsdp`` ``AllGather``.
+
+    Example:
+        >>> class Counted(AllGather):
+        ...     calls = 0
+        ...     def allocate(self, size, *, dtype, device):
+        ...         return torch.empty(size, dtype=dtype, device=device)
+        ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        ...         self.calls += 1
+        ...         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Waitable | None:
+        """Gather ``input_tensor`` [numel] of all ranks into ``output_tensor`` [N * numel].
+
+        Args:
+            output_tensor: Made by :meth:`allocate`.
+            input_tensor: Made by :meth:`allocate`.
+            group: The N ranks.
+            async_op: Whether the caller wants something to wait for; ``None`` may be returned all
+                the same when the work is done.
+        """
+
+
+class ReduceScatter(_Allocates):
+    """Subclass this to bring your own reduce-scatter; see ``set_custom_reduce_scatter``.
+
+    Source: ``torch.distributed.fsdp`` ``ReduceScatter``.
+
+    Example:
+        >>> class Logged(ReduceScatter):
+        ...     def allocate(self, size, *, dtype, device):
+        ...         return torch.empty(size, dtype=dtype, device=device)
+        ...     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        ...         return dist.reduce_scatter_tensor(
+        ...             output_tensor, input_tensor, op, group, async_op)
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Waitable | None:
+        """Reduce ``input_tensor`` [N * numel] by ``op`` and scatter it to ``output_tensor``."""
+
+
+class Then:
+    """Does something when a collective has been waited for; until then keeps what it reads.
+
+    A custom collective may run where nothing orders it before the next use of that memory.
+    """
+
+    def __init__(
+        self, work: Waitable | None, sent: torch.Tensor, act: Callable[[], object]
+    ) -> None:
+        self._work = work
+        self._sent: torch.Tensor | None = sent
+        self._act: Callable[[], object] | None = act
+
+    def wait(self) -> bool:
+        if self._work is not None:
+            self._work.wait()
+        act, self._act, self._sent = self._act, None, None
+        if act is not None:
+            act()
+        return True
+
+
+class CustomAllGather(AllGatherLaunch):
+    """Gathers by a custom all-gather: one call for each dtype."""
+
+    def __init__(self, comm: AllGather) -> None:
+        self.comm = comm
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int
+    ) -> list[Waitable]:
+        works: list[Waitable] = []
+        for indices in _by_dtype(inputs):
+            members = [inputs[index].view(-1) for index in indices]
+            numels = [member.numel() for member in members]
+            dtype, device = members[0].dtype, members[0].device
+            sent = self.comm.allocate((sum(numels),), dtype=dtype, device=device)
+            arrived = self.comm.allocate((group.size() * sum(numels),), dtype=dtype, device=device)
+            torch.cat(members, out=sent)
+            work = self.comm(arrived, sent, group, async_op=True)
+            places = [outputs[index].view(group.size(), -1) for index in indices]
+
+            def copy_out(
+                arrived: Any = arrived, numels: Any = numels, places: Any = places
+            ) -> None:
+                parts = arrived.view(group.size(), -1).split(numels, dim=1)
+                for place, part in zip(places, parts, strict=True):
+                    place.copy_(part)
+
+            works.append(Then(work, sent, copy_out))
+        return works
+
+
+class CustomReduceScatter(ReduceScatterLaunch):
+    """Reduces by a custom reduce-scatter: one call for each dtype."""
+
+    reads_padding = True
+
+    def __init__(self, comm: ReduceScatter) -> None:
+        self.comm = comm
+
+    def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        return _torch.average_is_supported(_torch.backend_name(group, device))
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
+    ) -> list[Waitable]:
+        works: list[Waitable] = []
+        for indices in _by_dtype(inputs):
+            members = [inputs[index].view(group.size(), -1) for index in indices]
+            numels = [member.shape[1] for member in members]
+            dtype, device = members[0].dtype, members[0].device
+            sent = self.comm.allocate((group.size() * sum(numels),), dtype=dtype, device=device)
+            arrived = self.comm.allocate((sum(numels),), dtype=dtype, device=device)
+            torch.cat(members, dim=1, out=sent.view(group.size(), -1))
+            work = self.comm(arrived, sent, group, op, async_op=True)
+            places = [outputs[index] for index in indices]
+
+            def copy_out(
+                arrived: Any = arrived, numels: Any = numels, places: Any = places
+            ) -> None:
+                for place, part in zip(places, arrived.split(numels), strict=True):
+                    place.view(-1).copy_(part)
+
+            works.append(Then(work, sent, copy_out))
+        return works
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory that a backend can use without staging of its own.
+
+    Attributes:
+        allocate: Called with shape, dtype and device; returns a buffer.
+        register: Called with each buffer and the process group before a collective uses it.
+    """
+
+    allocate: Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
+    register: Callable[[torch.Tensor, dist.ProcessGroup], object] = lambda *_: None
+
+
+class _In(_Allocates):
+    """Allocates from a memory, and makes buffers known to it."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return _torch.without_values(self._memory.allocate(size, dtype, device))
+
+    def _register(self, *tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
+        for tensor in tensors:
+            self._memory.register(tensor, group)
+
+
+class AllGatherIn(_In, AllGather):
+    """The all-gather of c10d over memory of a backend's choice."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Waitable | None:
+        self._register(output_tensor, input_tensor, group=group)
+        return _waited_unless(
+            async_op, _torch.all_gather_flat([output_tensor], [input_tensor], group)
+        )
+
+
+class ReduceScatterIn(_In, ReduceScatter):
+    """The reduce-scatter of c10d over memory of a backend's choice."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Waitable | None:
+        self._register(output_tensor, input_tensor, group=group)
+        return _waited_unless(
+            async_op, _torch.reduce_scatter_flat([output_tensor], [input_tensor], group, op)
+        )
+
+
+def backend_memory(mesh: ShardMesh, label: str) -> Memory:
+    """Return memory that the backend of a mesh allocates.
+
+    Raises:
+        ShardError: If the backend allocates none.
+    """
+    group, device = mesh.shard_group, mesh.device
+    allocate = None if group is None else _torch.backend_allocator(group, device)
+    if allocate is None:
+        name = "no process group" if group is None else _torch.backend_name(group, device)
+        raise ShardError(
+            f"Expected a backend that allocates memory for {label}, got {name}, which does not"
+        )
+    return Memory(allocate)
+
+
+def symmetric_memory(mesh: ShardMesh, label: str) -> Memory:
+    """Return the symmetric memory of NCCL.
+
+    Raises:
+        ShardError: If the process group is not one of NCCL.
+    """
+    group, device = mesh.shard_group, mesh.device
+    name = "no process group" if group is None else _torch.backend_name(group, device)
+    if name != "nccl":
+        raise ShardError(
+            f"Expected {label} on NCCL, whose symmetric memory collectives can use, got {name}"
+        )
+    return Memory(*_torch.symmetric_memory_of_nccl())
+
+
+def _waited_unless(async_op: bool, work: Waitable) -> Waitable | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    indices: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices.setdefault(tensor.dtype, []).append(index)
+    return list(indices.values())

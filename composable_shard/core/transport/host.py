@@ -1,0 +1,199 @@
+"""Shards on the CPU, and copies between pinned memory of the host and a device, beside compute.
+
+Each direction of a device has a lane. A copy begins after what compute has launched before it;
+compute goes on meanwhile, and continues after the copy only where it needs what was copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from composable_shard import _torch
+from composable_shard.core.transport.pending import Waitable
+from composable_shard.policy import CPUOffloadPolicy, OffloadPolicy
+
+# Shards on the CPU: which are, and whether their memory is pinned ---------------------------------
+
+Offload = OffloadPolicy | Mapping[str, OffloadPolicy] | None
+
+
+def offload_of(name: str, policy: Offload) -> CPUOffloadPolicy | None:
+    """Return how the parameter ``name`` is kept on the CPU, ``None`` if it is not."""
+    if isinstance(policy, Mapping):
+        policy = policy.get(name)
+    return policy if isinstance(policy, CPUOffloadPolicy) else None
+
+
+def check_offload(policy: object) -> None:
+    """Raise ``TypeError`` unless ``policy`` is one, or maps names of parameters to some."""
+    members = policy.items() if isinstance(policy, Mapping) else [("", policy)]
+    for name, member in members:
+        if member is None or isinstance(member, OffloadPolicy):
+            continue
+        place = f" for '{name}'" if name else ""
+        raise TypeError(
+            f"Expected offload_policy to be a composable_shard.OffloadPolicy{place}, got "
+            f"{type(member).__module__}.{type(member).__name__}"
+        )
+
+
+def check_names(policy: Offload, names: set[str]) -> None:
+    """Raise ``ValueError`` if a mapping of policies names a parameter that is not there."""
+    unknown = sorted(set(policy) - names) if isinstance(policy, Mapping) else []
+    if unknown:
+        raise ValueError(
+            f"Expected offload_policy to name parameters of the module, got {unknown}; "
+            f"there are {sorted(names)}"
+        )
+
+
+def pins(policy: CPUOffloadPolicy) -> bool:
+    """Tell whether memory is pinned for ``policy``; warns once where it cannot be."""
+    if not policy.pin_memory:
+        return False
+    if torch.accelerator.is_available():
+        return True
+    _warn_not_pinned()
+    return False
+
+
+def copies_beside_compute(policy: CPUOffloadPolicy | None, device: torch.device) -> bool:
+    """Tell whether what ``policy`` keeps on the CPU is copied beside what ``device`` computes.
+
+    That takes memory that is pinned; other copies are waited for.
+    """
+    return device.type != "cpu" and policy is not None and pins(policy)
+
+
+@cache
+def _warn_not_pinned() -> None:
+    warnings.warn(
+        "CPUOffloadPolicy(pin_memory=True) pins no memory: there is no accelerator to copy to; "
+        "pass pin_memory=False to say so",
+        stacklevel=2,
+    )
+
+
+# Copies between pinned memory of the host and a device, beside compute ----------------------------
+
+_NUM_KEPT = 2  # copies whose tensors a lane keeps
+
+_uploads: dict[torch.device, Lane] = {}
+_downloads: dict[torch.device, Lane] = {}
+
+
+class Lane:
+    """The copies in one direction of one device, in order, on a stream of their own.
+
+    Hazard: memory goes back to the compute stream, where tensors are allocated and freed, while a
+    copy still uses it; after an error, say, when nobody waits for it. Guard: the lane keeps the
+    tensors of the last copies, and compute continues after a copy before its tensors are let go;
+    it is over by then. Test: ``test_tensors_are_kept_until_compute_continues_after_their_copy``.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_busy = False
+        self._device = device
+        self._stream = torch.Stream(device)
+        self._kept: deque[tuple[Waitable, torch.Tensor, torch.Tensor]] = deque()
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy; memory of the host is another's to use after :meth:`settle`."""
+        self.is_busy = True
+        with self.behind():
+            into.copy_(source, non_blocking=True)
+        self._kept.append((self.arrival(), into, source))
+        while len(self._kept) > _NUM_KEPT:
+            arrival, *_ = self._kept.popleft()
+            arrival.wait()
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        """Let what is launched inside begin after the copies so far, and after compute.
+
+        What is allocated inside belongs to the lane; used on the compute stream, it may be freed
+        all the same, since whatever takes its memory next is launched behind compute again.
+        """
+        with torch.accelerator.device_index(self._device.index):
+            compute = torch.accelerator.current_stream(self._device)
+            self._stream.wait_stream(compute)
+            torch.accelerator.set_stream(self._stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(compute)
+
+    def arrival(self) -> Waitable:
+        """Return what makes the compute stream continue after all that was launched so far."""
+        return _Arrival(self._stream.record_event(), self._device)
+
+    def settle(self) -> None:
+        """Wait, on the host, until all copies have been made."""
+        if self.is_busy:
+            self._stream.synchronize()
+            self._kept.clear()
+            self.is_busy = False
+
+
+@dataclass
+class _Arrival:
+    """The moment when what a lane had launched is done."""
+
+    event: torch.Event
+    device: torch.device
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(self.event)
+
+
+def upload(source: torch.Tensor, into: torch.Tensor) -> Lane:
+    """Copy pinned memory to a device; it is cast there.
+
+    Args:
+        source: On the host. It must not be written before :func:`settle`.
+        into: On the device, of any dtype.
+
+    Returns:
+        The lane of the copy.
+    """
+    lane = _lane(_uploads, into.device)
+    if source.dtype == into.dtype:
+        lane.copy(into, source)
+    else:
+        staged = _torch.empty_like(source, device=into.device)
+        lane.copy(staged, source)
+        lane.copy(into, staged)
+    return lane
+
+
+def download(source: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of a device to pinned memory; it is complete after :func:`settle`."""
+    is_pinned = source.device.type != "cpu"
+    into = _torch.empty_like(source, device="cpu", pin_memory=is_pinned)
+    _lane(_downloads, source.device).copy(into, source)
+    return into
+
+
+def settle() -> None:
+    """Wait, on the host, until what was launched so far has been copied, both ways.
+
+    Hazard: code of the user's writes shards that a device is still to read. Guard: every pass ends
+    with this. Test: ``test_copies_may_be_late``.
+    """
+    for lanes in (_uploads, _downloads):
+        for lane in list(lanes.values()):
+            lane.settle()
+
+
+def _lane(lanes: dict[torch.device, Lane], device: torch.device) -> Lane:
+    return lanes.get(device) or lanes.setdefault(device, Lane(device))

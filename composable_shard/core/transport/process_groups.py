@@ -1,0 +1,123 @@
+"""Process groups that the library makes, and the small objects that their ranks tell each other."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from composable_shard import _torch, mesh
+from composable_shard.core.transport.failures import watched
+from composable_shard.errors import RankMismatchError
+
+# Process groups that the library makes: the default one, those of parts of it, and their end ------
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
+_made = weakref.WeakKeyDictionary()
+_makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_LONGEST_EXIT = 1.0  # seconds until the interpreter ends all the same
+
+
+def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
+    """Return the process group of the ``num_ranks`` neighbours that this rank is one of.
+
+    With ``num_ranks`` the size of ``group``, it has the same ranks and is another group still, so
+    that its collectives run beside those of ``group``.
+
+    Args:
+        group: A process group.
+        num_ranks: How many of its ranks; divides their number.
+
+    Collective: makes the group at the first call for ``group`` and ``num_ranks``.
+    """
+    made = _made.setdefault(group, {})
+    if num_ranks not in made:
+        first = group.rank() // num_ranks * num_ranks
+        ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
+        name = f"{group.group_name}/{num_ranks} from {first}"
+        made[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name)
+        _makers[made[num_ranks]] = os.getpid()
+    return made[num_ranks]
+
+
+def subgroups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    """Return the process groups that were made of ``group``, and have this rank."""
+    return [] if group is None else list(_made.get(group, {}).values())
+
+
+def end_process_groups() -> None:
+    """Destroy the process groups that the library has made in this process.
+
+    Runs when the interpreter ends, so that a script need not call ``destroy_process_group``. A
+    default group that the user started stays, and only what was made of it goes. After an uncaught
+    error nothing is destroyed: collectives may be under way, and destroying could wait for them.
+
+    Collective: none.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    _torch.wait_for_idle_threads(_LONGEST_EXIT)
+    if getattr(sys, "last_value", None) is not None:
+        return
+    if mesh.started_process_group() is dist.group.WORLD:
+        dist.destroy_process_group()
+        return
+    for part, process in list(_makers.items()):
+        if process == os.getpid() and _torch.is_in_use(part):  # a forked child has other threads
+            dist.destroy_process_group(part)
+
+
+atexit.register(end_process_groups)
+
+# Small objects that ranks tell each other once, such as what tensor types send --------------------
+
+
+def gather_objects(said: object, group: dist.ProcessGroup, act: str) -> list[Any]:
+    """Return what the ranks of ``group`` say, in their order.
+
+    Args:
+        said: What this rank says; pickled.
+        group: The ranks.
+        act: What this is for, such as "agreeing on what is sent"; for messages.
+
+    Raises:
+        CommunicationError: If a rank has ended, or does not answer within the time-out.
+
+    Collective: an all-gather of the objects, after one of their sizes.
+    """
+    heard: list[Any] = [None] * group.size()
+    with watched(group, act):
+        dist.all_gather_object(heard, said, group=group)
+    return heard
+
+
+def raise_first_difference(
+    heard: Sequence[Sequence[str]], ranks: Sequence[int], what: str
+) -> NoReturn:
+    """Tell where a rank first says something else than the first one.
+
+    Args:
+        heard: What the ranks say, facts in order; not all the same.
+        ranks: What messages call them.
+        what: What should be the same, such as "model".
+
+    Raises:
+        RankMismatchError: Always.
+    """
+    first = heard[0]
+    place = next(place for place, theirs in enumerate(heard) if theirs != first)
+    theirs = heard[place]
+    index = next(
+        (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b),
+        min(len(first), len(theirs)),
+    )
+    said = [facts[index] if index < len(facts) else "nothing more" for facts in (first, theirs)]
+    raise RankMismatchError(
+        f"Expected the same {what} on all ranks, got on rank {ranks[0]}: {said[0]}; on rank "
+        f"{ranks[place]}: {said[1]}"
+    )

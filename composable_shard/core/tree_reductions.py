@@ -1,0 +1,222 @@
+"""The reductions of one tree: not begun, as there was no sync; launched; waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from composable_shard.core.group import ParamGroup
+
+if TYPE_CHECKING:
+    from composable_shard.core.root import Context
+
+# Reductions that are launched and not waited for --------------------------------------------------
+
+
+class InFlight:
+    """The reductions under way, the oldest first; of one tree, or of several that share them.
+
+    Each holds the gradients of its group, so there is a bound on how many there are. The reduction
+    over the replicas of a group overlaps the next one over shards.
+
+    Attributes:
+        groups: Whose reductions over the shards are under way.
+        returning: Whose results may be on their way to the host.
+    """
+
+    def __init__(self) -> None:
+        self.groups: deque[ParamGroup] = deque()
+        self._all_reducing: ParamGroup | None = None
+        self.returning: list[ParamGroup] = []
+
+    def add(self, group: ParamGroup) -> None:
+        """Note that the reduction of ``group`` has been launched."""
+        self.groups.append(group)
+        group.context.emit("reduce_scatter", group)
+
+    def leave_room(self, limit: int) -> None:
+        """Wait for the oldest until another makes no more than ``limit``."""
+        while len(self.groups) >= limit:
+            self._wait_for_oldest()
+
+    def wait(self) -> None:
+        """Wait for all."""
+        self.leave_room(1)
+        self._wait_for_replicas()
+
+    def end_returns(self) -> None:
+        """Put on the sharded parameters what was on its way to the host."""
+        while self.returning:
+            self.returning.pop(0).gradients.end_return()
+
+    def drop(self, groups: Iterable[ParamGroup]) -> None:
+        """Forget the reductions of ``groups``, whose backward failed."""
+        for group in groups:
+            if group in self.groups:
+                self.groups.remove(group)
+            if group in self.returning:
+                self.returning.remove(group)
+            if group is self._all_reducing:
+                self._all_reducing = None
+
+    def take_over(self, other: InFlight) -> None:
+        """Add what another tree has launched, which from now on shares this."""
+        self.groups.extend(other.groups)
+        self.returning += other.returning
+
+    def _wait_for_oldest(self) -> None:
+        """Wait for a reduction over the shards; let that over the replicas overlap what follows."""
+        group = self.groups.popleft()
+        self._wait(group, "reduce_scatter")
+        if group.gradients.start_all_reduce():
+            group.context.emit("wait_for_reduce_scatter", group)
+            group.context.emit("all_reduce", group)
+            self._wait_for_replicas()
+            self._all_reducing = group
+        else:
+            self._return(group)
+            group.context.emit("wait_for_reduce_scatter", group)
+
+    def _wait_for_replicas(self) -> None:
+        group, self._all_reducing = self._all_reducing, None
+        if group is not None:
+            self._wait(group, "all_reduce")
+            self._return(group)
+            group.context.emit("wait_for_all_reduce", group)
+
+    def _return(self, group: ParamGroup) -> None:
+        group.gradients.start_return()
+        self.returning.append(group)
+
+    def _wait(self, group: ParamGroup, stage: str) -> None:
+        group.context.note(f"begin_wait_for_{stage}", group)
+        group.gradients.wait()
+        group.context.note(f"waited_for_{stage}", group)
+
+
+# What the groups of one tree have to reduce: launched, accumulated without sync, in flight --------
+
+
+class Reductions:
+    """The reductions that the groups of one tree are to make.
+
+    Attributes:
+        is_last: Whether the end of a backward waits for the reductions.
+        by_hand: Whether a call finishes the reductions of the backwards that have begun; ``None``
+            if none has begun that is not finished.
+        in_flight: The reductions under way, perhaps with those of other trees.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.is_last = True
+        self.by_hand: bool | None = None
+        self.in_flight = InFlight()
+        self._context = context
+        self._unsynced: set[ParamGroup] = set()
+        self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
+        self._limit: int | None = None  # reductions under way at once, while a backward runs
+
+    @property
+    def unsynced(self) -> list[ParamGroup]:
+        """The groups that accumulated without sync and were not reduced since.
+
+        In an order that is the same on all ranks, though they may have been done in another.
+        """
+        return [group for group in self._context.groups if group in self._unsynced]
+
+    @property
+    def are_to_go_on(self) -> bool:
+        """Whether the next backward adds to the gradients of the last, as far as is known."""
+        is_open = self.by_hand or not (
+            self.is_last or self._context.root.settings.finalizes_by_hand
+        )
+        return is_open or bool(self._unsynced) or bool(self._unreplicated)
+
+    @property
+    def is_left_open(self) -> bool:
+        """Whether the end of a backward leaves reductions under way."""
+        return not self.is_last or self._context.root.settings.finalizes_by_hand
+
+    def accumulate(self, group: ParamGroup) -> None:
+        """Add the gradients of ``group`` to those that a later backward reduces."""
+        if group.gradients.are_to_reduce:
+            self._unsynced.add(group)
+        self._context.emit("accumulate", group)
+        group.gradients.accumulate()
+
+    def launch(self, group: ParamGroup) -> None:
+        """Launch the reduction of ``group`` in its turn, if it has trainable parameters.
+
+        One that was frozen after it had accumulated waits for the end of the backward: its turn may
+        come on some ranks only, as that of a frozen group depends on its inputs.
+
+        Collective: one reduce-scatter for each mesh and dtype of reduction.
+        """
+        if group.is_trainable:
+            self._reduce(group)
+
+    def launch_at_end(self, group: ParamGroup) -> None:
+        """Launch the reduction of ``group`` if it has anything to reduce. Collective: the same."""
+        if group.gradients.are_to_reduce:
+            self._reduce(group)
+
+    def _reduce(self, group: ParamGroup) -> None:
+        self._unsynced.discard(group)
+        if self._limit is None:
+            self._limit = max(g.settings.max_reductions for g in self._context.groups)
+        self.in_flight.leave_room(self._limit)
+        self._context.check_order("reduction", group)
+        if group.settings.reduction.all_reduces:
+            self._unreplicated.pop(group, None)
+        elif any(mesh.num_replicas > 1 for mesh in group.channels):
+            self._unreplicated[group] = None
+        self._context.note("begin_reduce_scatter", group)
+        group.gradients.reduce()
+        self.in_flight.add(group)
+
+    def end_backward(self) -> None:
+        """Reduce what earlier backwards left; wait, if this one is the last.
+
+        Collective: see launch_left.
+        """
+        self.launch_left()
+        if not self.is_left_open:
+            self.in_flight.wait()
+            self.by_hand = None
+
+    def launch_left(self) -> None:
+        """Launch the reductions of what backwards left, as far as is set.
+
+        Collective: a reduction of each group that was not synchronized, but is to be; of the others
+        that are not averaged over replicas yet, but are to be.
+        """
+        for group in dict.fromkeys([*self.unsynced, *reversed(self._unreplicated)]):
+            is_left = group in self._unsynced or group.settings.reduction.all_reduces
+            if is_left and group.settings.requires_gradient_sync:
+                self.launch_at_end(group)
+
+    def synchronize(self, ran: Iterable[ParamGroup]) -> None:
+        """Reduce over all ranks what is not, whatever is set; wait.
+
+        Args:
+            ran: Groups that may have gradients besides, the same on all ranks.
+
+        Collective: a reduction of each of them, and of those that are not synchronized or not
+            averaged over replicas.
+        """
+        for group in dict.fromkeys([*ran, *self.unsynced, *reversed(self._unreplicated)]):
+            reduction = group.settings.reduction
+            before, reduction.all_reduces = reduction.all_reduces, True
+            self.launch_at_end(group)
+            self.in_flight.leave_room(1)
+            reduction.all_reduces = before
+        self.in_flight.wait()
+
+    def abandon(self) -> None:
+        """Forget the reductions of a backward that failed."""
+        self.in_flight.drop(self._context.groups)
+
+    def reset(self) -> None:
+        """Ask anew at the next backward how many reductions may be under way."""
+        self._limit = None

@@ -1,1 +1,0 @@
-"""What a step will take, found out without the devices."""

@@ -1,1 +1,0 @@
-"""What is known of the groups of a sharded model before they run."""

@@ -1,1 +1,0 @@
-"""How results are shown: as text, by rich, in a notebook, as a dict."""

@@ -1,0 +1,449 @@
+"""What one rank records: marks of its groups and optimizers, times, bytes, and the file of them.
+
+A device works behind the host that tells it what to do. What counts there is when the work is
+done, so an event is recorded among it, which costs no waiting; the times of all events are read at
+the end.
+
+On an accelerator the caching allocator knows. On the CPU nothing counts tensors, but the C library
+knows what its heap has handed out, which falls when a tensor is freed; the memory that the system
+sees as resident often does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.root import Listener
+from composable_shard.insight.timeline.spans import Flight, Mark, Sample, Span, unfold
+
+# When something happens on a rank: on the host, or in the order of the device's work --------------
+
+
+class Clock(Protocol):
+    """Gives stamps while it must be quick, and times of them afterwards."""
+
+    def stamp(self) -> Any:
+        """Return what :meth:`times` turns into a time."""
+
+    def times(self, stamps: Sequence[Any]) -> list[int]:
+        """Return the nanoseconds of the host's clock at which the stamps were given."""
+
+
+class HostClock:
+    """The monotonic clock of the host, which all processes on it share."""
+
+    stamp = staticmethod(time.perf_counter_ns)
+
+    def times(self, stamps: Sequence[int]) -> list[int]:
+        """Return the stamps, which are times."""
+        return list(stamps)
+
+
+class DeviceClock:
+    """Events between the kernels of an accelerator.
+
+    It is set by the host's clock when it is made, which waits for the device once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base = self.stamp()
+        self._base.synchronize()
+        self._base_time = time.perf_counter_ns()
+
+    def stamp(self) -> torch.Event:
+        """Record an event after the work that the current stream has so far."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def times(self, stamps: Sequence[torch.Event]) -> list[int]:
+        """Wait for the device and return when it came by each event."""
+        torch.accelerator.synchronize(self._device)
+        return [
+            self._base_time + round(self._base.elapsed_time(stamp) * 1_000_000) for stamp in stamps
+        ]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock by which work on ``device`` is timed."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+# How many bytes are live on a rank ----------------------------------------------------------------
+
+
+class LiveMemory(NamedTuple):
+    """Where live memory is read.
+
+    Attributes:
+        read: Returns bytes; ``None`` where nothing tells them.
+        of: What is counted: ``device``, ``heap``, ``resident``, or ``nothing``.
+    """
+
+    read: Callable[[], int] | None
+    of: str
+
+
+def live_memory(device: torch.device) -> LiveMemory:
+    """Return what tells the live memory of a rank that computes on ``device``."""
+    if device.type == "cuda":
+        return LiveMemory(partial(_of_cuda, device), "device")
+    if device.type != "cpu":
+        return LiveMemory(partial(torch.accelerator.memory_allocated, device), "device")
+    heap = _heap()
+    if heap is not None:
+        return LiveMemory(heap, "heap")
+    if os.path.exists(_RESIDENT):
+        return LiveMemory(_resident, "resident")
+    return LiveMemory(None, "nothing")
+
+
+def _of_cuda(device: torch.device) -> int:
+    stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
+    return stats["allocated_bytes"]["all"]["current"] if stats else 0
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _heap() -> Callable[[], int] | None:
+    """Return what reads the bytes in use of the heap of glibc, if that is the C library."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):  # another library, or another system
+        return None
+    mallinfo.restype = _MallInfo
+
+    def read() -> int:
+        now = mallinfo()
+        return int(now.uordblks + now.hblkhd)
+
+    return read
+
+
+_RESIDENT = "/proc/self/statm"
+
+
+def _resident() -> int:
+    with open(_RESIDENT) as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# Hears the groups of a model and the optimizers of its parameters, and makes marks ----------------
+
+# Asking costs more than a time does: only where memory was taken, or is about to be given back.
+ASKS_MEMORY = {
+    *("begin", "all_gather", "post_forward", "reshard", "post_backward"),
+    *("reduce_scatter", "wait_for_reduce_scatter", "wait_for_all_reduce"),
+    *("begin_optimizer", "optimizer", "step", "end"),
+}
+
+
+class Recorder:
+    """Makes marks while it is open.
+
+    Args:
+        module: The model; optimizers of others are not heard.
+        roots: The root groups of the sharded trees in it, by their names within the model.
+        clock: When something happens.
+        memory: Returns the live bytes; ``None`` if nothing tells them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        roots: Mapping[str, ParamGroup],
+        clock: Clock,
+        memory: Callable[[], int] | None,
+    ) -> None:
+        self._module = module
+        self._roots = roots
+        self._clock = clock
+        self._memory = memory
+        self._stamp = clock.stamp
+        self._marks: list[tuple[Any, str, str, int | None]] = []
+        self._before: dict[str, Listener | None] = {}
+        self._hooks: list[Any] = []
+        self._is_ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+
+    def open(self) -> None:
+        """Begin to listen."""
+        self.mark("begin")
+        for prefix, root in self._roots.items():
+            before = self._before[prefix] = root.context.listener
+            root.context.listener = partial(self._hear, prefix, before)
+        begin, end = partial(self._step, "begin_optimizer"), partial(self._step, "optimizer")
+        self._hooks = [
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+        ]
+
+    def close(self) -> list[Mark]:
+        """Listen no longer; return all marks."""
+        for prefix, root in self._roots.items():
+            root.context.listener = self._before[prefix]
+        for hook in self._hooks:
+            hook.remove()
+        self.mark("end")
+        times = self._clock.times([stamp for stamp, *_ in self._marks])
+        marks = [
+            Mark(time, event, name, nbytes)
+            for time, (_, event, name, nbytes) in zip(times, self._marks, strict=True)
+        ]
+        self._marks.clear()
+        return marks
+
+    def mark(self, event: str, name: str = "") -> None:
+        """Note that something happens now."""
+        ask = self._memory if event in ASKS_MEMORY else None
+        self._marks.append((self._stamp(), event, name, ask() if ask is not None else None))
+
+    def _hear(self, prefix: str, before: Listener | None, event: str, name: str) -> None:
+        self.mark(event, join(prefix, name))
+        if before is not None:
+            before(event, name)
+
+    def _step(self, event: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        is_ours = self._is_ours.get(optimizer)
+        if is_ours is None:
+            own = {id(param) for param in self._module.parameters()}
+            is_ours = self._is_ours[optimizer] = any(
+                id(param) in own for group in optimizer.param_groups for param in group["params"]
+            )
+        if is_ours:
+            self.mark(event, type(optimizer).__name__)
+
+
+def join(prefix: str, name: str) -> str:
+    """Return the name within the model of a group that is called ``name`` within its tree."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+# What one rank recorded, and the file that holds it -----------------------------------------------
+
+FORMAT = "composable_shard.trace 1"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class GroupFacts(NamedTuple):
+    """What is said of a group.
+
+    Attributes:
+        num_params: Its parameters.
+        nbytes: Their bytes when they are gathered.
+        shard_ranks: The ranks that share them, by their place in ``rank_sets``.
+        replica_ranks: Those that hold the same shards as this one.
+    """
+
+    num_params: int
+    nbytes: int
+    shard_ranks: int
+    replica_ranks: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded; all times are nanoseconds of its host's monotonic clock.
+
+    Attributes:
+        rank: Which rank.
+        num_ranks: Of how many.
+        host: The name of its host.
+        clock: What its clock is the clock of: ranks for which this is equal share it.
+        wall: Nanoseconds since 1970 when that clock showed ``begin``.
+        device: Where it computes.
+        memory_of: What ``memory`` counts: ``device``, ``heap``, ``resident`` or ``nothing``.
+        begin: When recording began.
+        end: When it ended.
+        first_step: The number of the first step that was recorded.
+        steps: When each step ended.
+        rank_sets: Sets of ranks that communicate.
+        groups: The groups of the model.
+        spans: What it did, in order.
+        flights: What was communicated.
+        memory: Live memory.
+    """
+
+    rank: int
+    num_ranks: int
+    host: str
+    clock: str
+    wall: int
+    device: str
+    memory_of: str
+    begin: int
+    end: int
+    first_step: int
+    steps: list[int]
+    rank_sets: list[list[int]]
+    groups: dict[str, GroupFacts]
+    spans: list[Span]
+    flights: list[Flight]
+    memory: list[Sample]
+
+    @property
+    def intervals(self) -> list[tuple[int, int]]:
+        """From when to when each step lasted; all of it is one if no step was marked."""
+        ends = self.steps or [self.end]
+        return list(zip([self.begin, *ends[:-1]], ends, strict=True))
+
+    def shifted(self, by: int) -> RankTrace:
+        """Return the same, ``by`` nanoseconds later."""
+        return replace(
+            self,
+            begin=self.begin + by,
+            end=self.end + by,
+            steps=[step + by for step in self.steps],
+            spans=[Span(s[0], s[1], s.start + by, s.end + by, *s[4:]) for s in self.spans],
+            flights=[Flight(*f[:3], f.start + by, f.end + by) for f in self.flights],
+            memory=[Sample(sample.time + by, sample.nbytes) for sample in self.memory],
+        )
+
+    def ranks_of(self, act: str, name: str) -> int:
+        """Return the place in ``rank_sets`` of the ranks between which a collective is."""
+        facts = self.groups[name]
+        return facts.replica_ranks if act == "all-reduce" else facts.shard_ranks
+
+    def to_json(self) -> str:
+        """Return the text of its file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the text") -> RankTrace:
+        """Return what was written.
+
+        Raises:
+            ValueError: If it is not the file of a rank.
+        """
+        try:
+            values = json.loads(text)
+            found = values.pop("format") if isinstance(values, dict) else type(values).__name__
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"Expected the trace of a rank in {source}, got {error!r}") from error
+        if found != FORMAT:
+            raise ValueError(f"Expected the format '{FORMAT}' in {source}, got {found!r}")
+        values["groups"] = {name: GroupFacts(*facts) for name, facts in values["groups"].items()}
+        for field, kind in (("spans", Span), ("flights", Flight), ("memory", Sample)):
+            values[field] = [kind(*one) for one in values[field]]
+        return cls(**values)
+
+
+class Facts(NamedTuple):
+    """What is known of a rank before it records.
+
+    Attributes:
+        rank: Which rank.
+        num_ranks: Of how many.
+        device: Where it computes.
+        memory_of: What live memory counts.
+        rank_sets: Sets of ranks that communicate.
+        groups: The groups of the model.
+    """
+
+    rank: int
+    num_ranks: int
+    device: str
+    memory_of: str
+    rank_sets: list[list[int]]
+    groups: dict[str, GroupFacts]
+
+    @classmethod
+    def gather(cls, roots: Mapping[str, ParamGroup], memory_of: str) -> Facts:
+        """Collect them. Collective: none."""
+        sets: dict[tuple[int, ...], int] = {}
+        groups = {
+            join(prefix, group.name): _facts_of(group, sets)
+            for prefix, root in roots.items()
+            for group in root.context.groups
+        }
+        is_alone = not dist.is_initialized()
+        device = next(iter(roots.values())).mesh.device
+        return cls(
+            rank=0 if is_alone else dist.get_rank(),
+            num_ranks=1 if is_alone else dist.get_world_size(),
+            device=str(device),
+            memory_of=memory_of,
+            rank_sets=[list(ranks) for ranks in sets],
+            groups=groups,
+        )
+
+    def trace(self, marks: Sequence[Mark], first_step: int) -> RankTrace:
+        """Return what a rank recorded that has made these marks and made the last one just now."""
+        unfolded = unfold(marks)
+        # A tree that was sharded further meanwhile calls its groups otherwise: nothing is known.
+        sets = [*self.rank_sets, [self.rank]]
+        names = {flight.name for flight in unfolded.flights} - self.groups.keys()
+        renamed = dict.fromkeys(sorted(names), GroupFacts(0, 0, len(sets) - 1, len(sets) - 1))
+        behind = time.perf_counter_ns() - marks[0].time
+        return RankTrace(
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            device=self.device,
+            memory_of=self.memory_of,
+            rank_sets=sets if renamed else self.rank_sets,
+            groups={**self.groups, **renamed},
+            host=platform.node(),
+            clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
+            wall=time.time_ns() - behind,
+            begin=marks[0].time,
+            end=max(mark.time for mark in marks),
+            first_step=first_step,
+            steps=unfolded.steps,
+            spans=unfolded.spans,
+            flights=unfolded.flights,
+            memory=unfolded.memory,
+        )
+
+
+def _facts_of(group: ParamGroup, sets: dict[tuple[int, ...], int]) -> GroupFacts:
+    nbytes = 0
+    for param in group.params:
+        nbytes += param.sharded.numel() * param.compute_dtype.itemsize
+    mesh = group.params[0].mesh if group.params else group.mesh  # one that it communicates over
+    shards, replicas = (
+        (dist.get_rank() if dist.is_initialized() else 0,)
+        if ranks is None
+        else tuple(dist.get_process_group_ranks(ranks))
+        for ranks in (mesh.shard_group, mesh.replica_group)
+    )
+    places = [sets.setdefault(ranks, len(sets)) for ranks in (shards, replicas)]
+    return GroupFacts(len(group.params), nbytes, *places)
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Return the file that a rank writes."""
+    return folder / f"rank-{rank:05d}.json"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, whoever else writes it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
