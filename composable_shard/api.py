@@ -12,13 +12,11 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.core.group import ParamGroup
+from composable_shard.core.group import ParamGroup, check_reshard
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.not_sharded import ignore
 from composable_shard.core.root import join_tree, share_reductions
-from composable_shard.core.settings import check_reshard
 from composable_shard.core.shard import (
-    Managed,
     ShardPlacementFn,
     build_group,
     check_not_taken,
@@ -28,7 +26,7 @@ from composable_shard.core.shard import (
     top_modules,
 )
 from composable_shard.core.state_dict import install_state_dict_hooks
-from composable_shard.core.ties import claim_ties
+from composable_shard.core.ties import Managed, claim_ties
 from composable_shard.core.transport.host import check_offload
 from composable_shard.mesh import DataParallelMeshDims, resolve_mesh
 from composable_shard.module import group_of, groups_of, make_sharded

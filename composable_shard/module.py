@@ -14,9 +14,8 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from composable_shard import _torch
 from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
 from composable_shard.core.gradient import is_partial
-from composable_shard.core.group import ParamGroup, group_of, set_group
+from composable_shard.core.group import ParamGroup, check_reshard, group_of, set_group
 from composable_shard.core.root import Context
-from composable_shard.core.settings import check_reshard
 from composable_shard.core.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.core.transport.collectives import (
     AllGather,

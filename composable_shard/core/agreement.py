@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.extension import has_extension, has_grad_extension
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
+from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.process_groups import gather_objects, raise_first_difference
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
-
-if TYPE_CHECKING:
-    from composable_shard.core.group import ParamGroup
-    from composable_shard.core.transport.channel import Channel
 
 _last_tag = 0
 """The last tag that this rank has heard of, in any process group.

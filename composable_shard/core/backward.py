@@ -19,10 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from torch.autograd.graph import Node
-
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup
+from composable_shard.core.group import ParamGroup, Token
 from composable_shard.core.order import NO_PLAN, ExecutionOrder, Interval, OrderRecord, Plan, Step
 from composable_shard.core.tree_reductions import Reductions
 from composable_shard.errors import ShardError, StaleParameterError
@@ -54,34 +52,6 @@ class End:
         except BaseException:
             self.has_failed = True
             raise
-
-
-class InputMarker:
-    """An identity in front of a module, whose node runs when all of the module's nodes have.
-
-    Hazard: a graph that never runs backward stays alive as long as somebody refers to its nodes.
-    Guard: only the hooks on the module's outputs refer to a marker, so they die together; the
-    node itself refers to the token alone, or it would keep itself alive.
-
-    Attributes:
-        node: The node of the identity.
-        token: Says in which backward it is waited for.
-    """
-
-    __slots__ = ("__weakref__", "node", "token")
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.token = Token()
-
-
-class Token:
-    """Says in which backward an input marker is waited for."""
-
-    __slots__ = ("backward",)
-
-    def __init__(self) -> None:
-        self.backward = -1
 
 
 class GroupRun:

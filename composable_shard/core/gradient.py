@@ -6,7 +6,8 @@ sync); averaged over the shards but not the replicas; or reduced, with the param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from operator import attrgetter, is_not
@@ -18,8 +19,31 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.param import LIFTED, ShardedParam
-from composable_shard.core.settings import ReductionSettings
 from composable_shard.mesh import ShardMesh
+
+# How they are reduced -----------------------------------------------------------------------------
+
+AllReduceHook = Callable[[torch.Tensor], object]
+
+
+@dataclass
+class ReductionSettings:
+    """How gradients are reduced.
+
+    Attributes:
+        divisor: What the sum over all ranks is divided by; their number if ``None``.
+        sums_only: Whether collectives only ever sum, and division is done beside them.
+        all_reduces: Whether a reduction goes on over the replicas.
+        hook: Called with each flat buffer of reduced gradients.
+        hook_stream: Where the hook runs; on the compute stream if ``None``.
+    """
+
+    divisor: float | None = None
+    sums_only: bool = False
+    all_reduces: bool = True
+    hook: AllReduceHook | None = None
+    hook_stream: torch.Stream | None = None
+
 
 # What stands in ``.grad`` of a sharded parameter --------------------------------------------------
 

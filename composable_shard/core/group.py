@@ -10,9 +10,12 @@ exists nowhere but inside it.
 
 from __future__ import annotations
 
+import enum
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
@@ -20,13 +23,14 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node
 
 from composable_shard import _torch
 from composable_shard.core.bucket import GatherUnit
-from composable_shard.core.optimizers import watch_optimizer_steps
+from composable_shard.core.gradient import ReductionSettings
+from composable_shard.core.order import Interval
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction import GroupGradients
-from composable_shard.core.settings import GroupSettings
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
@@ -37,8 +41,6 @@ from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
-    from composable_shard.core.backward import InputMarker
-    from composable_shard.core.hooks import Call
     from composable_shard.core.root import Context
 
 # Whether unsharded parameters still are what the shards say ---------------------------------------
@@ -135,6 +137,139 @@ _LEGAL: dict[type, tuple[type, ...]] = {
     Unsharded: (Sharded, PartlySharded),
     PartlySharded: (Unsharding, Sharded),
 }
+
+
+# Calls of its modules -----------------------------------------------------------------------------
+
+
+class Lent(enum.Enum):
+    """What stands in the places of a group's parameters while a forward runs."""
+
+    NOTHING = enum.auto()
+    FULL = enum.auto()
+    SHARDED = enum.auto()
+
+
+class InputMarker:
+    """An identity in front of a module, whose node runs when all of the module's nodes have.
+
+    Hazard: a graph that never runs backward stays alive as long as somebody refers to its nodes.
+    Guard: only the hooks on the module's outputs refer to a marker, so they die together; the
+    node itself refers to the token alone, or it would keep itself alive.
+
+    Attributes:
+        node: The node of the identity.
+        token: Says in which backward it is waited for.
+    """
+
+    __slots__ = ("__weakref__", "node", "token")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.token = Token()
+
+
+class Token:
+    """Says in which backward an input marker is waited for."""
+
+    __slots__ = ("backward",)
+
+    def __init__(self) -> None:
+        self.backward = -1
+
+
+@dataclass
+class Call:
+    """One call of a module, between its two hooks.
+
+    Attributes:
+        input_markers: What was put before the inputs that need a gradient.
+        outer_bases: The tensors that those inputs are views of, and the nodes they had.
+        lent: Whether it computes with parameters of somebody else.
+        forward: The number of the forward that it is part of; ``None`` within a backward.
+        interval: Where it stands in the execution order, if it may have a backward.
+    """
+
+    input_markers: list[InputMarker] = field(default_factory=list)
+    outer_bases: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
+    lent: Lent = Lent.NOTHING
+    forward: int | None = None
+    interval: Interval | None = None
+
+    def came_in(self, base: torch.Tensor) -> bool:
+        """Tell whether ``base`` was made outside, and not changed in place by the call."""
+        return any(base is outer and base.grad_fn is node for outer, node in self.outer_bases)
+
+
+# What users may change at any time ----------------------------------------------------------------
+
+
+@dataclass
+class GroupSettings:
+    """What users may change at any time.
+
+    Attributes:
+        reshard_after_forward: ``None`` lets the place in the tree decide: all but the root. A
+            number keeps the parameters sharded over groups of so many ranks.
+        reshard_after_backward: Whether unsharded parameters are freed once they have gradients.
+        requires_gradient_sync: Whether backward reduces gradients over the ranks.
+        keeps_unsharded_storage: Whether the memory of unsharded parameters stays when they are
+            resharded.
+        finalizes_by_hand: Whether a call, and not the end of a backward, finishes the reductions;
+            of the root's group alone.
+        unshards_in_backward: Whether backward needs the parameters.
+        max_reductions: Reductions launched and not waited for when another is launched; each holds
+            its gradients.
+        forward_prefetch: Groups to gather when this one runs forward, instead of the recorded one.
+        backward_prefetch: The same for backward.
+        reduction: How gradients are reduced.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    keeps_unsharded_storage: bool = False
+    finalizes_by_hand: bool = False
+    unshards_in_backward: bool = True
+    max_reductions: int = 1
+    forward_prefetch: list[ParamGroup] = field(default_factory=list)
+    backward_prefetch: list[ParamGroup] = field(default_factory=list)
+    reduction: ReductionSettings = field(default_factory=ReductionSettings)
+
+
+def check_reshard(
+    reshard_after_forward: bool | int | None, meshes: Iterable[ShardMesh]
+) -> bool | int | None:
+    """Return the choice for parameters over ``meshes``: ``1`` means False, all ranks mean True.
+
+    Raises:
+        ValueError: If it is neither a bool nor a number that divides that of the shards.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if not isinstance(reshard_after_forward, int):
+        raise ValueError(
+            "Expected reshard_after_forward to be True, False, a number of ranks or None, got "
+            f"{type(reshard_after_forward).__name__}: {reshard_after_forward!r}"
+        )
+    sizes = sorted({mesh.num_shards for mesh in meshes})
+    for num_shards in sizes:
+        if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+            raise ValueError(
+                "Expected reshard_after_forward to divide the number of shards, got "
+                f"{reshard_after_forward} for {num_shards} shards"
+            )
+    if reshard_after_forward == 1:
+        warnings.warn(
+            "reshard_after_forward=1 keeps all parameters on every rank after forward; "
+            "pass False to say so",
+            stacklevel=3,
+        )
+        return False
+    return True if sizes == [reshard_after_forward] else reshard_after_forward
+
+
+# The group itself ---------------------------------------------------------------------------------
 
 
 class ParamGroup:
@@ -276,7 +411,7 @@ class ParamGroup:
         self.context.note("begin_all_gather", self)
         self.context.before_gather()
         if self.units.settle(self.label):
-            watch_optimizer_steps(self)
+            self.context.note_new_params(self)
         self.freshness.note_gather()
         version = self.freshness.at_forward  # in backward they are as they were then
         if version is None or not in_backward:
@@ -357,6 +492,7 @@ class ParamGroup:
         self._follow_requires_grad()
         self.units.all.register_unsharded()
         self.shows_sharded = False
+        self.units.all.allow_reading()
         self._move_to(Unsharded(state.version))
         self.context.emit("wait_for_all_gather", self)
 
@@ -388,6 +524,8 @@ class ParamGroup:
             return
         if not self.settings.keeps_unsharded_storage:
             self.units.free()
+        if not self.units.share_storage:
+            self.units.all.forbid_reading()
         self._move_to(freed)
         self.context.emit("reshard", self)
 

@@ -11,23 +11,19 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.backward import InputMarker, Token
 from composable_shard.core.forward import Graph
-from composable_shard.core.group import ParamGroup
+from composable_shard.core.group import Call, InputMarker, Lent, ParamGroup, Token
 from composable_shard.core.nested import StoredTensors, map_tensors, tensors_in
-from composable_shard.core.order import Interval
-from composable_shard.core.substituted import CastBuffers, Lent, PreciseNormWeights, find_lent
+from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_lent
 from composable_shard.errors import ShardError
 
 # What autograd calls when it has accumulated into an unsharded parameter --------------------------
@@ -127,29 +123,6 @@ def run_as_forward(
 
 
 _torch.count_as_module_call(run_as_forward)
-
-
-@dataclass
-class Call:
-    """One call of a module, between its two hooks.
-
-    Attributes:
-        input_markers: What was put before the inputs that need a gradient.
-        outer_bases: The tensors that those inputs are views of, and the nodes they had.
-        lent: Whether it computes with parameters of somebody else.
-        forward: The number of the forward that it is part of; ``None`` within a backward.
-        interval: Where it stands in the execution order, if it may have a backward.
-    """
-
-    input_markers: list[InputMarker] = field(default_factory=list)
-    outer_bases: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
-    lent: Lent = Lent.NOTHING
-    forward: int | None = None
-    interval: Interval | None = None
-
-    def came_in(self, base: torch.Tensor) -> bool:
-        """Tell whether ``base`` was made outside, and not changed in place by the call."""
-        return any(base is outer and base.grad_fn is node for outer, node in self.outer_bases)
 
 
 class ModuleHooks:

@@ -10,17 +10,14 @@ import gc
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.group import ParamGroup
 from composable_shard.errors import ShardError
-
-if TYPE_CHECKING:
-    from composable_shard.core.group import ParamGroup
 
 _looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _ATTRIBUTE = "_composable_shard_ignored"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,13 +25,11 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard import _torch
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.not_sharded import warn_of_unsharded
 from composable_shard.core.param import sharded_form, stands_for_sharded
 from composable_shard.core.ties import is_replaced, remember_owner
 from composable_shard.errors import ShardError
-
-if TYPE_CHECKING:
-    from composable_shard.core.group import ParamGroup
 
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,39 +32,6 @@ from composable_shard.core.layout import ParamLayout
 from composable_shard.core.placement import GradStage, plan_dense, plan_placement
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-
-if TYPE_CHECKING:
-    from composable_shard.core.group import ParamGroup
-
-# Parameters whose memory is freed: autograd must refuse to read them ------------------------------
-
-VERSION_OF_FREED = 1_000_000_000
-"""What a version counter shows while the parameter is freed; no parameter is changed so often."""
-
-
-class FreedParameters:
-    """Marks the parameters that must not be read, by group."""
-
-    def __init__(self) -> None:
-        self._marked: dict[ParamGroup, tuple[Sequence[torch.Tensor], Sequence[int]]] = {}
-
-    def mark(self, group: ParamGroup) -> None:
-        """Let autograd refuse the group's unsharded parameters, unless they cannot be freed."""
-        if group in self._marked or group.units.share_storage:
-            return
-        params = group.units.all.readable
-        if params:
-            self._marked[group] = params, group.units.all.readable_versions()
-            _torch.set_versions(params, [VERSION_OF_FREED] * len(params))
-
-    def unmark(self, group: ParamGroup) -> None:
-        """Let autograd read the group's unsharded parameters again."""
-        marked = self._marked.pop(group, None)
-        if marked is not None:
-            _torch.set_versions(*marked)
-
-
-# One parameter: the shard that the optimizer sees and the tensor that compute sees ----------------
 
 LIFTED = "_composable_shard_lifted"
 """On a parameter whose ``grad_dtype`` the library, and not the user, has set to ``None``."""

@@ -18,6 +18,7 @@ import torch
 
 from composable_shard import _torch
 from composable_shard.core.gradient import (
+    ReductionSettings,
     UnreducedGradients,
     deliver,
     deliver_all,
@@ -41,7 +42,6 @@ from composable_shard.core.reduction_plan import (
     plan_scale,
     promoted,
 )
-from composable_shard.core.settings import ReductionSettings
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce

@@ -23,7 +23,7 @@ from composable_shard.core.backward import BackwardPass
 from composable_shard.core.forward import ForwardPass
 from composable_shard.core.group import ParamGroup, PartlySharded, Unsharded
 from composable_shard.core.not_sharded import refuse_replicated, warn_of_plain
-from composable_shard.core.param import FreedParameters
+from composable_shard.core.optimizers import watch_optimizer_steps
 from composable_shard.core.ties import refuse_unowned
 from composable_shard.core.transport import host, same_host
 from composable_shard.core.transport.pending import Waitable
@@ -113,7 +113,6 @@ class Context:
         self.backward = BackwardPass(self)
         self.listener: Listener | None = None
         self.post_optim_event: Waitable | None = None
-        self._freed = FreedParameters()
         self.opened: set[ParamGroup] = set()
         self._agreed = False
         self._acts: dict[int, str] = {}  # by the tag under which tensors are offered for them
@@ -124,11 +123,7 @@ class Context:
             group.context = self
 
     def emit(self, event: str, group: ParamGroup) -> None:
-        """Tell who has to know, the listener among them, that ``event`` happened to ``group``."""
-        if event == "reshard":
-            self._freed.mark(group)
-        elif event == "wait_for_all_gather":
-            self._freed.unmark(group)
+        """Tell the listener that ``event`` happened to ``group``; see ``insight.events``."""
         if self.listener is not None:
             self.listener(event, group.name)
 
@@ -195,6 +190,10 @@ class Context:
                     channel.tags, (channel.gathering, channel.reducing), strict=True
                 )
             }
+
+    def note_new_params(self, group: ParamGroup) -> None:
+        """Have ``group``, of which parameters are new, told of optimizer steps on them."""
+        watch_optimizer_steps(group)
 
     def wait_until_read(self) -> None:
         """Wait until the other ranks, and the device, have read what they read of this rank's.

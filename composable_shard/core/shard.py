@@ -6,7 +6,6 @@ Everything that can fail happens before the module is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from composable_shard.core.extension import agree_on_shards, cut_shard, needs_ex
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.not_sharded import is_taken
 from composable_shard.core.param import Attributes, ShardedParam, Slot
-from composable_shard.core.ties import owner_of_sharded, remember
+from composable_shard.core.ties import Managed, owner_of_sharded, remember
 from composable_shard.core.transport.host import Offload, check_names, offload_of
 from composable_shard.core.units import build_units
 from composable_shard.errors import ExtensionError
@@ -26,21 +25,6 @@ from composable_shard.mesh import ShardMesh, ShardPlacementResult, resolve_mesh
 from composable_shard.policy import MixedPrecisionPolicy
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | DeviceMesh | ShardPlacementResult | None]
-
-
-@dataclass(frozen=True)
-class Managed:
-    """What one ``fully_shard`` call takes charge of.
-
-    Attributes:
-        modules: All modules below, but those of nested groups.
-        params: Each parameter with the places where it is registered.
-        names: The name of each parameter, from its module down.
-    """
-
-    modules: tuple[nn.Module, ...]
-    params: dict[nn.Parameter, tuple[Slot, ...]]
-    names: dict[nn.Parameter, str]
 
 
 def top_modules(module: object) -> tuple[nn.Module, ...]:

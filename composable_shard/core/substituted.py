@@ -10,7 +10,6 @@ precise as they are, and its weights, which torch demands in the same dtype, are
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import torch
@@ -18,19 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup
+from composable_shard.core.group import Lent, ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.errors import ShardError
 
 # Parameters that are not ours while a forward runs: ``torch.func.functional_call`` ----------------
-
-
-class Lent(enum.Enum):
-    """What stands in the places of a group's parameters while a forward runs."""
-
-    NOTHING = enum.auto()
-    FULL = enum.auto()
-    SHARDED = enum.auto()
 
 
 def find_lent(group: ParamGroup) -> Lent:

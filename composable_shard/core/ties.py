@@ -11,16 +11,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam, Slot
 from composable_shard.errors import ShardError
 
-if TYPE_CHECKING:
-    from composable_shard.core.group import ParamGroup
-    from composable_shard.core.shard import Managed
+
+@dataclass(frozen=True)
+class Managed:
+    """What one ``fully_shard`` call takes charge of.
+
+    Attributes:
+        modules: All modules below, but those of nested groups.
+        params: Each parameter with the places where it is registered.
+        names: The name of each parameter, from its module down.
+    """
+
+    modules: tuple[nn.Module, ...]
+    params: dict[nn.Parameter, tuple[Slot, ...]]
+    names: dict[nn.Parameter, str]
 
 
 @dataclass

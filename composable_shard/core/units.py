@@ -32,6 +32,9 @@ from composable_shard.policy import MixedPrecisionPolicy
 
 # All parameters of a group at once: what every forward and backward asks of each of them ----------
 
+VERSION_OF_FREED = 1_000_000_000
+"""What a version counter shows while the parameter is freed; no parameter is changed so often."""
+
 _version_of = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
 
@@ -49,6 +52,7 @@ class ParamSet:
         self._params = params
         self.accumulators: list[Node] = []
         self.readable: list[torch.Tensor] = []
+        self._forbidden: tuple[()] | tuple[list[torch.Tensor], list[int]] = ()
         self.look_again()
 
     def look_again(self) -> None:
@@ -86,9 +90,17 @@ class ParamSet:
         with _torch.without_overrides():
             return sum(map(_version_of, self._counted))
 
-    def readable_versions(self) -> list[int]:
-        """Return the version counters of ``readable``."""
-        return list(map(_version_of, self.readable))
+    def forbid_reading(self) -> None:
+        """Let autograd refuse the unsharded parameters, whose memory is freed."""
+        if self.readable and not self._forbidden:
+            self._forbidden = self.readable, list(map(_version_of, self.readable))
+            _torch.set_versions(self.readable, [VERSION_OF_FREED] * len(self.readable))
+
+    def allow_reading(self) -> None:
+        """Let autograd read the unsharded parameters again."""
+        if self._forbidden:
+            _torch.set_versions(*self._forbidden)
+            self._forbidden = ()
 
     def are_registered(self, *, unsharded: bool) -> bool:
         """Tell whether the parameters, in the form asked for, stand in their first places."""

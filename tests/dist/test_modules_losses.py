@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.core.param import VERSION_OF_FREED
+from composable_shard.core.units import VERSION_OF_FREED
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from dist.models import assert_parity, assert_same, average_gradients, own_input, train_step
