@@ -485,13 +485,22 @@ class BackwardPass:
         """Free a complete group unless something may read it, or other ranks gather it later."""
         if not group.settings.reshard_after_backward or not run.is_bounded:
             return
-        if not run.is_reduced and group in self._plan.called_again:
+        if not run.is_reduced and self._may_be_called_again(group):
             return
         if self._may_be_computed_again(group):
             if run.is_reduced:
                 self._to_free.append(group)
         elif group not in self._to_gather:
             group.reshard()
+
+    def _may_be_called_again(self, group: ParamGroup) -> bool:
+        """Tell whether this backward may come to another call of a complete group.
+
+        What comes to nothing only keeps memory, so this rank may ask whether a graph lives.
+        """
+        plan = self._plan
+        is_alive = group in plan.called_before and self._context.forward.has_several_graphs
+        return is_alive or group in plan.called_again
 
     # The end --------------------------------------------------------------------------------
 

@@ -62,6 +62,11 @@ class ForwardPass:
         return any(not graph.is_reached for graph in self._graphs)
 
     @property
+    def has_several_graphs(self) -> bool:
+        """Whether backwards may start from what several forwards have given; may differ by rank."""
+        return len(self._graphs) > 1
+
+    @property
     def is_running(self) -> bool:
         """Whether a forward is under way: not closed, and not ended by an interrupt."""
         return self._frame is not None and _torch.is_executing(self._frame)

@@ -95,16 +95,18 @@ class Plan(NamedTuple, Generic[Key]):
 
     Attributes:
         steps: Its steps, the first one last, to be popped.
-        called_again: The groups that forwards have called more than once.
+        called_again: The groups that the latest forward has called more than once.
+        called_before: The groups that an earlier one has called besides.
         num_checkpoints: How many checkpoints compute a group again, for those that one does.
     """
 
     steps: list[Step[Key]]
     called_again: frozenset[Key]
+    called_before: frozenset[Key]
     num_checkpoints: dict[Key, int]
 
 
-NO_PLAN: Plan[Any] = Plan([], frozenset(), {})
+NO_PLAN: Plan[Any] = Plan([], frozenset(), frozenset(), {})
 
 
 class Interval:
@@ -132,7 +134,8 @@ class _Visit:
         forward: The number of the latest forward that entered it.
         earliest: Its first call of all.
         place: When its first call in that forward began.
-        num_calls: How many calls there are in all forwards.
+        num_calls: How many calls there are in that forward.
+        is_earlier: Whether an earlier forward has called it, too.
         left: Its last call that a backward may read it for, if any.
         checkpoints: The outermost checkpoints around its calls in that forward.
         num_before: How many there were around calls in earlier forwards.
@@ -142,6 +145,7 @@ class _Visit:
         "checkpoints",
         "earliest",
         "forward",
+        "is_earlier",
         "left",
         "num_before",
         "num_calls",
@@ -153,6 +157,7 @@ class _Visit:
         self.place = place
         self.forward = forward
         self.num_calls = 0
+        self.is_earlier = False
         self.left: Interval | None = None
         self.checkpoints: set[Interval] = set()
         self.num_before = 0
@@ -198,6 +203,7 @@ class ExecutionOrder(Generic[Key]):
             visit = self._visits[group] = _Visit(interval, self._now, self.forward)
         elif visit.forward != self.forward:
             visit.place, visit.forward = self._now, self.forward
+            visit.num_calls, visit.is_earlier = 0, True
             visit.num_before += len(visit.checkpoints)
             visit.checkpoints.clear()
         visit.num_calls += 1
@@ -263,6 +269,7 @@ class ExecutionOrder(Generic[Key]):
         return Plan(
             self._steps(reduces),
             frozenset(group for group, visit in self._visits.items() if visit.num_calls > 1),
+            frozenset(group for group, visit in self._visits.items() if visit.is_earlier),
             {group: count for group, count in counts.items() if count},
         )
 

@@ -9,10 +9,10 @@ A group's parameters may be sharded over several meshes; each has its own way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -55,12 +55,52 @@ _Result = TypeVar("_Result")
 
 
 @dataclass
-class _Reduction:
-    """A launched reduction: whose gradients it carries, its buffers, what is left to divide by."""
+class _Part:
+    """What one buffer carries: whose gradients, its memory, what is left to divide by."""
 
     route: Route
     transfer: GradTransfer
     divide_after: float
+
+
+class Idle(NamedTuple):
+    """Nothing is on its way."""
+
+
+class Scattering(NamedTuple):
+    """The reduce-scatter has been launched.
+
+    Attributes:
+        over_replicas: What becomes of the result where shards have replicas: it is all-reduced
+            next, or held until a later reduction does that; ``None`` without replicas.
+    """
+
+    pending: Pending
+    parts: list[_Part]
+    over_replicas: Literal["all-reduce", "hold"] | None
+
+
+class AllReducing(NamedTuple):
+    """The all-reduce over the replicas has been launched."""
+
+    pending: Pending
+    parts: list[_Part]
+
+
+class Returning(NamedTuple):
+    """The results are delivered, but those that are on their way to the host."""
+
+    deliveries: list[Callable[[], None]]
+
+
+State = Idle | Scattering | AllReducing | Returning
+
+_LEGAL: dict[type, tuple[type, ...]] = {
+    Idle: (Scattering, Returning),
+    Scattering: (AllReducing, Returning, Idle),
+    AllReducing: (Returning, Idle),
+    Returning: (Idle,),
+}
 
 
 def _tells_failures(
@@ -83,7 +123,7 @@ class MeshGradients:
     """Reduces and hands out the gradients of some parameters, all over one mesh.
 
     Attributes:
-        pending: What was launched last, until it is waited for.
+        state: How far the reduction has come.
         unreduced: The gradients that are not reduced.
     """
 
@@ -93,19 +133,25 @@ class MeshGradients:
         channel: Channel,
         settings: ReductionSettings,
     ) -> None:
-        self.pending: Pending | None = None
+        self.state: State = Idle()
         self.unreduced = UnreducedGradients(params, channel.mesh, settings)
         self._params = list(params)
         self._channel = channel
         self._mesh = channel.mesh
         self._settings = settings
-        self._reductions: list[_Reduction] = []
-        self._holds = False  # the running reduction leaves gradients to be averaged over replicas
-        self._all_reduces = False  # the running reduction has a second stage to come
         self._scales: dict[Any, ReductionScale] = {}
         self._recipes = GradRecipes(channel.mesh)
         self._plan = RoutePlan(channel.mesh, self._recipes)
-        self._returning: list[Callable[[], None]] = []  # deliver what is on its way to the host
+
+    @property
+    def pending(self) -> Pending | None:
+        """What was launched last, until its results are delivered."""
+        state = self.state
+        return state.pending if isinstance(state, (Scattering, AllReducing)) else None
+
+    def _move_to(self, state: State) -> None:
+        assert type(state) in _LEGAL[type(self.state)], f"{self.state} -> {state}"
+        self.state = state
 
     def accumulate(self) -> None:
         """Add the unsharded gradients to what is not yet reduced; alone, they are the sum.
@@ -127,21 +173,21 @@ class MeshGradients:
         Collective: one reduce-scatter launch for each reduction dtype; all ranks must call it,
         with or without gradients of their own.
         """
-        has_replicas = self._mesh.num_replicas > 1
-        self._holds = has_replicas and not self._settings.all_reduces
-        self._all_reduces = has_replicas and self._settings.all_reduces
-        if self._holds:
+        over_replicas: Literal["all-reduce", "hold"] | None = None
+        if self._mesh.num_replicas > 1:
+            over_replicas = "all-reduce" if self._settings.all_reduces else "hold"
+        if over_replicas == "hold":
             for param in to_reduce(self._params):
                 hold_for_replicas(param)
         params, held = to_reduce_and_held(self._params)
         for param in params:
-            param.is_unsynced = self._holds
+            param.is_unsynced = over_replicas == "hold"
         grads = take_all_unsharded(params)
         for index, dtype in enumerate(held):
             if dtype is not None:
                 grads[index] = self.unreduced.with_earlier(params[index], grads[index])
         if self._mesh.num_ranks == 1 and self._settings.hook is None:
-            self._deliver_alone(params, grads)
+            self._move_to(Returning(self._deliver_alone(params, grads)))
             return
         self._recipes.agree(params, grads)
         if loose := self._plan.take_any(params):
@@ -153,13 +199,13 @@ class MeshGradients:
         kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
         # before any launch, so that where all ranks fail alike nothing is under way
         transfers = [r.bucket.start_reduce(r.enter(grads), **kind) for r in routes]
+        parts = [_Part(r, transfer, 1.0) for r, transfer in zip(routes, transfers, strict=True)]
         works, owned = [], []
-        for route, transfer in zip(routes, transfers, strict=True):
-            reduction = _Reduction(route, transfer, 1.0)
-            works += self._scatter(reduction)
+        for part, transfer in zip(parts, transfers, strict=True):
+            works += self._scatter(part)
             owned += [*transfer.inputs, *transfer.outputs, transfer.result]
-            self._reductions.append(reduction)
-        self.pending = Pending(works, owned, self._channel.reducing)
+        pending = Pending(works, owned, self._channel.reducing)
+        self._move_to(Scattering(pending, parts, over_replicas))
 
     @_tells_failures
     def start_all_reduce(self) -> bool:
@@ -167,25 +213,25 @@ class MeshGradients:
 
         Collective: one all-reduce of this rank's shards for each reduction dtype, or none.
         """
-        if self.pending is None or not self._all_reduces:
+        state = self.state
+        if not isinstance(state, Scattering) or state.over_replicas != "all-reduce":
             return False
-        self.pending.wait()
-        self._all_reduces = False
+        state.pending.wait()
         average = self._channel.can_average_replicas() and not self._settings.sums_only
-        for reduction in self._reductions:
-            self._settle(reduction)
-            self._add_held(reduction)
-            self._release_inputs(reduction)
-        works, results = [], [reduction.transfer.result for reduction in self._reductions]
-        for reduction, result in zip(self._reductions, results, strict=True):
-            dtype, num_replicas = reduction.route.bucket.dtype, self._mesh.num_replicas
+        for part in state.parts:
+            self._settle(part)
+            self._add_held(part)
+            self._release_inputs(part)
+        works, results = [], [part.transfer.result for part in state.parts]
+        for part, result in zip(state.parts, results, strict=True):
+            dtype, num_replicas = part.route.bucket.dtype, self._mesh.num_replicas
             divides = self._channel.divides_over_replicas(dtype)
             scale = plan_scale(num_replicas, dtype, can_average=average, can_divide=divides)
             if scale.before != 1:
                 result.div_(scale.before)
             works += self._channel.all_reduce(result, average=scale.averages)
-            reduction.divide_after = scale.after
-        self.pending = Pending(works, results, self._channel.reducing)
+            part.divide_after = scale.after
+        self._move_to(AllReducing(Pending(works, results, self._channel.reducing), state.parts))
         return True
 
     def finish(self) -> None:
@@ -199,25 +245,34 @@ class MeshGradients:
 
         Those on their way to the host are not there before :meth:`end_return`.
         """
-        if self.pending is None:
-            return
         self.start_all_reduce()
-        self.pending.wait()
-        self.pending = None
-        reductions, self._reductions = self._reductions, []
-        for reduction in reductions:
-            self._settle(reduction)
-            self._release_inputs(reduction)
-            self._call_hook(reduction)
-            self._hand_out(reduction)
+        state = self.state
+        if not isinstance(state, (Scattering, AllReducing)):
+            return
+        state.pending.wait()
+        is_held = isinstance(state, Scattering) and state.over_replicas == "hold"
+        deliveries: list[Callable[[], None]] = []
+        self._move_to(Returning(deliveries))
+        for part in state.parts:
+            self._settle(part)
+            self._release_inputs(part)
+            self._call_hook(part)
+            if is_held:
+                self._hold(part)
+            else:
+                deliveries += self._hand_out(part)
 
     @_tells_failures
     def end_return(self) -> None:
         """Put on the sharded parameters what was on its way to the host."""
-        if self._returning:
+        state = self.state
+        if not isinstance(state, Returning):
+            return
+        if state.deliveries:
             host.settle()
-            while self._returning:
-                self._returning.pop(0)()
+            while state.deliveries:
+                state.deliveries.pop(0)()
+        self._move_to(Idle())
 
     def release(self) -> None:
         """Free what other ranks were reading when reductions were finished, and have read now."""
@@ -225,13 +280,13 @@ class MeshGradients:
 
     def discard(self) -> None:
         """Let the launched reduction end and drop it, and all unsharded gradients."""
-        if self.pending is not None:
-            self.pending.drop()
-            self.pending = None
-        for reduction in self._reductions:
-            self._release_inputs(reduction)
-        self._reductions.clear()
-        self._returning.clear()
+        state = self.state
+        if isinstance(state, (Scattering, AllReducing)):
+            state.pending.drop()
+            for part in state.parts:
+                self._release_inputs(part)
+        if not isinstance(state, Idle):
+            self._move_to(Idle())
         take_all_unsharded(self._params)
 
     def _agree_on_dtypes(
@@ -273,97 +328,117 @@ class MeshGradients:
             )
         return scale
 
-    def _scatter(self, reduction: _Reduction) -> list[Any]:
-        scale, transfer = self._scale(reduction.route.bucket.dtype), reduction.transfer
+    def _scatter(self, part: _Part) -> list[Any]:
+        scale, transfer = self._scale(part.route.bucket.dtype), part.transfer
         if self._mesh.num_shards == 1:
             transfer.stay()
-            reduction.divide_after = scale.total
+            part.divide_after = scale.total
             return []
-        if isinstance(reduction.route.bucket, EncodedBucket):
-            reduction.divide_after = scale.total
+        if isinstance(part.route.bucket, EncodedBucket):
+            part.divide_after = scale.total
             return self._channel.exchange(transfer.outputs[0], transfer.inputs[0])
         if scale.before != 1:
-            assert reduction.route.bucket.dtype == torch.float16  # others keep flags as they are
+            assert part.route.bucket.dtype == torch.float16  # others keep flags as they are
             _torch.divide_all_(transfer.inputs, scale.before)
-        reduction.divide_after = scale.after
+        part.divide_after = scale.after
         divisor = scale.total if scale.averages else None
         return self._channel.reduce(transfer.outputs, transfer.inputs, divisor)
 
     # What comes out -------------------------------------------------------------------------
 
-    def _settle(self, reduction: _Reduction) -> None:
+    def _settle(self, part: _Part) -> None:
         """Divide what a collective has summed."""
-        reduction.route.bucket.settle(reduction.transfer, reduction.divide_after)
-        reduction.divide_after = 1.0
+        part.route.bucket.settle(part.transfer, part.divide_after)
+        part.divide_after = 1.0
 
-    def _release_inputs(self, reduction: _Reduction) -> None:
-        reduction.transfer.inputs.clear()
-        reduction.route.bucket.release()
+    def _release_inputs(self, part: _Part) -> None:
+        part.transfer.inputs.clear()
+        part.route.bucket.release()
 
-    def _call_hook(self, reduction: _Reduction) -> None:
+    def _call_hook(self, part: _Part) -> None:
         hook, stream = self._settings.hook, self._settings.hook_stream
         if hook is None:
             return
-        result = reduction.transfer.result[: reduction.route.bucket.numel]
+        result = part.transfer.result[: part.route.bucket.numel]
         with torch.no_grad(), on_stream(stream):
-            reduction.route.clear_gaps(result)
+            part.route.clear_gaps(result)
             hook(result)
 
-    def _add_held(self, reduction: _Reduction) -> None:
+    def _add_held(self, part: _Part) -> None:
         """Add the gradients that earlier reductions left to be averaged over the replicas."""
-        route = reduction.route
-        shards = route.shards(reduction.transfer.result)
+        route = part.route
+        shards = route.shards(part.transfer.result)
         for index, ((param, _), shard) in enumerate(zip(route.members, shards, strict=True)):
             held = unreplicated(param)
             if held is None:
                 continue
             param.sharded.grad = None
             shard.add_(held.to(shard.device))
-            route.bucket.flag(reduction.transfer, index)
+            route.bucket.flag(part.transfer, index)
 
-    def _hand_out(self, reduction: _Reduction) -> None:
-        route, transfer = reduction.route, reduction.transfer
-        wanted = route.bucket.anybody_has(transfer)
-        count = len(route.members)
-        dtypes = [route.bucket.dtype] * count if self._holds else route.grad_dtypes()
-        shards = route.converted_shards(transfer.result, dtypes)
-        if route.params is not None and not self._holds and all(wanted):
+    def _hand_out(self, part: _Part) -> list[Callable[[], None]]:
+        """Put the results on the sharded parameters.
+
+        Returns:
+            What does so for those that are on their way to the host, when they are there.
+        """
+        route = part.route
+        wanted, dtypes = route.bucket.anybody_has(part.transfer), route.grad_dtypes()
+        shards = route.converted_shards(part.transfer.result, dtypes)
+        if route.params is not None and all(wanted):
             give = partial(deliver_all, route.params, shards, route.specs(dtypes))
             if route.is_carried and not any(map(has_hooks, route.params)):
-                self._returning.append(give)
-                return
+                return [give]
             if route.is_carried:
                 host.settle()
             give()
-            return
+        else:
+            host.settle()
+            for param, shard in self._rebuilt(part, wanted, shards, dtypes):
+                deliver(param, shard)
+        return []
+
+    def _hold(self, part: _Part) -> None:
+        """Leave the results, averaged over the shards, for a later all-reduce."""
+        route = part.route
+        dtypes = [route.bucket.dtype] * len(route.members)
+        wanted = route.bucket.anybody_has(part.transfer)
+        shards = route.converted_shards(part.transfer.result, dtypes)
         host.settle()
+        for param, shard in self._rebuilt(part, wanted, shards, dtypes):
+            present = unreplicated(param)
+            if present is None:
+                set_unreplicated(param, shard)
+            else:
+                present.add_(shard.to(present.device))
+
+    def _rebuilt(
+        self,
+        part: _Part,
+        wanted: Sequence[bool],
+        shards: Sequence[torch.Tensor],
+        dtypes: Sequence[torch.dtype],
+    ) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
+        """Yield each parameter that gets a gradient with it; subclasses of their inner tensors."""
+        members = part.route.members
         inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
-        for place, ((param, name), shard) in enumerate(zip(route.members, shards, strict=True)):
+        for place, ((param, name), shard) in enumerate(zip(members, shards, strict=True)):
             if not wanted[place] and not (self._settings.hook is not None and shard.any()):
                 continue
             if name is None:
-                self._put(param, shard)
+                yield param, shard
                 continue
             recipe, parts = self._recipes.of(param), inner.setdefault(param, {})
             assert recipe is not None
             parts[name] = shard.clone()  # subclasses may demand equal storage offsets
             if len(parts) == len(recipe.names):
-                self._put(param, recipe.rebuild(parts).to(dtypes[place]))
-
-    def _put(self, param: ShardedParam, shard: torch.Tensor) -> None:
-        if not self._holds:
-            deliver(param, shard)
-            return
-        present = unreplicated(param)
-        if present is None:
-            set_unreplicated(param, shard)
-        else:
-            present.add_(shard.to(present.device))
+                yield param, recipe.rebuild(parts).to(dtypes[place])
 
     def _deliver_alone(
         self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Hand out gradients that no other rank has a part in."""
+    ) -> list[Callable[[], None]]:
+        """Hand out gradients that no other rank has a part in, as :meth:`_hand_out` does."""
+        deliveries: list[Callable[[], None]] = []
         scale = self._settings.divisor
         for param, grad in zip(params, grads, strict=True):
             if grad is None:
@@ -373,9 +448,10 @@ class MeshGradients:
                 grad = grad / scale
             is_carried = copies_beside_compute(param.offload, self._mesh.device)
             if is_carried and type(grad) is torch.Tensor and not has_hooks(param):
-                self._returning.append(partial(deliver, param, host.download(grad)))
+                deliveries.append(partial(deliver, param, host.download(grad)))
             else:
                 deliver(param, grad.to(param.device))
+        return deliveries
 
 
 # From the gradients that autograd leaves on unsharded parameters to those the optimizer sees ------

@@ -91,8 +91,10 @@ def test_checkpoints_are_counted_once_for_all_that_they_compute() -> None:
     assert plan_of(order_of("[aA]", "[aA]")).num_checkpoints == {"a": 2}
 
 
-def test_calls_are_counted_over_all_forwards() -> None:
-    assert plan_of(order_of("aAbBaAcC", "cC")).called_again == {"a", "c"}
+def test_calls_are_counted_in_the_latest_forward_and_before() -> None:
+    plan = plan_of(order_of("aAbBaAcC", "cC"))
+    assert (plan.called_again, plan.called_before) == ({"a"}, {"c"})
+    assert plan_of(order_of("aAaA", "aA")).called_again == frozenset()
 
 
 calls = st.recursive(
