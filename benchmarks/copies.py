@@ -50,6 +50,7 @@ MOVES = {
     *("aten::split_with_sizes_copy", "aten::split_with_sizes_copy.out", "aten::_chunk_cat.out"),
     *("aten::_chunk_cat", "aten::_foreach_copy_", "aten::constant_pad_nd", "aten::zero_"),
     *("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat"),
+    "fsdp::chunk_cat_mixed_dtype",  # since torch 2.15
     "aten::mul.out",  # DDP divides a gradient on its way into the bucket
 }
 ARITHMETIC = {
