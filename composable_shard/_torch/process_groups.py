@@ -64,6 +64,8 @@ def _options_for(op: Any) -> Any:
 
 def _as_real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """View complex numbers as pairs of real ones, which is all that backends know."""
+    if not any(map(torch.is_complex, tensors)):
+        return tensors
     return [torch.view_as_real(one).view(-1) if one.is_complex() else one for one in tensors]
 
 

@@ -84,13 +84,12 @@ class GroupRun:
     @property
     def is_waiting(self) -> bool:
         """Whether autograd has nodes of the group to run."""
-        return any(count > 0 for count in self.pending.values())
+        return max(self.pending.values(), default=0) > 0
 
     def enter(self, backward: int) -> None:
-        """Count the accumulations that are part of the backward, if that is not done."""
-        if backward not in self.pending:
-            self.pending.pop(_INNER, None)
-            self.pending[backward] = _torch.num_to_run(self._group.units.all.accumulators)
+        """Count the accumulations that are part of a backward."""
+        self.pending.pop(_INNER, None)
+        self.pending[backward] = _torch.num_to_run(self._group.units.all.accumulators)
 
     def compute_again(self) -> None:
         """Note that a checkpoint computes the group again.
@@ -406,13 +405,15 @@ class BackwardPass:
 
     def _enter(self, group: ParamGroup, forward: int | None = None) -> GroupRun:
         """Return the run of a group, of which something happens in the running backward."""
-        self._begin_unless_running(forward)
+        backward = _torch.current_backward()
+        if backward != self._id or backward == -1:  # -1: outside of all, or at the end of one
+            self._begin_unless_running(forward)
         run = self._runs.get(group)
         if run is None:
             run = self._runs[group] = GroupRun(group, is_inside=self._is_inside)
             self._plan_reduction(group)
-        if not run.is_complete:
-            run.enter(_torch.current_backward())
+        if not run.is_complete and backward not in run.pending:
+            run.enter(backward)
         return run
 
     def _plan_reduction(self, group: ParamGroup) -> None:

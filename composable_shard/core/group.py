@@ -279,6 +279,7 @@ class ParamGroup:
         modules: The modules that were passed to ``fully_shard``.
         mesh: Over which ranks its parameters are sharded, but those with a mesh of their own.
         channels: How it talks to the ranks of each mesh.
+        policy: Which dtypes they have.
         params: The parameters of the modules, but those of nested groups and ignored ones.
         units: The same, in what is gathered as a whole.
         freshness: Whether unsharded parameters are still valid.
@@ -307,6 +308,7 @@ class ParamGroup:
     ) -> None:
         self.modules = modules
         self.mesh = mesh
+        self.policy = policy
         self.units = GroupUnits(params, units, policy)
         self.params = self.units.params
         self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
@@ -330,11 +332,6 @@ class ParamGroup:
     def label(self) -> str:
         """What messages call the group; that of the root has no name."""
         return f"group '{self.name}'" if self.name else "the root group"
-
-    @property
-    def policy(self) -> MixedPrecisionPolicy:
-        """Which dtypes they have."""
-        return self.units.policy
 
     def give_back(self, param: ShardedParam) -> None:
         """Let go of a parameter that another group will own; nothing was gathered yet."""
@@ -445,15 +442,18 @@ class ParamGroup:
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
         self.context.check_order("all-gather", self)
-        lane = next((transfer.lane for _, transfer in transfers if transfer.lane is not None), None)
-        works: list[Waitable] = []
-        owned, act = [], ""
+        lane, works = None, list[Waitable]()
+        owned, act = list[torch.Tensor](), ""
+        for _, transfer in transfers:
+            lane = lane or transfer.lane
         for mesh, channel in self.channels.items():
-            members = [transfer for over, transfer in transfers if over is mesh or over == mesh]
-            inputs = [tensor for transfer in members for tensor in transfer.inputs]
+            inputs, outputs = list[torch.Tensor](), list[torch.Tensor]()
+            for over, transfer in transfers:
+                if over is mesh or over == mesh:
+                    inputs += transfer.inputs
+                    outputs += transfer.outputs
             if not inputs:
                 continue
-            outputs = [tensor for transfer in members for tensor in transfer.outputs]
             with nullcontext() if lane is None else lane.behind():
                 if num_ranks is None:
                     works += channel.gather(outputs, inputs)

@@ -177,17 +177,17 @@ class ModuleHooks:
         if opens:
             context.backward.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
-        if not group.calls:
+        if self._lenders and not group.calls:
             self._take_back()  # what an interrupt left lent
             for lender in self._lenders:
                 lender.lend()
         group.calls.append(call)
-        dtype = group.policy.param_dtype
-        if dtype is not None and group.policy.cast_forward_inputs:
-            args, kwargs = _map_inputs(partial(_cast, dtype), args, kwargs)
         self._join(call)
-        if group.params and torch.is_grad_enabled():
-            args, kwargs = _map_inputs(partial(self._put_marker, call), args, kwargs)
+        dtype = group.policy.param_dtype if group.policy.cast_forward_inputs else None
+        is_marked = bool(group.params) and torch.is_grad_enabled()
+        if is_marked or dtype is not None:
+            take_in = partial(self._take_in, call, dtype, is_marked)
+            args, kwargs = _map_inputs(take_in, args, kwargs)
         return args, kwargs
 
     def _join(self, call: Call) -> None:
@@ -221,7 +221,7 @@ class ModuleHooks:
         call = calls.pop() if calls else Call()  # none if forward could not begin
         if call.lent is Lent.FULL:
             return output
-        if not calls:
+        if self._lenders and not calls:
             self._take_back()
         dtype = self._group.policy.output_dtype
         if dtype is not None:
@@ -255,9 +255,13 @@ class ModuleHooks:
             return args, kwargs
         return _map_inputs(partial(_moved, device), args, kwargs)
 
-    def _put_marker(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-        """Put an identity before the module, whose backward runs after all of the module's."""
-        if not tensor.requires_grad:
+    def _take_in(
+        self, call: Call, dtype: torch.dtype | None, is_marked: bool, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Cast an input, and put an identity before the module, whose backward runs last of all."""
+        if dtype is not None:
+            tensor = _cast(dtype, tensor)
+        if not is_marked or not tensor.requires_grad:
             return tensor
         inner = tensor.view_as(tensor)
         node, base = inner.grad_fn, inner._base

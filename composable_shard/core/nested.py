@@ -204,7 +204,9 @@ def _attributes(value: Any) -> list[Any]:
 
 # What forward stores away on its modules, such as a loss to be added later ------------------------
 
-_ATTRIBUTES_WITHOUT_GRAPH = frozenset({*nn.Module().__dict__, _torch.COMPOSABLE_STATE})
+_ATTRIBUTES_WITHOUT_GRAPH = frozenset(
+    {*nn.Module().__dict__, _torch.COMPOSABLE_STATE, _torch.COMPOSABLE_REGISTRY}
+)
 
 
 class StoredTensors:

@@ -190,9 +190,10 @@ class MeshGradients:
             self._move_to(Returning(self._deliver_alone(params, grads)))
             return
         self._recipes.agree(params, grads)
-        if loose := self._plan.take_any(params):
-            self._agree_on_dtypes(loose, grads, held)
-        for index in self._plan.narrows(params):
+        self._plan.look_at(params)
+        if self._plan.take_any:
+            self._agree_on_dtypes(self._plan.take_any, grads, held)
+        for index in self._plan.narrowed:
             grad = grads[index]
             grads[index] = None if grad is None else narrowed(params[index], grad)
         launch, routes = self._channel.reduce_scatter, self._plan.routes_of(params, held)
@@ -236,8 +237,9 @@ class MeshGradients:
 
     def finish(self) -> None:
         """Wait for the launched reduction and put its results on the sharded parameters."""
-        self.start_return()
-        self.end_return()
+        if not isinstance(self.state, Idle):
+            self.start_return()
+            self.end_return()
 
     @_tells_failures
     def start_return(self) -> None:
@@ -312,6 +314,7 @@ class MeshGradients:
     def next_routes(self) -> list[Route]:
         """Return the ways that gradients go in the next reduction. Collective: none."""
         params, held = to_reduce_and_held(self._params)
+        self._plan.look_at(params)
         return self._plan.routes_of(params, held)
 
     def _scale(self, dtype: torch.dtype) -> ReductionScale:

@@ -194,7 +194,12 @@ def promoted(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
 
 
 class RoutePlan:
-    """The routes of gradients over one mesh; planned again only when something has changed."""
+    """The routes of gradients over one mesh; planned again only when something has changed.
+
+    Attributes:
+        take_any: Which of the parameters are reduced in whatever dtype their gradients have.
+        narrowed: Whose gradients are rounded before they are reduced in a wider dtype.
+    """
 
     def __init__(self, mesh: ShardMesh, recipes: GradRecipes) -> None:
         self._mesh = mesh
@@ -206,18 +211,8 @@ class RoutePlan:
         self._locals: list[torch.Tensor] = []
         self._asked: list[torch.dtype | None] = []
         self._dtypes: list[torch.dtype] = []
-        self._take_any: list[int] = []
-        self._narrowed: list[int] = []
-
-    def narrows(self, params: Sequence[ShardedParam]) -> list[int]:
-        """Return which gradients are rounded before they are reduced in a wider dtype."""
-        self._look_at(params)
-        return self._narrowed
-
-    def take_any(self, params: Sequence[ShardedParam]) -> list[int]:
-        """Return which of the parameters are reduced in whatever dtype their gradients have."""
-        self._look_at(params)
-        return self._take_any
+        self.take_any: list[int] = []
+        self.narrowed: list[int] = []
 
     def routes_of(
         self, params: Sequence[ShardedParam], held: Sequence[torch.dtype | None]
@@ -227,10 +222,9 @@ class RoutePlan:
         Those that their tensor types encode go by themselves.
 
         Args:
-            params: The parameters.
+            params: The parameters; see :meth:`look_at`.
             held: Dtypes of the gradients that wait for this reduction, which are not narrowed.
         """
-        self._look_at(params)
         key = held, self._recipes.num_agreed
         if key != self._are_for:
             dtypes = [
@@ -241,7 +235,7 @@ class RoutePlan:
             self._are_for = key
         return self._routes
 
-    def _look_at(self, params: Sequence[ShardedParam]) -> None:
+    def look_at(self, params: Sequence[ShardedParam]) -> None:
         """Decide the dtype of each reduction, if parameters or what is asked of them has changed.
 
         Where the policy has no ``reduce_dtype``, what is asked of one parameter widens them all.
@@ -253,12 +247,12 @@ class RoutePlan:
         if is_known and asked == self._asked:
             return
         self._locals, self._asked, self._are_for = locals_, asked, None
-        self._take_any = [index for index, param in enumerate(params) if param.takes_any_grad]
+        self.take_any = [index for index, param in enumerate(params) if param.takes_any_grad]
         own = [param.reduction_dtype() for param in params]
         real = promoted(dtype for dtype in own if not dtype.is_complex)
         imaginary = promoted(dtype for dtype in own if dtype.is_complex)
         self._dtypes = [(imaginary if one.is_complex else real) or one for one in own]
-        self._narrowed = [
+        self.narrowed = [
             index
             for index, (param, dtype) in enumerate(zip(params, own, strict=True))
             if dtype != self._dtypes[index] and dtype.itemsize < param.compute_dtype.itemsize

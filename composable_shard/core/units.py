@@ -104,7 +104,11 @@ class ParamSet:
 
     def are_registered(self, *, unsharded: bool) -> bool:
         """Tell whether the parameters, in the form asked for, stand in their first places."""
-        return all(map(is_, self._standing(), self._unsharded if unsharded else self._sharded))
+        tensors = self._unsharded if unsharded else self._sharded
+        for (module, attribute), tensor in zip(self._first_places, tensors, strict=False):
+            if module._parameters.get(attribute) is not tensor:
+                return False
+        return True
 
     def are_intact(self) -> bool:
         """Tell whether modules and DTensors still hold what was put there."""
@@ -156,9 +160,6 @@ class ParamSet:
             param.accumulator = None
         self.accumulators = []  # a tensor makes another node once nobody holds the last
         self._followed = None
-
-    def _standing(self) -> list[nn.Parameter | None]:
-        return [module._parameters.get(attribute) for module, attribute in self._first_places]
 
     def _note_accumulators(self) -> None:
         nodes = (param.accumulator for param in self._params)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Channel:
         reduce_scatter: How gradients are reduced over the shards.
         gathering: What it does when it gathers, for messages.
         reducing: The same for reductions.
+        tags: Those of the messages of gathers and of reductions.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
@@ -51,7 +52,7 @@ class Channel:
         self.reduce_scatter: ReduceScatterLaunch
         self._use_fastest()
         self._reduce_group = mesh.shard_group
-        self._tag = 0
+        self.tags = 0, 1
         self._is_custom = False
         self.call("a group")
 
@@ -62,12 +63,7 @@ class Channel:
 
     def set_tag(self, tag: int) -> None:
         """Let the messages carry two tags made of one on which the ranks have agreed."""
-        self._tag = tag
-
-    @property
-    def tags(self) -> tuple[int, int]:
-        """The tags of gathers and of reductions."""
-        return 2 * self._tag, 2 * self._tag + 1
+        self.tags = 2 * tag, 2 * tag + 1
 
     # Choices --------------------------------------------------------------------------------
 
@@ -143,9 +139,8 @@ class Channel:
     def _gather_from(
         self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors
     ) -> list[Waitable]:
-        with self._launching(self.gathering, group):
-            works = self.all_gather.launch(outputs, inputs, group, self.tags[0])
-        return _watched(works, group, self.gathering)
+        launch, tag = self.all_gather.launch, self.tags[0]
+        return self._launch(partial(launch, outputs, inputs, group, tag), group, self.gathering)
 
     def can_average(self) -> bool:
         """Tell whether a reduction over the shards may be an average."""
@@ -166,9 +161,8 @@ class Channel:
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
         if divisor is not None and self.reduce_scatter.divides:
             op = divisor
-        with self._launching(self.reducing, group):
-            works = self.reduce_scatter.launch(outputs, inputs, group, op, self.tags[1])
-        return _watched(works, group, self.reducing)
+        launch, tag = self.reduce_scatter.launch, self.tags[1]
+        return self._launch(partial(launch, outputs, inputs, group, op, tag), group, self.reducing)
 
     def exchange(self, output: torch.Tensor, source: torch.Tensor) -> list[Waitable]:
         """Send row r of ``source`` to rank r of those that share the parameters; all to all.
@@ -179,9 +173,12 @@ class Channel:
         """
         group = self._reduce_group
         assert group is not None
-        with self._launching(self.reducing, group):
+
+        def launch() -> list[Waitable]:
             work = dist.all_to_all_single(output, source, group=group, async_op=True)
-        return [] if work is None else _watched([work], group, self.reducing)
+            return [] if work is None else [work]
+
+        return self._launch(launch, group, self.reducing)
 
     def can_average_replicas(self) -> bool:
         """Tell whether a reduction over the replicas may be an average."""
@@ -206,15 +203,17 @@ class Channel:
         summed = tensor.to(sum_dtype(tensor.dtype)) if divides else tensor
         group = self.mesh.replica_group
         assert group is not None
-        with self._launching(self.reducing, group):
+
+        def launch() -> list[Waitable]:
             work = dist.all_reduce(summed, op, group=group, async_op=True)
-        if work is None:
-            return []
-        if divides:
+            if work is None:
+                return []
             divisor = self.mesh.num_replicas if average else 1
-            then = Then(work, summed, lambda: tensor.copy_(summed.div_(divisor)))
-            return _watched([then], group, self.reducing)
-        return _watched([work], group, self.reducing)
+            return [
+                Then(work, summed, lambda: tensor.copy_(summed.div_(divisor))) if divides else work
+            ]
+
+        return self._launch(launch, group, self.reducing)
 
     # Failures -------------------------------------------------------------------------------
 
@@ -224,20 +223,22 @@ class Channel:
         shards = self.mesh.shard_group
         return [shards, self.mesh.replica_group, self._reduce_group, *subgroups_of(shards)]
 
-    @contextlib.contextmanager
-    def _launching(self, act: str, group: dist.ProcessGroup) -> Iterator[None]:
-        """Say what the launch of a collective was for, if it fails, here and to the other ranks."""
+    def _launch(
+        self, launch: Callable[[], list[Waitable]], group: dist.ProcessGroup, act: str
+    ) -> list[Waitable]:
+        """Launch collectives; if that fails, say what they were for, here and to other ranks."""
         go_on()
         try:
-            yield
+            works = launch()
         except Exception as error:
-            told = error
+            told: Exception = error
             if isinstance(error, RuntimeError):
                 told = watched(group, act).explain(error)
             announce(self.process_groups, act, error)
             if told is error:
                 raise
             raise told from error
+        return [_Launched(works, group, act)] if works and is_watched(group) else works
 
 
 class _Launched:
@@ -252,7 +253,3 @@ class _Launched:
         with watched(self._group, self._act):
             while self._works:
                 self._works.pop().wait()
-
-
-def _watched(works: list[Waitable], group: dist.ProcessGroup, act: str) -> list[Waitable]:
-    return [_Launched(works, group, act)] if works and is_watched(group) else works
