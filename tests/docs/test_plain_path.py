@@ -1,0 +1,73 @@
+"""The plain path in ``docs/design.md`` is the one that the code goes, in that order."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import composable_shard
+from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.testing import fake_ranks
+
+from .pages import DOCS
+
+CORE = Path(composable_shard.__file__).parent / "core"
+PLACE = re.compile(r"`([\w/]+\.py)`|`([A-Z]\w+\.\w+|[a-z_]+)`")
+
+
+def places() -> list[list[tuple[str, str]]]:
+    """Return for each row of the page the functions that it names, as ``(file, name)``."""
+    text = (DOCS / "design.md").read_text()
+    table = text.split("## The plain path")[1].split("\n## ")[0]
+    rows = []
+    for line in table.splitlines():
+        cells = line.split(" | ")
+        if len(cells) != 2 or "core/" in cells[1]:
+            continue
+        file, found = "", []
+        for named, function in PLACE.findall(cells[1]):
+            if named:
+                file = named
+            else:
+                found.append((file, function))
+        rows.append(found)
+    return rows
+
+
+def entered() -> list[tuple[str, str]]:
+    """Return which functions of the core a steady step enters, in the order of first entries."""
+    seen: dict[tuple[str, str], None] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(CORE)):
+            name = code.co_qualname.removesuffix(".<locals>.told")
+            seen[str(Path(code.co_filename).relative_to(CORE)), name] = None
+
+    with fake_ranks(2):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        for layer in model[1:]:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        for step in range(3):
+            if step == 2:
+                sys.setprofile(note)
+            model(torch.ones(2, 16)).float().sum().backward()
+            sys.setprofile(None)
+    return list(seen)
+
+
+def test_the_plain_path_goes_through_all_functions_that_the_page_names_in_its_order() -> None:
+    named, order = places(), entered()
+    assert sum(map(len, named)) > 30
+    missing = [place for row in named for place in row if place not in order]
+    assert missing == []
+    firsts = [min(map(order.index, row)) for row in named]
+    assert firsts == sorted(firsts)
