@@ -79,7 +79,7 @@ class GroupRun:
         self.num_computed_again = 0
         self._group = group
         # Within a forward more changes than the count when a gradient is there.
-        group.to_arrive = {} if is_inside else self.pending
+        group.pending_nodes = {} if is_inside else self.pending
 
     @property
     def is_waiting(self) -> bool:
@@ -675,7 +675,7 @@ class BackwardPass:
 
     def _forget_runs(self) -> None:
         for group in self._runs:
-            group.to_arrive = {}
+            group.pending_nodes = {}
         self._runs.clear()
         self._steps.clear()
         self._to_gather.clear()

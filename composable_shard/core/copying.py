@@ -22,7 +22,12 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.core.extension import copied_shard
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.hooks import Arrival, forward_methods, hooks_of, register_forward_method
+from composable_shard.core.hooks import (
+    AccumulateHook,
+    forward_methods,
+    hooks_of,
+    register_forward_method,
+)
 from composable_shard.core.param import ShardedParam, Slot
 from composable_shard.core.root import Context, join_tree
 from composable_shard.core.torch_state import answer_torch, list_with_torch
@@ -131,7 +136,7 @@ def _initialize(
         for param, local in zip(params, locals_, strict=True):
             param.adopt_local(local)
     group.__init__(modules, params, units, mesh, policy)  # type: ignore[misc]
-    group.on_gradient = Arrival(group)
+    group.on_gradient = AccumulateHook(group)
 
 
 def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:

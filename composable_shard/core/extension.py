@@ -174,7 +174,7 @@ def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
 def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
     """Split wrapper subclasses into inner tensors; return them and a function that rebuilds."""
     flat: list[torch.Tensor] = []
-    recipes: list[tuple[type, list[str], Any] | None] = []
+    codecs: list[tuple[type, list[str], Any] | None] = []
     for tensor in tensors:
         if _torch.is_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -186,19 +186,19 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
                     f"define {PRE} and {POST} on it"
                 )
             flat += inner
-            recipes.append((type(tensor), names, context))
+            codecs.append((type(tensor), names, context))
         else:
             flat.append(tensor)
-            recipes.append(None)
+            codecs.append(None)
 
     def rebuild(parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         left = list(parts)
         rebuilt: list[torch.Tensor] = []
-        for recipe in recipes:
-            if recipe is None:
+        for codec in codecs:
+            if codec is None:
                 rebuilt.append(left.pop(0))
                 continue
-            kind, names, context = recipe
+            kind, names, context = codec
             inner = {name: left.pop(0) for name in names}
             like = next(iter(inner.values()))
             rebuilt.append(

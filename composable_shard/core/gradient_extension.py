@@ -156,7 +156,7 @@ def _in_words(formats: Formats) -> str:
 
 
 @dataclass(frozen=True)
-class SubclassRecipe:
+class GradientCodec:
     """How the gradient of a tensor subclass is rebuilt from its reduced inner tensors."""
 
     kind: type
@@ -172,21 +172,21 @@ class SubclassRecipe:
         return rebuilt
 
 
-class GradRecipes:
-    """The recipes of some parameters, on which their ranks have agreed."""
+class GradientCodecs:
+    """The codecs of some parameters, on which their ranks have agreed."""
 
     def __init__(self, mesh: ShardMesh) -> None:
         self._mesh = mesh
-        self._recipes: dict[ShardedParam, SubclassRecipe | None] = {}
+        self._codecs: dict[ShardedParam, GradientCodec | None] = {}
 
-    def of(self, param: ShardedParam) -> SubclassRecipe | None:
+    def of(self, param: ShardedParam) -> GradientCodec | None:
         """Return how the gradient of ``param`` is rebuilt, ``None`` for a plain one."""
-        return self._recipes.get(param)
+        return self._codecs.get(param)
 
     @property
     def num_agreed(self) -> int:
         """Of how many parameters it is known; never falls."""
-        return len(self._recipes)
+        return len(self._codecs)
 
     def agree(self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
         """Agree once which gradients are tensor subclasses, made of which inner tensors.
@@ -195,25 +195,25 @@ class GradRecipes:
         subclass, until some rank had a gradient for it.
         """
         for param, grad in zip(params, grads, strict=True):
-            if not param.is_subclass or param in self._recipes:
+            if not param.is_subclass or param in self._codecs:
                 continue
-            said = _recipe_of(grad)
+            said = _codec_of(grad)
             for group in (self._mesh.shard_group, self._mesh.replica_group):
                 if group is not None and group.size() > 1:
                     heard = gather_objects(said, group, "agreeing on what gradients are made of")
-                    said = next((recipe for recipe in heard if recipe is not None), None)
+                    said = next((codec for codec in heard if codec is not None), None)
             if said is not None:
-                self._recipes[param] = said if said.names else None
+                self._codecs[param] = said if said.names else None
 
 
-def _recipe_of(grad: torch.Tensor | None) -> SubclassRecipe | None:
+def _codec_of(grad: torch.Tensor | None) -> GradientCodec | None:
     """Describe a gradient's inner tensors (none for a plain one); ``None`` if there is none."""
     if grad is None:
         return None
     if not _torch.is_wrapper_subclass(grad):
-        return SubclassRecipe(torch.Tensor, (), None)
+        return GradientCodec(torch.Tensor, (), None)
     names, context = grad.__tensor_flatten__()  # type: ignore[attr-defined]
-    return SubclassRecipe(type(grad), tuple(names), context)
+    return GradientCodec(type(grad), tuple(names), context)
 
 
 # The flat buffers of gradients whose tensor types decide what of them travels ---------------------

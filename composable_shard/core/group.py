@@ -142,7 +142,7 @@ _LEGAL: dict[type, tuple[type, ...]] = {
 # Calls of its modules -----------------------------------------------------------------------------
 
 
-class Lent(enum.Enum):
+class Substitution(enum.Enum):
     """What stands in the places of a group's parameters while a forward runs."""
 
     NOTHING = enum.auto()
@@ -185,14 +185,14 @@ class Call:
     Attributes:
         input_markers: What was put before the inputs that need a gradient.
         outer_bases: The tensors that those inputs are views of, and the nodes they had.
-        lent: Whether it computes with parameters of somebody else.
+        substitution: Whether it computes with parameters of somebody else.
         forward: The number of the forward that it is part of; ``None`` within a backward.
         interval: Where it stands in the execution order, if it may have a backward.
     """
 
     input_markers: list[InputMarker] = field(default_factory=list)
     outer_bases: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
-    lent: Lent = Lent.NOTHING
+    substitution: Substitution = Substitution.NOTHING
     forward: int | None = None
     interval: Interval | None = None
 
@@ -294,7 +294,7 @@ class ParamGroup:
         is_held: Whether the user unsharded it, so that it shows the unsharded ones until then.
         is_exposed: Whether users may have had the unsharded ones in their hands.
         on_gradient: Called when a backward has accumulated into one of the parameters.
-        to_arrive: By the number of each backward that waits for the group, how many nodes of
+        pending_nodes: By the number of each backward that waits for the group, how many nodes of
             autograd are left to run in it.
     """
 
@@ -325,7 +325,7 @@ class ParamGroup:
         self.is_held = False
         self.is_exposed = False
         self.on_gradient: Callable[[torch.Tensor], None]
-        self.to_arrive: dict[int, int] = {}
+        self.pending_nodes: dict[int, int] = {}
         self._stream = 0
 
     @property

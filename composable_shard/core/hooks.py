@@ -21,15 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.forward import Graph
-from composable_shard.core.group import Call, InputMarker, Lent, ParamGroup, Token
+from composable_shard.core.group import Call, InputMarker, ParamGroup, Substitution, Token
 from composable_shard.core.nested import StoredTensors, map_tensors, tensors_in
-from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_lent
+from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_substitution
 from composable_shard.errors import ShardError
 
 # What autograd calls when it has accumulated into an unsharded parameter --------------------------
 
 
-class Arrival:
+class AccumulateHook:
     """Told that autograd has accumulated into an unsharded parameter of a group.
 
     It hangs on the parameter, which the group holds together with the node that accumulates into
@@ -47,9 +47,9 @@ class Arrival:
         """The group, while it lives."""
         return self._group()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Arrival | None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AccumulateHook | None:
         group = self._group()
-        return None if group is None else Arrival(copy.deepcopy(group, memo))
+        return None if group is None else AccumulateHook(copy.deepcopy(group, memo))
 
     def __call__(self, *_: object) -> None:
         group = self._group()
@@ -61,7 +61,7 @@ class Arrival:
                 "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
                 "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
             )
-        left, backward = group.to_arrive, _torch.current_backward()
+        left, backward = group.pending_nodes, _torch.current_backward()
         more = left.get(backward, 0)
         if more > 1:  # as of most: that it is counted is all that happens
             left[backward] = more - 1
@@ -93,7 +93,7 @@ def install(group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         module.__dict__[_HOOKS] = hooks
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(hooks.post_forward, always_call=True)
-    group.on_gradient = Arrival(group)
+    group.on_gradient = AccumulateHook(group)
 
 
 def owner_of(module: nn.Module) -> ParamGroup | None:
@@ -136,7 +136,9 @@ class ModuleHooks:
 
     def _watch_modules(self) -> None:
         buffers = CastBuffers(self._managed, self._buffer_dtype)
-        self._lenders = [x for x in (buffers, PreciseNormWeights(self._managed)) if x.may_lend]
+        self._substitutes = [
+            x for x in (buffers, PreciseNormWeights(self._managed)) if x.may_substitute
+        ]
         self._stored = StoredTensors(self._managed)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,8 +165,10 @@ class ModuleHooks:
         if group in context.opened:
             _check_can_run_opened(group)
             return args, kwargs
-        call = Call(lent=group.calls[-1].lent if group.calls else find_lent(group))
-        if call.lent is Lent.FULL:
+        call = Call(
+            substitution=group.calls[-1].substitution if group.calls else find_substitution(group)
+        )
+        if call.substitution is Substitution.FULL:
             group.calls.append(call)
             return args, kwargs
         if not _torch.is_transforming():
@@ -172,15 +176,15 @@ class ModuleHooks:
         else:  # what the gather makes must outlive the transform
             with _torch.outside_transforms():
                 opens = self._gather(module)
-        if call.lent is Lent.SHARDED:
+        if call.substitution is Substitution.SHARDED:
             context.forward.frees_all = True  # before functional_call takes them out again
         if opens:
             context.backward.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
-        if self._lenders and not group.calls:
-            self._take_back()  # what an interrupt left lent
-            for lender in self._lenders:
-                lender.lend()
+        if self._substitutes and not group.calls:
+            self._restore()  # what an interrupt left in their place
+            for substitute in self._substitutes:
+                substitute.put()
         group.calls.append(call)
         self._join(call)
         dtype = group.policy.param_dtype if group.policy.cast_forward_inputs else None
@@ -219,10 +223,10 @@ class ModuleHooks:
             return output
         calls = self._group.calls
         call = calls.pop() if calls else Call()  # none if forward could not begin
-        if call.lent is Lent.FULL:
+        if call.substitution is Substitution.FULL:
             return output
-        if self._lenders and not calls:
-            self._take_back()
+        if self._substitutes and not calls:
+            self._restore()
         dtype = self._group.policy.output_dtype
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype), output)
@@ -245,9 +249,9 @@ class ModuleHooks:
         group.wait_for_unshard()
         return False
 
-    def _take_back(self) -> None:
-        for lender in reversed(self._lenders):
-            lender.take_back()
+    def _restore(self) -> None:
+        for substitute in reversed(self._substitutes):
+            substitute.restore()
 
     def _to_device(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         device = self._group.mesh.device

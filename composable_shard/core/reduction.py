@@ -33,12 +33,12 @@ from composable_shard.core.gradient import (
     unreplicated,
 )
 from composable_shard.core.gradient_bucket import GradTransfer
-from composable_shard.core.gradient_extension import EncodedBucket, GradRecipes
+from composable_shard.core.gradient_extension import EncodedBucket, GradientCodecs
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction_plan import (
+    ReductionPlan,
+    ReductionPlanner,
     ReductionScale,
-    Route,
-    RoutePlan,
     plan_scale,
     promoted,
 )
@@ -58,7 +58,7 @@ _Result = TypeVar("_Result")
 class _Part:
     """What one buffer carries: whose gradients, its memory, what is left to divide by."""
 
-    route: Route
+    plan: ReductionPlan
     transfer: GradTransfer
     divide_after: float
 
@@ -140,8 +140,8 @@ class MeshGradients:
         self._mesh = channel.mesh
         self._settings = settings
         self._scales: dict[Any, ReductionScale] = {}
-        self._recipes = GradRecipes(channel.mesh)
-        self._plan = RoutePlan(channel.mesh, self._recipes)
+        self._codecs = GradientCodecs(channel.mesh)
+        self._planner = ReductionPlanner(channel.mesh, self._codecs)
 
     @property
     def pending(self) -> Pending | None:
@@ -189,18 +189,18 @@ class MeshGradients:
         if self._mesh.num_ranks == 1 and self._settings.hook is None:
             self._move_to(Returning(self._deliver_alone(params, grads)))
             return
-        self._recipes.agree(params, grads)
-        self._plan.look_at(params)
-        if self._plan.take_any:
-            self._agree_on_dtypes(self._plan.take_any, grads, held)
-        for index in self._plan.narrowed:
+        self._codecs.agree(params, grads)
+        self._planner.look_at(params)
+        if self._planner.take_any:
+            self._agree_on_dtypes(self._planner.take_any, grads, held)
+        for index in self._planner.narrowed:
             grad = grads[index]
             grads[index] = None if grad is None else narrowed(params[index], grad)
-        launch, routes = self._channel.reduce_scatter, self._plan.routes_of(params, held)
+        launch, plans = self._channel.reduce_scatter, self._planner.plans_of(params, held)
         kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
         # before any launch, so that where all ranks fail alike nothing is under way
-        transfers = [r.bucket.start_reduce(r.enter(grads), **kind) for r in routes]
-        parts = [_Part(r, transfer, 1.0) for r, transfer in zip(routes, transfers, strict=True)]
+        transfers = [r.bucket.start_reduce(r.enter(grads), **kind) for r in plans]
+        parts = [_Part(r, transfer, 1.0) for r, transfer in zip(plans, transfers, strict=True)]
         works, owned = [], []
         for part, transfer in zip(parts, transfers, strict=True):
             works += self._scatter(part)
@@ -225,7 +225,7 @@ class MeshGradients:
             self._release_inputs(part)
         works, results = [], [part.transfer.result for part in state.parts]
         for part, result in zip(state.parts, results, strict=True):
-            dtype, num_replicas = part.route.bucket.dtype, self._mesh.num_replicas
+            dtype, num_replicas = part.plan.bucket.dtype, self._mesh.num_replicas
             divides = self._channel.divides_over_replicas(dtype)
             scale = plan_scale(num_replicas, dtype, can_average=average, can_divide=divides)
             if scale.before != 1:
@@ -278,7 +278,7 @@ class MeshGradients:
 
     def release(self) -> None:
         """Free what other ranks were reading when reductions were finished, and have read now."""
-        self._plan.release()
+        self._planner.release()
 
     def discard(self) -> None:
         """Let the launched reduction end and drop it, and all unsharded gradients."""
@@ -311,11 +311,11 @@ class MeshGradients:
 
     # What goes in ---------------------------------------------------------------------------
 
-    def next_routes(self) -> list[Route]:
+    def next_plans(self) -> list[ReductionPlan]:
         """Return the ways that gradients go in the next reduction. Collective: none."""
         params, held = to_reduce_and_held(self._params)
-        self._plan.look_at(params)
-        return self._plan.routes_of(params, held)
+        self._planner.look_at(params)
+        return self._planner.plans_of(params, held)
 
     def _scale(self, dtype: torch.dtype) -> ReductionScale:
         divisor, sums_only = self._settings.divisor, self._settings.sums_only
@@ -332,16 +332,16 @@ class MeshGradients:
         return scale
 
     def _scatter(self, part: _Part) -> list[Any]:
-        scale, transfer = self._scale(part.route.bucket.dtype), part.transfer
+        scale, transfer = self._scale(part.plan.bucket.dtype), part.transfer
         if self._mesh.num_shards == 1:
             transfer.stay()
             part.divide_after = scale.total
             return []
-        if isinstance(part.route.bucket, EncodedBucket):
+        if isinstance(part.plan.bucket, EncodedBucket):
             part.divide_after = scale.total
             return self._channel.exchange(transfer.outputs[0], transfer.inputs[0])
         if scale.before != 1:
-            assert part.route.bucket.dtype == torch.float16  # others keep flags as they are
+            assert part.plan.bucket.dtype == torch.float16  # others keep flags as they are
             _torch.divide_all_(transfer.inputs, scale.before)
         part.divide_after = scale.after
         divisor = scale.total if scale.averages else None
@@ -351,33 +351,33 @@ class MeshGradients:
 
     def _settle(self, part: _Part) -> None:
         """Divide what a collective has summed."""
-        part.route.bucket.settle(part.transfer, part.divide_after)
+        part.plan.bucket.settle(part.transfer, part.divide_after)
         part.divide_after = 1.0
 
     def _release_inputs(self, part: _Part) -> None:
         part.transfer.inputs.clear()
-        part.route.bucket.release()
+        part.plan.bucket.release()
 
     def _call_hook(self, part: _Part) -> None:
         hook, stream = self._settings.hook, self._settings.hook_stream
         if hook is None:
             return
-        result = part.transfer.result[: part.route.bucket.numel]
+        result = part.transfer.result[: part.plan.bucket.numel]
         with torch.no_grad(), on_stream(stream):
-            part.route.clear_gaps(result)
+            part.plan.clear_gaps(result)
             hook(result)
 
     def _add_held(self, part: _Part) -> None:
         """Add the gradients that earlier reductions left to be averaged over the replicas."""
-        route = part.route
-        shards = route.shards(part.transfer.result)
-        for index, ((param, _), shard) in enumerate(zip(route.members, shards, strict=True)):
+        plan = part.plan
+        shards = plan.shards(part.transfer.result)
+        for index, ((param, _), shard) in enumerate(zip(plan.members, shards, strict=True)):
             held = unreplicated(param)
             if held is None:
                 continue
             param.sharded.grad = None
             shard.add_(held.to(shard.device))
-            route.bucket.flag(part.transfer, index)
+            plan.bucket.flag(part.transfer, index)
 
     def _hand_out(self, part: _Part) -> list[Callable[[], None]]:
         """Put the results on the sharded parameters.
@@ -385,14 +385,14 @@ class MeshGradients:
         Returns:
             What does so for those that are on their way to the host, when they are there.
         """
-        route = part.route
-        wanted, dtypes = route.bucket.anybody_has(part.transfer), route.grad_dtypes()
-        shards = route.converted_shards(part.transfer.result, dtypes)
-        if route.params is not None and all(wanted):
-            give = partial(deliver_all, route.params, shards, route.specs(dtypes))
-            if route.is_carried and not any(map(has_hooks, route.params)):
+        plan = part.plan
+        wanted, dtypes = plan.bucket.anybody_has(part.transfer), plan.grad_dtypes()
+        shards = plan.converted_shards(part.transfer.result, dtypes)
+        if plan.params is not None and all(wanted):
+            give = partial(deliver_all, plan.params, shards, plan.specs(dtypes))
+            if plan.is_on_host and not any(map(has_hooks, plan.params)):
                 return [give]
-            if route.is_carried:
+            if plan.is_on_host:
                 host.settle()
             give()
         else:
@@ -403,10 +403,10 @@ class MeshGradients:
 
     def _hold(self, part: _Part) -> None:
         """Leave the results, averaged over the shards, for a later all-reduce."""
-        route = part.route
-        dtypes = [route.bucket.dtype] * len(route.members)
-        wanted = route.bucket.anybody_has(part.transfer)
-        shards = route.converted_shards(part.transfer.result, dtypes)
+        plan = part.plan
+        dtypes = [plan.bucket.dtype] * len(plan.members)
+        wanted = plan.bucket.anybody_has(part.transfer)
+        shards = plan.converted_shards(part.transfer.result, dtypes)
         host.settle()
         for param, shard in self._rebuilt(part, wanted, shards, dtypes):
             present = unreplicated(param)
@@ -423,7 +423,7 @@ class MeshGradients:
         dtypes: Sequence[torch.dtype],
     ) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
         """Yield each parameter that gets a gradient with it; subclasses of their inner tensors."""
-        members = part.route.members
+        members = part.plan.members
         inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for place, ((param, name), shard) in enumerate(zip(members, shards, strict=True)):
             if not wanted[place] and not (self._settings.hook is not None and shard.any()):
@@ -431,11 +431,11 @@ class MeshGradients:
             if name is None:
                 yield param, shard
                 continue
-            recipe, parts = self._recipes.of(param), inner.setdefault(param, {})
-            assert recipe is not None
+            codec, parts = self._codecs.of(param), inner.setdefault(param, {})
+            assert codec is not None
             parts[name] = shard.clone()  # subclasses may demand equal storage offsets
-            if len(parts) == len(recipe.names):
-                yield param, recipe.rebuild(parts).to(dtypes[place])
+            if len(parts) == len(codec.names):
+                yield param, codec.rebuild(parts).to(dtypes[place])
 
     def _deliver_alone(
         self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
@@ -449,8 +449,8 @@ class MeshGradients:
             grad = grad.to(param.final_grad_dtype(grad.dtype))
             if scale is not None:
                 grad = grad / scale
-            is_carried = copies_beside_compute(param.offload, self._mesh.device)
-            if is_carried and type(grad) is torch.Tensor and not has_hooks(param):
+            is_on_host = copies_beside_compute(param.offload, self._mesh.device)
+            if is_on_host and type(grad) is torch.Tensor and not has_hooks(param):
                 deliveries.append(partial(deliver, param, host.download(grad)))
             else:
                 deliver(param, grad.to(param.device))
@@ -485,9 +485,9 @@ class GroupGradients:
         """Whether a reduction takes in any of them, which all ranks tell alike."""
         return bool(to_reduce(self._params))
 
-    def next_routes(self) -> list[list[Route]]:
+    def next_plans(self) -> list[list[ReductionPlan]]:
         """Return for each channel the ways of the next reduction. Collective: none."""
-        return [one.next_routes() for one in self._meshes]
+        return [one.next_plans() for one in self._meshes]
 
     def accumulate(self) -> None:
         """Add the unsharded gradients to what is not yet reduced. Collective: none."""

@@ -19,7 +19,7 @@ import torch
 from composable_shard import _torch
 from composable_shard.core.extension import GRAD_PRE, POST
 from composable_shard.core.gradient_bucket import GradBucket
-from composable_shard.core.gradient_extension import EncodedBucket, Extensions, GradRecipes
+from composable_shard.core.gradient_extension import EncodedBucket, Extensions, GradientCodecs
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport import host
 from composable_shard.core.transport.host import copies_beside_compute
@@ -78,14 +78,14 @@ def plan_scale(
 # Which gradients are reduced together, and where their shards come out: planned once, replayed ----
 
 
-class Route:
+class ReductionPlan:
     """The way of some plain tensors, gradients or inner tensors of gradients, through one bucket.
 
     Attributes:
         bucket: Where they are packed.
         members: For each its parameter, and the name of the inner tensor (``None``: all of it).
         params: The parameters, if all members are whole gradients; else ``None``.
-        is_carried: Whether their shards go to the host beside compute.
+        is_on_host: Whether their shards go to the host beside compute.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Route:
         self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
         devices = {param.device for param, _ in self.members}
         self._device = devices.pop() if len(devices) == 1 else None
-        self.is_carried = self._device is not None and all(
+        self.is_on_host = self._device is not None and all(
             copies_beside_compute(param.offload, param.mesh.device) for param, _ in self.members
         )
 
@@ -151,7 +151,7 @@ class Route:
         """
         if self._device is not None and dtypes.count(dtypes[0]) == len(dtypes):
             flat = flat.to(dtypes[0])
-            if self.is_carried:
+            if self.is_on_host:
                 flat = host.download(flat)
             return self.shards(flat.to(self._device))
         return [
@@ -193,20 +193,20 @@ def promoted(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
         return None
 
 
-class RoutePlan:
-    """The routes of gradients over one mesh; planned again only when something has changed.
+class ReductionPlanner:
+    """The plans of gradients over one mesh; planned again only when something has changed.
 
     Attributes:
         take_any: Which of the parameters are reduced in whatever dtype their gradients have.
         narrowed: Whose gradients are rounded before they are reduced in a wider dtype.
     """
 
-    def __init__(self, mesh: ShardMesh, recipes: GradRecipes) -> None:
+    def __init__(self, mesh: ShardMesh, codecs: GradientCodecs) -> None:
         self._mesh = mesh
-        self._recipes = recipes
+        self._codecs = codecs
         self._buckets: dict[Any, GradBucket] = {}
         self._extensions: Extensions = {}
-        self._routes: list[Route] = []
+        self._plans: list[ReductionPlan] = []
         self._are_for: tuple[Any, ...] | None = None
         self._locals: list[torch.Tensor] = []
         self._asked: list[torch.dtype | None] = []
@@ -214,9 +214,9 @@ class RoutePlan:
         self.take_any: list[int] = []
         self.narrowed: list[int] = []
 
-    def routes_of(
+    def plans_of(
         self, params: Sequence[ShardedParam], held: Sequence[torch.dtype | None]
-    ) -> list[Route]:
+    ) -> list[ReductionPlan]:
         """Sort plain gradients, and the inner tensors of others, by the dtype of reduction.
 
         Those that their tensor types encode go by themselves.
@@ -225,15 +225,15 @@ class RoutePlan:
             params: The parameters; see :meth:`look_at`.
             held: Dtypes of the gradients that wait for this reduction, which are not narrowed.
         """
-        key = held, self._recipes.num_agreed
+        key = held, self._codecs.num_agreed
         if key != self._are_for:
             dtypes = [
                 one if waiting is None else torch.promote_types(one, waiting)
                 for one, waiting in zip(self._dtypes, held, strict=True)
             ]
-            self._routes = self._planned(params, dtypes, [self._encodes(param) for param in params])
+            self._plans = self._planned(params, dtypes, [self._encodes(param) for param in params])
             self._are_for = key
-        return self._routes
+        return self._plans
 
     def look_at(self, params: Sequence[ShardedParam]) -> None:
         """Decide the dtype of each reduction, if parameters or what is asked of them has changed.
@@ -265,20 +265,22 @@ class RoutePlan:
 
     def _planned(
         self, params: Sequence[ShardedParam], dtypes: list[torch.dtype], encodes: list[bool]
-    ) -> list[Route]:
+    ) -> list[ReductionPlan]:
         members: dict[tuple[torch.dtype, bool], list[tuple[int, ShardedParam, str | None]]] = {}
         for index, param in enumerate(params):
-            recipe = self._recipes.of(param)
-            if recipe is not None and encodes[index]:
+            codec = self._codecs.of(param)
+            if codec is not None and encodes[index]:
                 raise ExtensionError(
                     f"Expected a plain gradient of {param.name} to pass to {GRAD_PRE}, got "
-                    f"{recipe.kind.__name__}; let {POST} return a plain tensor"
+                    f"{codec.kind.__name__}; let {POST} return a plain tensor"
                 )
-            for name in recipe.names if recipe else (None,):
+            for name in codec.names if codec else (None,):
                 key = dtypes[index], encodes[index]
                 members.setdefault(key, []).append((index, param, name))
         rank = self._mesh.shard_rank
-        return [Route(self._bucket(*key, some), some, rank) for key, some in members.items()]
+        return [
+            ReductionPlan(self._bucket(*key, some), some, rank) for key, some in members.items()
+        ]
 
     def _encodes(self, param: ShardedParam) -> bool:
         return param.encodes_grad and self._mesh.num_shards > 1 and param.layout.numel > 0

@@ -5,7 +5,7 @@ full tensors computes with them as an unsharded module would, and nothing of it 
 freed. Sharded ones are gathered as if they had been assigned, and freed when the call is over.
 
 Only a policy with ``buffer_dtype`` casts them. Without it the statistics of a batch norm stay as
-precise as they are, and its weights, which torch demands in the same dtype, are lent in theirs.
+precise as they are, and its weights, which torch demands in the same dtype, are cast to theirs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.group import Lent, ParamGroup
+from composable_shard.core.group import ParamGroup, Substitution
 from composable_shard.core.param import ShardedParam
 from composable_shard.errors import ShardError
 
 # Parameters that are not ours while a forward runs: ``torch.func.functional_call`` ----------------
 
 
-def find_lent(group: ParamGroup) -> Lent:
+def find_substitution(group: ParamGroup) -> Substitution:
     """Tell what tensors of somebody else stand for the parameters of ``group``.
 
     Raises:
@@ -32,7 +32,7 @@ def find_lent(group: ParamGroup) -> Lent:
     """
     is_unsharded, sharded = group.shows_unsharded, False
     if group.units.all.are_registered(unsharded=is_unsharded):
-        return Lent.NOTHING
+        return Substitution.NOTHING
     others = []
     for param in group.params:
         current = param.slots[0].get()
@@ -45,7 +45,11 @@ def find_lent(group: ParamGroup) -> Lent:
         if is_unsharded or not isinstance(current, DTensor):
             others.append(param.name)
     if not others:
-        return Lent.SHARDED if sharded and _torch.in_functional_call() else Lent.NOTHING
+        return (
+            Substitution.SHARDED
+            if sharded and _torch.in_functional_call()
+            else Substitution.NOTHING
+        )
     if not _torch.in_functional_call():
         raise ShardError(
             f"Expected the parameters of {group.label} as fully_shard made them, got others for "
@@ -57,7 +61,7 @@ def find_lent(group: ParamGroup) -> Lent:
             f"plain tensors, or none, got {others}; pass all as full tensors, or call reshard() "
             "before passing sharded ones"
         )
-    return Lent.FULL
+    return Substitution.FULL
 
 
 def _register(param: ShardedParam, is_unsharded: bool) -> None:
@@ -78,60 +82,60 @@ def holds_shards(group: ParamGroup) -> bool:
 
 
 class CastBuffers:
-    """Lends modules their floating-point buffers in another dtype while forward runs.
+    """Puts floating-point buffers in another dtype in their places while forward runs.
 
-    What forward wrote to a lent buffer is copied back when it ends. Elements that it did not write
+    What forward wrote to such a buffer is copied back when it ends. Elements that it did not write
     keep their own precision.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
         self._modules = list(modules) if dtype is not None else []
         self._dtype = dtype
-        self._lent: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     @property
-    def may_lend(self) -> bool:
-        """Whether there is anything it could ever lend."""
+    def may_substitute(self) -> bool:
+        """Whether there is anything that it could ever replace."""
         return bool(self._modules)
 
-    def lend(self) -> None:
-        """Lend the buffers."""
+    def put(self) -> None:
+        """Put the cast buffers in."""
         for module in self._modules:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and buffer.dtype != self._dtype:
                     module._buffers[name] = buffer.to(self._dtype)
-                    self._lent.append((module, name, buffer))
+                    self._replaced.append((module, name, buffer))
 
     @torch.no_grad()
-    def take_back(self) -> None:
-        """Take the lent buffers back."""
-        for module, name, buffer in self._lent:
-            lent = module._buffers[name]
-            if lent is not None and lent.shape == buffer.shape:
+    def restore(self) -> None:
+        """Put the buffers back."""
+        for module, name, buffer in self._replaced:
+            cast = module._buffers[name]
+            if cast is not None and cast.shape == buffer.shape:
                 # batch norm writes its statistics without moving their version counters
-                written = lent != buffer.to(self._dtype)
-                buffer.copy_(torch.where(written, lent.to(buffer.dtype), buffer))
+                written = cast != buffer.to(self._dtype)
+                buffer.copy_(torch.where(written, cast.to(buffer.dtype), buffer))
             module._buffers[name] = buffer
-        self._lent.clear()
+        self._replaced.clear()
 
 
 class PreciseNormWeights:
-    """Lends batch norms their weights in the dtype of their running statistics while forward runs.
+    """Gives batch norms their weights in the dtype of their running statistics while forward runs.
 
     Batch norm takes inputs of a lower precision than its statistics, but no weights of one.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._norms = [module for module in modules if _torch.is_batch_norm(module)]
-        self._lent: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
 
     @property
-    def may_lend(self) -> bool:
-        """Whether there is anything it could ever lend."""
+    def may_substitute(self) -> bool:
+        """Whether there is anything that it could ever replace."""
         return bool(self._norms)
 
-    def lend(self) -> None:
-        """Lend the weights; gradients reach the parameters through the cast."""
+    def put(self) -> None:
+        """Put the cast weights in; gradients reach the parameters through the cast."""
         for norm in self._norms:
             statistics = norm._buffers.get("running_mean")
             if statistics is None:
@@ -140,11 +144,11 @@ class PreciseNormWeights:
                 if param is not None and param.dtype != statistics.dtype:
                     cast = param.to(statistics.dtype)
                     norm._parameters[name] = cast  # type: ignore[assignment]
-                    self._lent.append((norm, name, param, cast))
+                    self._replaced.append((norm, name, param, cast))
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Register the parameters again, but where others have been registered meanwhile."""
-        for norm, name, param, cast in self._lent:
+        for norm, name, param, cast in self._replaced:
             if norm._parameters.get(name) is cast:
                 norm._parameters[name] = param
-        self._lent.clear()
+        self._replaced.clear()

@@ -17,7 +17,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
 from composable_shard.core.order import OrderRecord, stays_for_backward
 from composable_shard.core.param import ShardedParam
-from composable_shard.core.reduction_plan import Route
+from composable_shard.core.reduction_plan import ReductionPlan
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import CustomAllGather, CustomReduceScatter
 
@@ -467,12 +467,12 @@ def read_group(group: ParamGroup, name: str, names: Names) -> GroupPlan:
         name: What to call it.
         names: How modules are called.
     """
-    routes = group.gradients.next_routes()
+    plans = group.gradients.next_plans()
     return GroupPlan(
         name,
         tuple(
             _read_mesh(group, channel, some, names)
-            for channel, some in zip(group.channels.values(), routes, strict=True)
+            for channel, some in zip(group.channels.values(), plans, strict=True)
         ),
         residence_of(group),
         group.settings.requires_gradient_sync,
@@ -487,7 +487,7 @@ def full_name(param: ShardedParam, names: Names) -> str:
 
 
 def _read_mesh(
-    group: ParamGroup, channel: Channel, routes: Sequence[Route], names: Names
+    group: ParamGroup, channel: Channel, plans: Sequence[ReductionPlan], names: Names
 ) -> MeshPlan:
     mesh = channel.mesh
     widens = channel.reduce_scatter.widens
@@ -495,7 +495,7 @@ def _read_mesh(
         num_shards=mesh.num_shards,
         num_replicas=mesh.num_replicas,
         gathers=tuple(_read_unit(unit, names) for unit in group.units.members if unit.mesh == mesh),
-        reductions=tuple(_read_route(route, names, widens=widens) for route in routes),
+        reductions=tuple(_read_reduction(plan, names, widens=widens) for plan in plans),
         all_reduces=group.settings.reduction.all_reduces,
         custom_gather=isinstance(channel.all_gather, CustomAllGather),
         custom_reduce=isinstance(channel.reduce_scatter, CustomReduceScatter),
@@ -547,13 +547,13 @@ def _padded_nbytes(formats: Sequence[Format]) -> int:
     return rows * prod(formats[0].shape[1:]) * formats[0].dtype.itemsize
 
 
-def _read_route(route: Route, names: Names, *, widens: bool) -> ReducePlan:
-    params = [param for param, _ in route.members]
+def _read_reduction(plan: ReductionPlan, names: Names, *, widens: bool) -> ReducePlan:
+    params = [param for param, _ in plan.members]
     return ReducePlan(
-        members=_members(params, route.bucket.layout, names),
-        dtype=route.bucket.dtype,
+        members=_members(params, plan.bucket.layout, names),
+        dtype=plan.bucket.dtype,
         grad_dtypes=tuple(param.compute_dtype for param in params),
-        final_dtypes=tuple(route.grad_dtypes()),
+        final_dtypes=tuple(plan.grad_dtypes()),
         crosses=any(param.device != param.mesh.device for param in params),
         widens=widens,
         offloads=any(param.offload is not None for param in params),

@@ -118,7 +118,7 @@ def reduction_dtypes(module: nn.Module) -> list[torch.dtype]:
     """Return in which dtypes the next reduction is launched, one for each launch."""
     group = group_of(module)
     assert group is not None
-    return [route.bucket.dtype for routes in group.gradients.next_routes() for route in routes]
+    return [plan.bucket.dtype for plans in group.gradients.next_plans() for plan in plans]
 
 
 CASES: dict[str, tuple[dict[str, Any], tuple[Any, Any], tuple[Any, Any], list[torch.dtype]]] = {

@@ -38,7 +38,7 @@ class DirectAllGather(AllGatherLaunch):
         rank, num_ranks = group.rank(), group.size()
         places = [out.view(num_ranks, -1) for out in _sendable(outputs)]
         shards = _sendable(inputs)
-        near, far = _routes(group)
+        near, far = _peers_of(group)
         messages = _Messages(group, tag)
         for peer in far:
             for place in places:
@@ -158,7 +158,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
     ) -> list[Waitable]:
         rank, num_ranks = group.rank(), group.size()
         divisor = op if isinstance(op, float) else {_SUM: 1, _AVERAGE: num_ranks}[op]
-        near, far = _routes(group)
+        near, far = _peers_of(group)
         parts = [full.view(num_ranks, -1) for full in inputs]
         sums = [
             _RankOrderSum(out, {rank: part[rank]}, divisor)
@@ -254,7 +254,7 @@ class _RankOrderSum:
             total.div_(self.divisor)
 
 
-def _routes(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """Sort the other ranks into those to read from and those to exchange messages with.
 
     Both begin with the next rank, so that no rank is everybody's first.
