@@ -506,7 +506,7 @@ ROOT = "(root)"
 def explain(model: nn.Module) -> Explanation:
     """Tell what sharding does to a model: what it keeps, sends, packs, copies and casts, and why.
 
-    Read off the layouts, policies and reduction plans that the step will use, for one step in which each
+    Read off the layouts, policies and plans that the step will use, for one step in which each
     module is called once. Works before the first forward and under fake ranks, and changes nothing.
 
     Args:
