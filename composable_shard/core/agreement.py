@@ -7,7 +7,6 @@ first: one number each, and the whole description only if the numbers differ.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,11 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import watched
-from composable_shard.core.transport.process_groups import gather_objects, raise_first_difference
+from composable_shard.core.transport.process_groups import (
+    compare,
+    gather_objects,
+    raise_first_difference,
+)
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -58,19 +61,15 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
 
 def _agree(ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num_tags: int) -> int:
     """Compare ``facts`` over ``ranks``; return the first of ``num_tags`` tags for all of them."""
-    digest = hashlib.sha256("\n".join(facts).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
     global _last_tag
-    extremes = torch.tensor([number, -number, _last_tag], device=device)
     act = "comparing the model with that of the other ranks"
     with watched(ranks, act):
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
-    largest, negated_smallest, last = extremes.tolist()
-    if largest != -negated_smallest:
+        is_same, (last,) = compare("\n".join(facts), ranks, device, _last_tag)
+    if not is_same:
         heard = gather_objects(facts, ranks, act)
         raise_first_difference(heard, range(ranks.size()), "model")
     _last_tag = max(_last_tag, last + num_tags)
-    return int(last) + 1
+    return last + 1
 
 
 def _facts(group: ParamGroup, mesh: ShardMesh) -> list[str]:

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from composable_shard import _torch
 from composable_shard.core.extension import GRAD_POST, GRAD_PRE, Format, bound_hook
 from composable_shard.core.gradient_bucket import GradBucket, GradTransfer
 from composable_shard.core.param import ShardedParam
-from composable_shard.core.transport.process_groups import gather_objects
+from composable_shard.core.transport.process_groups import agree
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 
@@ -114,11 +114,8 @@ def agree_formats(
 
     Collective: one all-gather of a small object over the shards, and one over the replicas.
     """
-    for group in (mesh.shard_group, mesh.replica_group):
-        if group is not None and group.size() > 1:
-            heard = gather_objects(said, group, "agreeing on what gradients are on the wire")
-            ranks = dist.get_process_group_ranks(group)
-            said = _merged(extensions, dict(zip(ranks, heard, strict=True)))
+    act = "agreeing on what gradients are on the wire"
+    said = agree(said, mesh, partial(_merged, extensions), act)
     if isinstance(said, str):
         raise ExtensionError(said) from cause
     for extension, formats in zip(extensions, said, strict=True):
@@ -197,13 +194,14 @@ class GradientCodecs:
         for param, grad in zip(params, grads, strict=True):
             if not param.is_subclass or param in self._codecs:
                 continue
-            said = _codec_of(grad)
-            for group in (self._mesh.shard_group, self._mesh.replica_group):
-                if group is not None and group.size() > 1:
-                    heard = gather_objects(said, group, "agreeing on what gradients are made of")
-                    said = next((codec for codec in heard if codec is not None), None)
+            act = "agreeing on what gradients are made of"
+            said = agree(_codec_of(grad), self._mesh, _first_known, act)
             if said is not None:
                 self._codecs[param] = said if said.names else None
+
+
+def _first_known(heard: dict[int, GradientCodec | None]) -> GradientCodec | None:
+    return next((codec for codec in heard.values() if codec is not None), None)
 
 
 def _codec_of(grad: torch.Tensor | None) -> GradientCodec | None:

@@ -47,7 +47,7 @@ from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.host import copies_beside_compute
 from composable_shard.core.transport.pending import Pending, on_stream
-from composable_shard.core.transport.process_groups import gather_objects
+from composable_shard.core.transport.process_groups import agree
 
 # The gradients of a group's parameters that are sharded over one mesh, on their way ---------------
 
@@ -302,10 +302,7 @@ class MeshGradients:
         Collective: an all-gather of a small object over the shards, and over the replicas.
         """
         said = [None if (grad := grads[index]) is None else grad.dtype for index in loose]
-        for group in (self._mesh.shard_group, self._mesh.replica_group):
-            if group is not None and group.size() > 1:
-                heard = gather_objects(said, group, "agreeing on the dtypes of gradients")
-                said = [promoted(dtypes) for dtypes in zip(*heard, strict=True)]
+        said = agree(said, self._mesh, _widest, "agreeing on the dtypes of gradients")
         for index, dtype in zip(loose, said, strict=True):
             held[index] = dtype
 
@@ -455,6 +452,10 @@ class MeshGradients:
             else:
                 deliver(param, grad.to(param.device))
         return deliveries
+
+
+def _widest(heard: dict[int, list[torch.dtype | None]]) -> list[torch.dtype | None]:
+    return [promoted(dtypes) for dtypes in zip(*heard.values(), strict=True)]
 
 
 # From the gradients that autograd leaves on unsharded parameters to those the optimizer sees ------

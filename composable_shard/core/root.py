@@ -8,7 +8,6 @@ collective and at the end of every forward and backward: ranks that disagree rai
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from composable_shard.core.optimizers import watch_optimizer_steps
 from composable_shard.core.ties import refuse_unowned
 from composable_shard.core.transport import host, same_host
 from composable_shard.core.transport.pending import Waitable
+from composable_shard.core.transport.process_groups import compare
 from composable_shard.errors import RankMismatchError, ShardError
 
 # Comparing with the other ranks what comes next, for the one who hunts a hang ---------------------
@@ -63,18 +63,14 @@ class OrderCheck:
                     self._compare(what, ranks, mesh.device)
 
     def _compare(self, what: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
-        digest = hashlib.sha256(what.encode()).digest()
-        number = int.from_bytes(digest[:7], "big")
-        extremes = torch.tensor([number, -number], device=device)
         try:
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
-            largest, negated_smallest = extremes.tolist()
+            is_same, _ = compare(what, ranks, device)
         except RuntimeError as error:
             raise RankMismatchError(
                 f"Expected all ranks to come to the {what}, step {self._count}, got none of "
                 "some rank within the time-out; it has ended, or waits elsewhere"
             ) from error
-        if largest != -negated_smallest:
+        if not is_same:
             self._raise_difference(what, ranks)
 
     def _raise_difference(self, what: str, ranks: dist.ProcessGroup) -> None:

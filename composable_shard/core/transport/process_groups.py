@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from composable_shard import _torch, mesh
 from composable_shard.core.transport.failures import watched
 from composable_shard.errors import RankMismatchError
+from composable_shard.mesh import ShardMesh
 
 # Process groups that the library makes: the default one, those of parts of it, and their end ------
 
@@ -94,6 +97,43 @@ def gather_objects(said: object, group: dist.ProcessGroup, act: str) -> list[Any
     with watched(group, act):
         dist.all_gather_object(heard, said, group=group)
     return heard
+
+
+def agree(
+    said: Any,
+    mesh: ShardMesh,
+    merge: Callable[[dict[int, Any]], Any],
+    act: str,
+) -> Any:
+    """Return what the ranks of a mesh say together: over the shards, then over the replicas.
+
+    Args:
+        said: What this rank says; pickled.
+        mesh: The ranks.
+        merge: Makes one of what some ranks say, by their numbers in the job.
+        act: See :func:`gather_objects`.
+
+    Collective: an all-gather of the objects over each axis of more than one rank.
+    """
+    for group in (mesh.shard_group, mesh.replica_group):
+        if group is not None and group.size() > 1:
+            heard = gather_objects(said, group, act)
+            said = merge(dict(zip(dist.get_process_group_ranks(group), heard, strict=True)))
+    return said
+
+
+def compare(
+    text: str, ranks: dist.ProcessGroup, device: torch.device, *numbers: int
+) -> tuple[bool, list[int]]:
+    """Tell whether all ranks say the same text, and the largest of each of some numbers.
+
+    Collective: one all-reduce of 16 bytes, and 8 for each number.
+    """
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest, *numbers], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
+    largest, negated_smallest, *most = extremes.tolist()
+    return largest == -negated_smallest, most
 
 
 def raise_first_difference(
