@@ -138,7 +138,7 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 # The wrapper: ``fully_shard`` with the arguments and methods of its first generation --------------
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(state_dicts.Wrapper):
     """Wrap a module whose parameters are sharded.
 
     A thin layer: the wrapped module is sharded by :func:`composable_shard.fully_shard`, and all

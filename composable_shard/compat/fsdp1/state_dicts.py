@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-
-if TYPE_CHECKING:
-    from composable_shard.compat.fsdp1.module import FullyShardedDataParallel
 
 # State dicts of a wrapped model: full, sharded or local, under the names of the plain model -------
 
@@ -228,7 +225,17 @@ _errors: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictio
 """What a loading wrapper is told by those below."""
 
 
-def install(wrapper: FullyShardedDataParallel) -> None:
+class Wrapper(nn.Module):
+    """A wrapped module, as far as state dicts know it.
+
+    Attributes:
+        fsdp_state_dict_settings: What its state dicts hold.
+    """
+
+    fsdp_state_dict_settings: StateDictSettings
+
+
+def install(wrapper: Wrapper) -> None:
     """Have the state dicts of a wrapper go through here."""
     wrapper.register_state_dict_post_hook(_after_save)
     wrapper.register_load_state_dict_pre_hook(_before_load)
@@ -340,18 +347,14 @@ def state_dict_type(
             wrapper.fsdp_state_dict_settings = before
 
 
-def _wrappers(module: nn.Module) -> list[FullyShardedDataParallel]:
-    from composable_shard.compat.fsdp1.module import FullyShardedDataParallel
-
-    return FullyShardedDataParallel.fsdp_modules(module)
+def _wrappers(module: nn.Module) -> list[Wrapper]:
+    return [one for one in module.modules() if isinstance(one, Wrapper)]
 
 
 # Hooks ------------------------------------------------------------------------------------------
 
 
-def _after_save(
-    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *_: object
-) -> None:
+def _after_save(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Convert what is in the wrapper, under the names of the plain model.
 
     Those below have done so before: what they have converted is no DTensor any more.
@@ -378,9 +381,7 @@ def _after_save(
             del state_dict[key]
 
 
-def _before_load(
-    wrapper: FullyShardedDataParallel, state_dict: dict[str, Any], prefix: str, *rest: Any
-) -> None:
+def _before_load(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Turn local shards into DTensors; give the keys the names that modules ask for."""
     inner = prefix + _INNER
     _errors[wrapper] = rest[-1]
@@ -395,7 +396,7 @@ def _before_load(
     rename_keys(state_dict, prefix, inner)
 
 
-def _after_load(wrapper: FullyShardedDataParallel, incompatible: Any) -> None:
+def _after_load(wrapper: Wrapper, incompatible: Any) -> None:
     """Tell what does not fit by the names of the plain model."""
     for texts in (*incompatible, _errors.pop(wrapper, [])):
         texts[:] = [text.replace(_INNER, "") for text in texts]
