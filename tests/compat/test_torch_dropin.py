@@ -465,9 +465,7 @@ def test_the_sitecustomize_that_is_hidden_runs_too(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["the hidden one", "False"]
 
 
-@pytest.mark.parametrize(
-    "name", ["compat.torch_dropin.installation", "compat.torch_dropin.scripts", "run"]
-)
+@pytest.mark.parametrize("name", ["compat.torch_dropin.installation", "run"])
 def test_examples_run(name: str) -> None:
     module = importlib.import_module(f"composable_shard.{name}")
     results = doctest.testmod(module, optionflags=doctest.IGNORE_EXCEPTION_DETAIL)

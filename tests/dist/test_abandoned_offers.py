@@ -203,8 +203,9 @@ def interrupted_when_it_has_told_one() -> tuple[list[int], list[bool], int]:
 
     def write(process: int, *place: int) -> None:
         WRITE(process, *place)
-        told[process] += 1
-        if told.total() == 1:
+        is_flag = place[-1] == 1  # and no letter
+        told[process] += is_flag
+        if is_flag and told.total() == 1:
             raise KeyboardInterrupt
 
     with mock.patch.object(same_host, "write", write):
