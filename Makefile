@@ -93,6 +93,7 @@ install: $(INSTALLED)
 
 PINNED_TORCH = $(shell sed -n 's/^torch==//p' constraints.txt)
 
+# Which setuptools a torch takes differs: another than the pinned one chooses its own.
 # The package itself comes last and alone: all that builds it is there by then, and its own wish
 # for a torch, which names no version, must not fetch another.
 $(INSTALLED): pyproject.toml constraints.txt $(wildcard constraints-torch-$(TORCH).txt)
@@ -105,7 +106,8 @@ $(INSTALLED): pyproject.toml constraints.txt $(wildcard constraints-torch-$(TORC
 	else \
 		echo "making $(VENV) with torch $(or $(TORCH),$(PINNED_TORCH))"; \
 		test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
-		sed 's/^torch==.*/torch==$(or $(TORCH),$(PINNED_TORCH))/' constraints.txt \
+		sed -e 's/^torch==.*/torch==$(or $(TORCH),$(PINNED_TORCH))/' \
+			$(if $(TORCH),-e 's/^setuptools==.*/setuptools/') constraints.txt \
 			> $(VENV)/pinned.txt; \
 	fi
 	@cat $(VENV)/pinned.txt $(wildcard constraints-torch-$(TORCH).txt) > $(VENV)/constraints.txt
