@@ -107,7 +107,7 @@ $(INSTALLED): pyproject.toml constraints.txt $(wildcard constraints-torch-$(TORC
 		echo "making $(VENV) with torch $(or $(TORCH),$(PINNED_TORCH))"; \
 		test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
 		sed -e 's/^torch==.*/torch==$(or $(TORCH),$(PINNED_TORCH))/' \
-			$(if $(TORCH),-e 's/^setuptools==.*/setuptools/') constraints.txt \
+			$(if $(TORCH),-e 's/^setuptools==.*/setuptools>=77/') constraints.txt \
 			> $(VENV)/pinned.txt; \
 	fi
 	@cat $(VENV)/pinned.txt $(wildcard constraints-torch-$(TORCH).txt) > $(VENV)/constraints.txt
