@@ -25,15 +25,10 @@ exit codes: 0 merged, 1 no trace to merge, 2 wrong arguments
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``trace`` to the commands."""
-    parser = subparsers.add_parser(
-        "trace",
-        help="merge the timelines of ranks, and say where the time goes",
-        description="Merge what composable_shard.trace() recorded on each rank.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its arguments."""
+    parser.description = "Merge what composable_shard.trace() recorded on each rank."
+    parser.epilog = _EXAMPLES
     parser.add_argument(
         "folders", metavar="FOLDER", nargs="+", type=Path, help="that was given to trace()"
     )
