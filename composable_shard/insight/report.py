@@ -164,9 +164,8 @@ class Report:
                 continue
             table = RichTable(title=Text(section.title, style="bold"), title_justify="left")
             for place, name in enumerate(section.columns):
-                table.add_column(
-                    Text(name), justify="left" if place < section.num_words else "right"
-                )
+                side = "left" if place < section.num_words else "right"
+                table.add_column(Text(name), justify=side, overflow="fold")
             for row in section.rows:
                 table.add_row(*map(Text, row))
             yield table
