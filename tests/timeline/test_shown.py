@@ -239,7 +239,7 @@ def test_the_memory_axis_starts_at_zero() -> None:
     recorded.memory[:] = [Sample(0, 900 << 20), Sample(50 * MS, 1000 << 20)]
     picture = ET.fromstring(to_svg([recorded]))
     texts = [(str(text.text), float(text.attrib["y"])) for text in picture.iter(f"{SVG}text")]
-    axis = {text: y for text, y in texts if text.endswith(" MiB")}
+    axis = {text: y for text, y in texts if re.fullmatch(r"\d+ MiB", text)}
     assert list(axis) == [f"{level} MiB" for level in (0, 200, 400, 600, 800, 1000, 1200)]
     (curve,) = (
         path.attrib["d"] for path in picture.iter(f"{SVG}path") if path.get("fill") == "none"
