@@ -23,8 +23,9 @@ def run_page(path: Path, folder: Path) -> int:
     names: dict[str, object] = {"__name__": f"docs_{path.stem}", "folder": folder}
     environment = dict(os.environ)
     try:
-        # The process group is that of the ranks of the tests, which end it themselves.
-        with mock.patch.object(dist, "destroy_process_group"):
+        # A process group of the ranks of the tests is ended by them.
+        stays = mock.patch.object(dist, "destroy_process_group")
+        with stays if dist.is_initialized() else contextlib.nullcontext():
             for block in page.programs:
                 run_block(page, block, names)
     finally:

@@ -72,7 +72,16 @@ def test_lists_and_tables_stand_apart(page: Page) -> None:
 
 
 WORDS = [
-    *("HSDP", "Expert parallel", "MoE", "Inference", "`generate`", "QLoRA", "FP8", "torchao float8"),
+    *(
+        "HSDP",
+        "Expert parallel",
+        "MoE",
+        "Inference",
+        "`generate`",
+        "QLoRA",
+        "FP8",
+        "torchao float8",
+    ),
     *("Muon", "Pipeline parallelism", "Profiler", "Explicit prefetch", "vLLM"),
 ]
 
