@@ -106,4 +106,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
+    """List the public names too, also those not yet imported."""
     return sorted({*globals(), *__all__})

@@ -164,8 +164,11 @@ class Report:
                 continue
             table = RichTable(title=Text(section.title, style="bold"), title_justify="left")
             for place, name in enumerate(section.columns):
-                side = "left" if place < section.num_words else "right"
-                table.add_column(Text(name), justify=side, overflow="fold")
+                table.add_column(
+                    Text(name),
+                    justify="left" if place < section.num_words else "right",
+                    overflow="fold",
+                )
             for row in section.rows:
                 table.add_row(*map(Text, row))
             yield table
