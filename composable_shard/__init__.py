@@ -1,28 +1,38 @@
-"""Fully sharded data parallelism for PyTorch: per module, composable, in place."""
+"""Fully sharded data parallelism for PyTorch: per module, composable, in place.
 
-from composable_shard.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from composable_shard.core.transport.collectives import AllGather, ReduceScatter
-from composable_shard.errors import (
-    CommunicationError,
-    ExtensionError,
-    MaterializationError,
-    RankMismatchError,
-    ShardError,
-    StaleParameterError,
-)
-from composable_shard.insight.estimate import estimate
-from composable_shard.insight.explain import explain
-from composable_shard.insight.trace import trace
-from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
-from composable_shard.module import FSDPModule, GradientReductionHandle, UnshardHandle
-from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from composable_shard.train.clip import clip_grad_norm_
-from composable_shard.train.grad_scaler import ShardedGradScaler
-from composable_shard.train.synchronize import sync_module_states
-from composable_shard.train.unsharded import unsharded
-from composable_shard.train.weights.load import load_sharded
-from composable_shard.train.weights.save import save_full
-from composable_shard.train.wrap import apply_fully_shard
+A public name is imported when it is first asked for. So ``import composable_shard`` costs nothing
+beside ``import torch``, and the command line answers before torch is imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composable_shard.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+    from composable_shard.core.transport.collectives import AllGather, ReduceScatter
+    from composable_shard.errors import (
+        CommunicationError,
+        ExtensionError,
+        MaterializationError,
+        RankMismatchError,
+        ShardError,
+        StaleParameterError,
+    )
+    from composable_shard.insight.estimate import estimate
+    from composable_shard.insight.explain import explain
+    from composable_shard.insight.trace import trace
+    from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
+    from composable_shard.module import FSDPModule, GradientReductionHandle, UnshardHandle
+    from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from composable_shard.train.clip import clip_grad_norm_
+    from composable_shard.train.grad_scaler import ShardedGradScaler
+    from composable_shard.train.synchronize import sync_module_states
+    from composable_shard.train.unsharded import unsharded
+    from composable_shard.train.weights.load import load_sharded
+    from composable_shard.train.weights.save import save_full
+    from composable_shard.train.wrap import apply_fully_shard
 
 __all__ = [
     "AllGather",
@@ -55,3 +65,46 @@ __all__ = [
     "trace",
     "unsharded",
 ]
+
+_MODULES = {
+    "api": ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
+    "core.transport.collectives": ("AllGather", "ReduceScatter"),
+    "errors": (
+        "CommunicationError",
+        "ExtensionError",
+        "MaterializationError",
+        "RankMismatchError",
+        "ShardError",
+        "StaleParameterError",
+    ),
+    "insight.estimate": ("estimate",),
+    "insight.explain": ("explain",),
+    "insight.trace": ("trace",),
+    "mesh": ("DataParallelMeshDims", "ShardPlacementResult"),
+    "module": ("FSDPModule", "GradientReductionHandle", "UnshardHandle"),
+    "policy": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
+    "train.clip": ("clip_grad_norm_",),
+    "train.grad_scaler": ("ShardedGradScaler",),
+    "train.synchronize": ("sync_module_states",),
+    "train.unsharded": ("unsharded",),
+    "train.weights.load": ("load_sharded",),
+    "train.weights.save": ("save_full",),
+    "train.wrap": ("apply_fully_shard",),
+}
+"""Where each public name is defined; for type checkers, the imports above say the same."""
+
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """List the public names too, also those not yet imported."""
+    return sorted({*globals(), *__all__})

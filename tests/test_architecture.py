@@ -371,7 +371,7 @@ def is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
 def test_every_public_method_has_a_docstring() -> None:
     missing = [
         f"{owner.__name__}.{name}"
-        for owner in vars(composable_shard).values()
+        for owner in map(composable_shard.__getattr__, composable_shard.__all__)
         if isinstance(owner, type)
         for name, method in vars(owner).items()
         if callable(method) and not name.startswith("_") and not method.__doc__

@@ -1,22 +1,27 @@
 """The command line: ``composable-shard COMMAND``, or ``python -m composable_shard COMMAND``.
 
-Each command is a module with ``add_parser(subparsers)`` and ``run(arguments)``, which returns the
-exit code.
+Each command is a module with ``set_up(parser)``, which describes its arguments, and
+``run(arguments)``, which returns the exit code. Only the module of the command that is asked for is
+imported, so that help and usage errors do not wait for torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from composable_shard.cli import doctor, estimate, run, trace
-
 __all__ = ["main"]
 
-COMMANDS = (doctor, estimate, run, trace)
+COMMANDS = {
+    "doctor": "say what this machine will use, how fast it is, and what is wrong",
+    "estimate": "memory, communication and time of a step, without the devices",
+    "run": "run a script with our fully_shard in the place of torch's",
+    "trace": "merge the timelines of ranks, and say where the time goes",
+}
 
 _EXAMPLES = """examples:
   composable-shard doctor                    what this machine will use, and how fast it is
@@ -46,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Traceback (most recent call last):
         SystemExit: 0
     """
-    chosen = make_parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    chosen = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         code: int = chosen.run(chosen)
         sys.stdout.flush()
@@ -56,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return what the words say; ``run`` in it is the function to call."""
     parser = argparse.ArgumentParser(
         prog="composable-shard",
         description="Fully sharded data parallelism for PyTorch: see it, plan it, drop it in.",
@@ -66,9 +71,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
-    for command in COMMANDS:
-        command.add_parser(subparsers)
-    return parser
+    for name, summary in COMMANDS.items():
+        command = subparsers.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name in words[:1]:
+            importlib.import_module(f"{__name__}.{name}").set_up(command)
+    return parser.parse_args(words)
 
 
 def _version() -> str:

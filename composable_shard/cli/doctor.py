@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_shard.cli.printing import Line, print_lines
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.transport.same_host import is_offered, neighbours, settle
@@ -105,7 +104,9 @@ def look() -> Machine:
         backends={name: available and dist.is_backend_available(name) for name in BACKENDS},
         devices=[_device_name(device_type, index) for index in range(num_devices)],
         device_type=device_type,
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores(),
+        num_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
         has_memory_calls=is_offered(),
         variables={name: os.environ.get(name) for name in VARIABLES},
@@ -132,8 +133,42 @@ def judge(machine: Machine, num_ranks: int) -> Findings:
         )
     if not machine.devices and Path("/dev/nvidiactl").exists():
         found.warnings.append(f"there is a GPU driver, but torch ({machine.build}) sees no GPU")
-    found.warnings += _warnings_of_variables(machine, num_ranks)
+    found.warnings += _warnings_of_variables(machine.variables)
     return found
+
+
+SLOW = 20
+"""A collective so many times slower than a copy of its bytes is not limited by memory; through
+sockets of one host, the slowest way that is meant to be, it is about 10 times slower."""
+
+
+def judge_threads(
+    machine: Machine, num_ranks: int, measured: Measurement | None, found: Findings
+) -> None:
+    """Add what is slow because ranks have more threads than there are cores for them."""
+    if machine.device_type != "cpu" or num_ranks == 1:
+        return
+    threads = machine.num_threads if measured is None else measured.num_threads
+    fitting = max(1, machine.num_cores // num_ranks)
+    shared = f"{num_ranks} ranks with {threads} threads each share {machine.num_cores} cores"
+    copied = None if measured is None else measured.copied_per_second
+    slow = [
+        f"{name.replace('_', '-')} is {copied / one.bytes_per_second:.0f} times slower"
+        for name, one in ({} if measured is None else measured.collectives).items()
+        if copied is not None and one.bytes_per_second * SLOW < copied
+    ]
+    remedy = "set OMP_NUM_THREADS=1"
+    if threads > fitting:
+        cause = shared
+        remedy = f"set OMP_NUM_THREADS={fitting}"
+    elif threads > 1:
+        cause = f"a container may allow fewer than {machine.num_cores} cores"
+    else:
+        cause, remedy = "other programs use the cores", "stop them, or start fewer ranks"
+    if slow:
+        found.problems.append(f"{', '.join(slow)} than a copy of memory; {cause}: {remedy}")
+    elif threads > fitting:
+        found.warnings.append(f"{cause}: {remedy}")
 
 
 def advice_on_near_memory(machine: Machine) -> str:
@@ -155,8 +190,8 @@ def advice_on_near_memory(machine: Machine) -> str:
     )
 
 
-def _warnings_of_variables(machine: Machine, num_ranks: int) -> list[str]:
-    found, set_to = [], machine.variables
+def _warnings_of_variables(set_to: dict[str, str | None]) -> list[str]:
+    found = []
     if set_to["COMPOSABLE_SHARD_CHECK"] == "1":
         found.append(
             "COMPOSABLE_SHARD_CHECK=1 compares ranks before every collective, which costs time: "
@@ -166,13 +201,6 @@ def _warnings_of_variables(machine: Machine, num_ranks: int) -> list[str]:
         found.append("TORCH_DISTRIBUTED_DEBUG=DETAIL makes every collective slower: unset it")
     if set_to["NCCL_P2P_DISABLE"] == "1":
         found.append("NCCL_P2P_DISABLE=1 keeps GPUs from copying to each other: unset it")
-    total = num_ranks * machine.num_threads
-    if machine.device_type == "cpu" and num_ranks > 1 and total > machine.num_cores:
-        fitting = max(1, machine.num_cores // num_ranks)
-        found.append(
-            f"{num_ranks} ranks with {machine.num_threads} threads each share {machine.num_cores} "
-            f"cores: set OMP_NUM_THREADS={fitting}, or start fewer ranks"
-        )
     return found
 
 
@@ -197,33 +225,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cores() -> int:
-    return os.cpu_count() or 1
-
-
 # Measure the collectives that ``fully_shard`` will use, on ranks of this machine ------------------
 
-WARM_UPS = 2
+WARM_UPS, REPEATS = 2, 7
+TIMEOUT = 120.0  # seconds after which ranks are given up
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to measure.
-
-    Attributes:
-        num_ranks: Processes to start.
-        device_type: Where they compute: ``"cpu"``, ``"cuda"``, ...
-        nbytes: Size of the full buffer that is gathered and reduced.
-        repeats: How often, after warming up.
-        timeout: Seconds after which ranks are given up.
-    """
-
-    num_ranks: int
-    device_type: str
-    nbytes: int
-    repeats: int
-    timeout: float
 
 
 @dataclass(frozen=True)
@@ -256,6 +262,8 @@ class Measurement:
         backend: What serves the device in the process group.
         num_threads: Compute threads of a rank.
         num_readable: Other ranks whose memory a rank may read; that of the rank with the fewest.
+        copied_per_second: Bytes that one thread of a rank copies from memory to memory in a second
+            while the others do the same; ``None`` if the collectives do not go through it.
         all_gather: How it went.
         reduce_scatter: How it went.
     """
@@ -263,12 +271,23 @@ class Measurement:
     backend: str
     num_threads: int
     num_readable: int
+    copied_per_second: float | None
     all_gather: Collective
     reduce_scatter: Collective
 
+    @property
+    def collectives(self) -> dict[str, Collective]:
+        """All of them, by name."""
+        return {"all_gather": self.all_gather, "reduce_scatter": self.reduce_scatter}
 
-def measure(request: Request) -> Measurement:
+
+def measure(num_ranks: int, device_type: str, nbytes: int) -> Measurement:
     """Start ranks, measure on each, and return what the slowest has found.
+
+    Args:
+        num_ranks: Processes to start.
+        device_type: Where they compute: ``"cpu"``, ``"cuda"``, ...
+        nbytes: Size of the full buffer that is gathered and reduced.
 
     Raises:
         TimeoutError: If the ranks do not end in time.
@@ -276,15 +295,14 @@ def measure(request: Request) -> Measurement:
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = multiprocessing.start_processes(
-            _be_rank, (request, folder), request.num_ranks, join=False, start_method="spawn"
+            _be_rank, (num_ranks, device_type, nbytes, folder), num_ranks, False
         )
-        deadline = time.monotonic() + request.timeout
+        deadline = time.monotonic() + TIMEOUT
         try:
             while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
-                        f"Expected {request.num_ranks} ranks to measure within "
-                        f"{request.timeout:g} s, got no end"
+                        f"Expected {num_ranks} ranks to measure within {TIMEOUT:g} s, got no end"
                     )
         finally:
             for process in ranks.processes:
@@ -300,46 +318,53 @@ def _slowest(found: list[dict[str, Any]]) -> Measurement:
         slowest = max(members, key=lambda member: member["seconds"])
         return Collective(**{**slowest, "is_right": all(one["is_right"] for one in members)})
 
-    fewest = min(rank["num_readable"] for rank in found)
+    least = {
+        name: min(rank[name] for rank in found) if found[0][name] is not None else None
+        for name in ("num_readable", "copied_per_second")
+    }
     collectives = {name: merged(name) for name in ("all_gather", "reduce_scatter")}
-    return Measurement(**{**found[0], "num_readable": fewest, **collectives})
+    return Measurement(**{**found[0], **least, **collectives})
 
 
-def _be_rank(rank: int, request: Request, folder: str) -> None:
+def _be_rank(rank: int, num_ranks: int, device_type: str, nbytes: int, folder: str) -> None:
     for variable in LAUNCHER_VARIABLES:  # those of a launcher around the doctor
         os.environ.pop(variable, None)
     device = torch.device("cpu")
-    if request.device_type != "cpu":
-        device = torch.device(request.device_type, rank)
+    if device_type != "cpu":
+        device = torch.device(device_type, rank)
         torch.accelerator.set_device_index(rank)
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=request.num_ranks,
-        timeout=datetime.timedelta(seconds=request.timeout),
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=TIMEOUT),
     )
     try:
-        found = _measure_rank(request, device)
+        found = _measure_rank(device, nbytes)
         Path(folder, f"{rank}.json").write_text(json.dumps(asdict(found)))
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _measure_rank(request: Request, device: torch.device) -> Measurement:
-    mesh = resolve_mesh(init_device_mesh(request.device_type, (request.num_ranks,)))
+def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
+    mesh = resolve_mesh(init_device_mesh(device.type, (dist.get_world_size(),)))
     channel, group = Channel(mesh), mesh.shard_group
     assert group is not None
     rank, num_ranks = group.rank(), group.size()
-    numel = max(1, request.nbytes // (4 * num_ranks))
+    numel = max(1, nbytes // (4 * num_ranks))
     shard = torch.full((numel,), float(rank + 1), device=device)
     full = torch.empty(num_ranks * numel, device=device)
-    gather = _median(lambda: channel.gather([full], [shard]), channel, request)
+
+    def seconds_of(launch: Callable[[], list[Waitable]]) -> float:
+        return _median(lambda: _finish(launch(), channel, device))
+
+    gather = seconds_of(lambda: channel.gather([full], [shard]))
     expected = torch.arange(1.0, num_ranks + 1, device=device)
     is_gathered = bool((full.view(num_ranks, numel) == expected[:, None]).all())
     full.fill_(float(rank + 1))
-    reduce = _median(lambda: channel.reduce([shard], [full], None), channel, request)
+    reduce = seconds_of(lambda: channel.reduce([shard], [full], None))
     is_reduced = bool((shard == num_ranks * (num_ranks + 1) / 2).all())
     received = 4 * numel * (num_ranks - 1)
     is_direct = device.type == "cpu" and dist.get_backend(group) == "gloo"
@@ -347,6 +372,7 @@ def _measure_rank(request: Request, device: torch.device) -> Measurement:
         backend=str(dist.get_backend(group)),
         num_threads=torch.get_num_threads(),
         num_readable=len(neighbours(group)) if is_direct else 0,
+        copied_per_second=_copied_per_second(received) if device.type == "cpu" else None,
         all_gather=Collective(type(channel.all_gather).__name__, gather, received, is_gathered),
         reduce_scatter=Collective(
             type(channel.reduce_scatter).__name__, reduce, received, is_reduced
@@ -354,19 +380,34 @@ def _measure_rank(request: Request, device: torch.device) -> Measurement:
     )
 
 
-def _median(launch: Callable[[], list[Waitable]], channel: Channel, request: Request) -> float:
-    """Return the median time of a collective, from launch until its result can be used."""
+def _finish(works: list[Waitable], channel: Channel, device: torch.device) -> None:
+    """Return when the result can be used."""
+    for work in works:
+        work.wait()
+    settle(dict.fromkeys(channel.tags, "measuring"))
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _median(do: Callable[[], None]) -> float:
+    """Return the median time of what all ranks do at once."""
     seconds = []
-    for _ in range(WARM_UPS + request.repeats):
+    for _ in range(WARM_UPS + REPEATS):
         dist.barrier()
         start = time.perf_counter()
-        for work in launch():
-            work.wait()
-        settle(dict.fromkeys(channel.tags, "measuring"))
-        if request.device_type != "cpu":
-            torch.accelerator.synchronize()
+        do()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[WARM_UPS:])
+
+
+def _copied_per_second(nbytes: int) -> float:
+    """Measure without torch, whose operators are what too many threads make slow."""
+    source, target = bytearray(nbytes), memoryview(bytearray(nbytes))
+
+    def copy() -> None:
+        target[:] = source
+
+    return nbytes / _median(copy)
 
 
 # ``composable-shard doctor``: what will be used on this machine, how fast it is, what is wrong ----
@@ -389,25 +430,16 @@ _HOW = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``doctor`` to the commands."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="say what this machine will use, how fast it is, and what is wrong",
-        description=(
-            "Say which torch, devices and collectives will be used on this machine, measure the "
-            "bandwidth of the collectives on ranks started here, and advise."
-        ),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its arguments."""
+    parser.description = (
+        "Say which torch, devices and collectives will be used on this machine, measure the "
+        "bandwidth of the collectives on ranks started here, and advise."
     )
+    parser.epilog = _EXAMPLES
     parser.add_argument("--ranks", type=_positive, help="how many ranks to measure with")
     parser.add_argument("--mib", type=_positive, default=64, help="size to gather (default: 64)")
-    parser.add_argument(
-        "--repeats", type=_positive, default=7, help="measurements, of which the median is shown"
-    )
     parser.add_argument("--device", choices=["cpu"], help="measure there, whatever else there is")
-    parser.add_argument("--timeout", type=_positive, default=120, help="seconds (default: 120)")
     parser.add_argument("--no-measure", action="store_true", help="start no ranks")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -417,42 +449,38 @@ def run(arguments: argparse.Namespace) -> int:
     """Look, measure and print; return 1 if something is wrong."""
     machine = look()
     if arguments.device == "cpu":
-        machine = Machine(**{**vars(machine), "device_type": "cpu", "devices": []})
+        machine = replace(machine, device_type="cpu", devices=[])
     num_ranks = arguments.ranks or len(machine.devices) or 2
     found = judge(machine, num_ranks)
     measured = None
     if num_ranks > 1 and not arguments.no_measure and not found.problems:
-        request = Request(
-            num_ranks,
-            machine.device_type,
-            arguments.mib * _MIB,
-            arguments.repeats,
-            arguments.timeout,
-        )
-        measured = _measure(request, machine, found)
+        measured = _measure(num_ranks, machine, arguments.mib * _MIB, found)
+    judge_threads(machine, num_ranks, measured, found)
     if arguments.json:
         print(json.dumps(_as_dict(machine, num_ranks, measured, found), indent=2))
     else:
-        print_lines(_lines(machine, num_ranks, measured, found))
+        lines = _lines(machine, num_ranks, measured, found)
+        width = max(len(topic) for topic, _ in lines) + 2
+        print("\n".join(f"{topic:{width}}{text}" for topic, text in lines))
     return 1 if found.problems else 0
 
 
-def _measure(request: Request, machine: Machine, found: Findings) -> Measurement | None:
+def _measure(num_ranks: int, machine: Machine, nbytes: int, found: Findings) -> Measurement | None:
     try:
-        measured = measure(request)
+        measured = measure(num_ranks, machine.device_type, nbytes)
     except Exception as error:  # noqa: BLE001 (whatever a rank fails with is what is wrong)
         reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         found.problems.append(
-            f"{request.num_ranks} ranks could not measure: {reason[0]}; if they do not reach each "
+            f"{num_ranks} ranks could not measure: {reason[0]}; if they do not reach each "
             "other, set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network interface, lo for one "
             "machine"
         )
         return None
-    for name in ("all_gather", "reduce_scatter"):
-        if not getattr(measured, name).is_right:
+    for name, one in measured.collectives.items():
+        if not one.is_right:
             found.problems.append(f"{name} gave wrong values: the backend or the machine is broken")
     is_direct = measured.all_gather.how == "DirectAllGather"
-    if is_direct and measured.num_readable < request.num_ranks - 1:
+    if is_direct and measured.num_readable < num_ranks - 1:
         found.warnings.append(advice_on_near_memory(machine))
     return measured
 
@@ -460,17 +488,16 @@ def _measure(request: Request, machine: Machine, found: Findings) -> Measurement
 def _as_dict(
     machine: Machine, num_ranks: int, measured: Measurement | None, found: Findings
 ) -> dict[str, Any]:
-    collectives = None
+    numbers = None
     if measured is not None:
-        collectives = asdict(measured)
-        for name in ("all_gather", "reduce_scatter"):
-            rate = getattr(measured, name).bytes_per_second
-            collectives[name]["bytes_per_second"] = rate
+        numbers = asdict(measured)
+        for name, one in measured.collectives.items():
+            numbers[name]["bytes_per_second"] = one.bytes_per_second
     return {
         "is_well": not found.problems,
         "machine": asdict(machine),
         "num_ranks": num_ranks,
-        "measured": collectives,
+        "measured": numbers,
         "problems": found.problems,
         "warnings": found.warnings,
     }
@@ -478,43 +505,45 @@ def _as_dict(
 
 def _lines(
     machine: Machine, num_ranks: int, measured: Measurement | None, found: Findings
-) -> list[Line]:
+) -> list[tuple[str, str]]:
     versions = machine.versions
     backends = [name for name, there in machine.backends.items() if there]
     variables = [f"{name}={value}" for name, value in machine.variables.items() if value]
     devices = ", ".join(machine.devices) or "the CPU alone"
     cores, threads = _counted(machine.num_cores, "core"), _counted(machine.num_threads, "thread")
     lines = [
-        Line("torch", f"{versions['torch']}, built for {machine.build}"),
-        Line("python", f"{versions['python']} on {machine.system}"),
-        Line("devices", f"{devices}; {cores}, {threads}"),
-        Line("backends", ", ".join(backends) or "none"),
-        Line("variables", ", ".join(variables) or "none of those that matter is set"),
+        ("torch", f"{versions['torch']}, built for {machine.build}"),
+        ("python", f"{versions['python']} on {machine.system}"),
+        ("devices", f"{devices}; {cores}, {threads}"),
+        ("backends", ", ".join(backends) or "none"),
+        ("variables", ", ".join(variables) or "none of those that matter is set"),
     ]
     if measured is not None:
         lines += _lines_of_ranks(num_ranks, machine, measured)
     elif num_ranks == 1:
-        lines.append(Line("ranks", f"1 on {machine.device_type}, which communicates with nobody"))
-    lines += [Line("warning", text, "yellow") for text in found.warnings]
-    lines += [Line("problem", text, "red") for text in found.problems]
+        lines.append(("ranks", f"1 on {machine.device_type}, which communicates with nobody"))
+    lines += [("warning", text) for text in found.warnings]
+    lines += [("problem", text) for text in found.problems]
     if not found.problems:
-        lines.append(Line("verdict", "nothing is wrong", "green"))
+        verdict = "training works; see what is above" if found.warnings else "nothing is wrong"
+        lines.append(("verdict", verdict))
     return lines
 
 
-def _lines_of_ranks(num_ranks: int, machine: Machine, measured: Measurement) -> list[Line]:
+def _lines_of_ranks(
+    num_ranks: int, machine: Machine, measured: Measurement
+) -> list[tuple[str, str]]:
     what = f"{num_ranks} on {machine.device_type} over {measured.backend}"
-    lines = [Line("ranks", f"{what}, {_counted(measured.num_threads, 'thread')} each")]
+    lines = [("ranks", f"{what}, {_counted(measured.num_threads, 'thread')} each")]
     reads_all = measured.num_readable == num_ranks - 1
     way = "read from memory" if reads_all else "sent from rank to rank over gloo"
     if measured.all_gather.how == "DirectAllGather":
         number = f"{measured.num_readable} of {_counted(num_ranks - 1, 'other')}"
-        lines.append(Line("memory", f"a rank reads that of {number} directly"))
-    for name in ("all_gather", "reduce_scatter"):
-        one: Collective = getattr(measured, name)
+        lines.append(("memory", f"a rank reads that of {number} directly"))
+    for name, one in measured.collectives.items():
         how = _HOW[one.how].format(backend=measured.backend, way=way)
         lines.append(
-            Line(
+            (
                 name.replace("_", "-"),
                 f"{one.bytes_per_second / 1e9:.2f} GB/s to each rank "
                 f"({one.nbytes_received / _MIB:.0f} MiB in {one.seconds * 1e3:.1f} ms), {how}",

@@ -206,15 +206,10 @@ exit codes: 0 done, 1 the model cannot be built or run, 2 wrong arguments or con
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the sub-command to those of ``composable-shard``."""
-    parser = subparsers.add_parser(
-        "estimate",
-        help="memory, communication and time of a step, without the devices",
-        description="Tell what a training step will need on each rank, without any of them.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its arguments."""
+    parser.description = "Tell what a training step will need on each rank, without any of them."
+    parser.epilog = _EXAMPLES
     parser.add_argument(
         "config",
         type=Path,

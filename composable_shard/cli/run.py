@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from composable_shard import run as program
 
@@ -18,15 +17,10 @@ have our fully_shard too. It exits as the script does.
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``run`` to the commands."""
-    parser = subparsers.add_parser(
-        "run",
-        help="run a script with our fully_shard in the place of torch's",
-        description="Run a script, unchanged, with torch's fully_shard replaced by ours.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its arguments."""
+    parser.description = "Run a script, unchanged, with torch's fully_shard replaced by ours."
+    parser.epilog = _EXAMPLES
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT", help="path of a script, or a module after -m")
     parser.add_argument(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 import webbrowser
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from composable_shard.insight.report import Table, as_text
 from composable_shard.insight.timeline.merging import CHROME, MERGED, PAGE, MergedTrace, read
 
 _EXAMPLES = f"""examples:
@@ -25,15 +25,10 @@ exit codes: 0 merged, 1 no trace to merge, 2 wrong arguments
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``trace`` to the commands."""
-    parser = subparsers.add_parser(
-        "trace",
-        help="merge the timelines of ranks, and say where the time goes",
-        description="Merge what composable_shard.trace() recorded on each rank.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its arguments."""
+    parser.description = "Merge what composable_shard.trace() recorded on each rank."
+    parser.epilog = _EXAMPLES
     parser.add_argument(
         "folders", metavar="FOLDER", nargs="+", type=Path, help="that was given to trace()"
     )
@@ -67,7 +62,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COLUMNS = ("rank", "step", "compute", "launch", "copy", "exposed", "", "late", "other", "MiB")
+COLUMNS = (
+    "rank",
+    "step",
+    "compute",
+    "launch",
+    "copy",
+    "exposed",
+    "of step",
+    "late",
+    "other",
+    "MiB",
+)
 
 
 def rows_of(summary: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -90,20 +96,11 @@ def _print(merged: MergedTrace, files: Sequence[str]) -> None:
     title = f"{len(merged.ranks)} ranks, " + (
         f"milliseconds of a step, mean of {num_steps}" if num_steps else "milliseconds"
     )
-    try:
-        table = importlib.import_module("rich.table").Table(*COLUMNS, title=title)
-        console = importlib.import_module("rich.console").Console()
-    except ImportError:  # it makes the table nicer and nothing else
-        print(title)
-        for row in (COLUMNS, *rows_of(summary)):
-            print("".join(f"{cell:>9}" for cell in row))
-    else:
-        for column in table.columns:
-            column.justify = "right"
-            column.no_wrap = True
-        for row in rows_of(summary):
-            table.add_row(*row)
-        console.print(table)
+    print(as_text([Table(title, COLUMNS, tuple(rows_of(summary)), num_words=0)]))
+    print(
+        f"exposed communication: {summary['exposed_share']:.0%} of the step; "
+        f"hidden: {summary['hidden_share']:.0%} of the communication"
+    )
     if summary["missing_ranks"]:
         print(f"missing: rank {', '.join(map(str, summary['missing_ranks']))} wrote no trace")
     if summary["num_clocks"] > 1:

@@ -153,10 +153,17 @@ class GroupExplanation:
     def without_names(self) -> object:
         """Return what groups that are alike have in common."""
         return (
-            [replace(param, name=param.name.rpartition(".")[2]) for param in self.parameters],
+            [replace(param, name=self._name_within(param.name)) for param in self.parameters],
             [(copy.kind, copy.nbytes, copy.times, copy.why) for copy in self.copies],
             replace(self, name="", parameters=(), copies=()),
         )
+
+    def _name_within(self, name: str) -> str:
+        """Return the name of a parameter in the module of this group that it is in."""
+        for module in self.name.split(", "):
+            if name.startswith(f"{module}."):
+                return name.removeprefix(f"{module}.")
+        return name
 
 
 @dataclass(frozen=True)
@@ -279,7 +286,7 @@ def _told(group: GroupExplanation) -> tuple[str, ...]:
 
 def _copy_text(copy: Copy) -> str:
     times = "" if copy.times == 1 else f" {copy.times} times a step"
-    names = names_text(tuple(".".join(name.split(".")[-2:]) for name in copy.parameters))
+    names = names_text(copy.parameters)
     of_whom = f" ({names})" if names else ""
     return f"{copy.kind}{of_whom}, {nbytes_text(copy.nbytes)}{times}: {copy.why}"
 

@@ -165,7 +165,9 @@ class Report:
             table = RichTable(title=Text(section.title, style="bold"), title_justify="left")
             for place, name in enumerate(section.columns):
                 table.add_column(
-                    Text(name), justify="left" if place < section.num_words else "right"
+                    Text(name),
+                    justify="left" if place < section.num_words else "right",
+                    overflow="fold",
                 )
             for row in section.rows:
                 table.add_row(*map(Text, row))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from composable_shard.errors import CommunicationError, ShardError
 
@@ -119,6 +118,8 @@ def _make_room(target: Path, part: Path) -> None:
 def _write(
     state: dict[str, Any], part: Path, target: Path, process_group: dist.ProcessGroup | None
 ) -> None:
+    import torch.distributed.checkpoint as dcp  # takes a while, and few programs need it
+
     writer = dcp.FileSystemWriter(part, sync_files=True)
     try:
         alone = not dist.is_initialized()

@@ -16,7 +16,7 @@ from composable_shard import cli
 from composable_shard.compat.torch_dropin import is_installed
 
 ROOT = Path(composable_shard.__file__).parents[1]
-NAMES = [command.__name__.rpartition(".")[2] for command in cli.COMMANDS]
+NAMES = list(cli.COMMANDS)
 
 
 def exit_code(arguments: list[str]) -> object:

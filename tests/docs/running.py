@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -22,8 +23,11 @@ def run_page(path: Path, folder: Path) -> int:
     names: dict[str, object] = {"__name__": f"docs_{path.stem}", "folder": folder}
     environment = dict(os.environ)
     try:
-        for block in page.programs:
-            run_block(page, block, names)
+        # A process group of the ranks of the tests is ended by them.
+        stays = mock.patch.object(dist, "destroy_process_group")
+        with stays if dist.is_initialized() else contextlib.nullcontext():
+            for block in page.programs:
+                run_block(page, block, names)
     finally:
         os.environ.clear()
         os.environ.update(environment)

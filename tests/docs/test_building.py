@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
+
+import pytest
 
 from docs.pages import DOCS, ROOT
 
@@ -50,3 +54,59 @@ def test_the_site_fetches_nothing_from_elsewhere() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
     assert "font: false" in config
     assert "://" not in config
+
+
+WORKER = DOCS / "javascripts" / "iframe-worker.js"
+
+
+def test_the_site_searches_when_opened_from_disk_and_fetches_nothing_for_it() -> None:
+    config = (ROOT / "mkdocs.yml").read_text()
+    plugins = re.findall(r"^  - (\w+)", config[config.index("plugins:") :], re.MULTILINE)
+    assert plugins[:2] == ["search", "offline"]
+    assert "use_directory_urls: false" in config
+    # With a file of this name the plugin does not add one that browsers would fetch.
+    assert re.findall(r"^    - (\S*iframe-worker\S*)", config, re.MULTILINE) == [
+        str(WORKER.relative_to(DOCS))
+    ]
+    assert WORKER.exists()
+
+
+# What of a browser the file uses: a frame runs a script that answers each message with its double.
+BROWSER = """
+const context = (protocol) => {
+  const frame = () => {
+    const inside = new EventTarget();
+    inside.MessageEvent = MessageEvent;
+    inside.document = {
+      open() {}, write() {}, close() {}, createElement: () => ({}),
+      body: { append(script) {
+        inside.addEventListener("message", (event) => inside.postMessage(2 * event.data));
+        setTimeout(script.onload);
+      } },
+    };
+    return { contentWindow: inside };
+  };
+  return {
+    location: { protocol }, document: { createElement: frame, body: { append() {} } },
+    window: { Worker: "of the browser" },
+  };
+};
+const { location, document, window } = context(PROTOCOL);
+SOURCE
+if (window.Worker === "of the browser") console.log(window.Worker);
+else {
+  const worker = new window.Worker("search.js");
+  worker.addEventListener("message", (event) => console.log(event.data));
+  worker.postMessage(21);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs JavaScript")
+@pytest.mark.parametrize(
+    ("protocol", "printed"), [("file:", "42\n"), ("https:", "of the browser\n")]
+)
+def test_a_worker_runs_in_a_frame_where_there_are_none(protocol: str, printed: str) -> None:
+    source = BROWSER.replace("PROTOCOL", repr(protocol)).replace("SOURCE", WORKER.read_text())
+    done = subprocess.run(["node", "-e", source], capture_output=True, text=True, check=True)
+    assert done.stdout == printed

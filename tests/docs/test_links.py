@@ -71,6 +71,27 @@ def test_lists_and_tables_stand_apart(page: Page) -> None:
                 assert before.startswith((start, "  ")), f"{page}: {line}"
 
 
+WORDS = [
+    *(
+        "HSDP",
+        "Expert parallel",
+        "MoE",
+        "Inference",
+        "`generate`",
+        "QLoRA",
+        "FP8",
+        "torchao float8",
+    ),
+    *("Muon", "Pipeline parallelism", "Profiler", "Explicit prefetch", "vLLM"),
+]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_words_of_the_field_are_in_headings(word: str) -> None:
+    headings = [heading for page in site_pages() for heading in page.headings]
+    assert any(word in heading for heading in headings)
+
+
 def test_there_are_pictures_and_each_is_shown() -> None:
     shown = {
         (page.path.parent / link).resolve()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import types
@@ -14,7 +13,8 @@ import torch
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, estimate
-from composable_shard.cli.estimate import ConfigError, add_parser, read_config
+from composable_shard.cli import main
+from composable_shard.cli.estimate import ConfigError, read_config
 from tests.insight.models import Layer, Stack
 
 TOML = """
@@ -36,11 +36,7 @@ reduce_dtype = "float32"
 
 
 def call(*arguments: object) -> int:
-    parser = argparse.ArgumentParser(prog="composable-shard")
-    add_parser(parser.add_subparsers())
-    args = parser.parse_args(["estimate", *map(str, arguments)])
-    code: int = args.run(args)
-    return code
+    return main(["estimate", *map(str, arguments)])
 
 
 def written(folder: Path, text: str, name: str = "train.toml") -> Path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -36,10 +38,10 @@ One step: launches x messages in each, bytes that this rank sends and copies
 
 layers.0 to layers.1 (2 alike)
   - the parameters are freed after forward and gathered again for backward
-  - cast (up.weight, up.bias, down.weight and 1 more), 193 KiB 2 times a step: shards stored as float32 are cast to bfloat16 in one kernel before each gather, so that fewer bytes travel
-  - packed (up.bias, down.bias), 1.25 KiB 2 times a step: too small to be worth a message of their own: they share one and are copied out of it
-  - cast (up.weight, down.weight), 768 KiB: gradients are cast to float32, in which they are summed
-  - packed (up.bias, down.bias), 2.53 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether anybody has it"""  # noqa: E501
+  - cast (layers.0.up.weight, layers.0.up.bias, layers.0.down.weight and 1 more), 193 KiB 2 times a step: shards stored as float32 are cast to bfloat16 in one kernel before each gather, so that fewer bytes travel
+  - packed (layers.0.up.bias, layers.0.down.bias), 1.25 KiB 2 times a step: too small to be worth a message of their own: they share one and are copied out of it
+  - cast (layers.0.up.weight, layers.0.down.weight), 768 KiB: gradients are cast to float32, in which they are summed
+  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether anybody has it"""  # noqa: E501
 
 
 def model_of_text() -> nn.Module:
@@ -52,6 +54,68 @@ def model_of_text() -> nn.Module:
 def test_the_text() -> None:
     with fake_ranks(2):
         assert str(explain(model_of_text())) == TEXT
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(256, 256)
+        self.out = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.q(x))
+
+
+class TwoAttentions(nn.Module):
+    """A decoder layer: names of its parameters end alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+        self.cross = Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cross(self.attn(x))
+
+
+class Named(nn.ModuleDict):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_parameters_have_their_whole_path_in_the_model() -> None:
+    with fake_ranks(2):
+        layer = fully_shard(TwoAttentions(), mp_policy=BF16)
+        within = str(explain(layer))
+        around = str(explain(nn.Sequential(layer)))
+    names = "attn.q.bias, attn.out.bias, cross.q.bias and 1 more"
+    assert f"  - packed ({names}), " in within
+    assert f"  - packed ({', '.join('0.' + name for name in names.split(', '))}), " in around
+
+
+def test_groups_whose_modules_have_other_names_are_not_alike() -> None:
+    def groups(*names: str) -> list[str]:
+        blocks = [Named({name: nn.Linear(64, 64)}) for name in names]
+        model = nn.ModuleList(fully_shard(block) for block in blocks)
+        return [row[0] for row in explain(model).sections()[0].rows]
+
+    with fake_ranks(2):
+        assert groups("q", "q") == ["0 to 1 (2 alike)"]
+        assert groups("q", "k") == ["0", "1"]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_rich_breaks_what_is_too_long_and_clips_nothing(width: int) -> None:
+    from rich.console import Console
+
+    with fake_ranks(2):
+        explanation = explain(model_of_text())
+    file = io.StringIO()  # no terminal, as a pipe is none
+    Console(width=width, file=file).print(explanation)
+    printed = file.getvalue()
+    assert "…" not in printed and "\x1b" not in printed
+    letters = "".join(re.findall(r"\w", printed))
+    assert Counter(letters) == Counter("".join(re.findall(r"\w", TEXT)))
 
 
 def test_the_other_forms() -> None:

@@ -62,7 +62,7 @@ def go_round(name: str, hidden: int, folder: Path) -> dict[str, list[str]]:
         told = load_sharded(
             model, folder / "whole.safetensors", broadcast_from_rank0=kind == "sent"
         )
-        assert told == ([], [], []), told
+        assert told[:3] == ([], [], []), told
         found[kind] = differences(locals_of(model), shards)
         x = torch.ones(2, WIDTH, dtype=torch.float64)
         assert torch.equal(model(x), wanted(x))

@@ -16,7 +16,7 @@ from composable_shard.insight.timeline.analysis import lanes_of
 from composable_shard.insight.timeline.merging import MergedTrace, to_chrome
 from composable_shard.insight.timeline.page import COLORS, WORDS, to_html, to_svg
 from composable_shard.insight.timeline.recording import RankTrace
-from composable_shard.insight.timeline.spans import ACTS, KINDS, Flight, Span
+from composable_shard.insight.timeline.spans import ACTS, KINDS, Flight, Sample, Span
 from timeline.recordings import MS, made_up, recorded_steps
 
 
@@ -225,13 +225,49 @@ def test_the_picture_shows_one_step_of_all_ranks(merged: MergedTrace) -> None:
     texts = [str(text.text) for text in ET.fromstring(svg).iter(f"{SVG}text")]
     assert texts[:2] == [
         "One training step on 2 ranks",
-        "step 1: 47.0 ms  ·  exposed communication: 15% of it  ·  peak memory 0 MiB",
+        "step 1: 47.0 ms  ·  exposed communication: 15% of the step  ·  peak memory 0 MiB",
     ]
     assert texts.count("rank 0") == texts.count("rank 1") == 2  # the lanes, the memory
     second = [span for span in merged.ranks[0].spans if span.start >= merged.ranks[0].steps[0]]
     flights = [f for f in merged.ranks[0].flights if f.start >= merged.ranks[0].steps[0]]
     assert len(bars(svg)) == 2 * (len(second) + len(flights))
     assert len(bars(to_svg(merged.ranks, 0))) > len(bars(svg))
+
+
+def test_the_memory_axis_starts_at_zero() -> None:
+    recorded = RankTrace.from_json(made_up(num_ranks=1, steps=[100 * MS]).to_json())
+    recorded.memory[:] = [Sample(0, 900 << 20), Sample(50 * MS, 1000 << 20)]
+    picture = ET.fromstring(to_svg([recorded]))
+    texts = [(str(text.text), float(text.attrib["y"])) for text in picture.iter(f"{SVG}text")]
+    axis = {text: y for text, y in texts if re.fullmatch(r"\d+ MiB", text)}
+    assert list(axis) == [f"{level} MiB" for level in (0, 200, 400, 600, 800, 1000, 1200)]
+    (curve,) = (
+        path.attrib["d"] for path in picture.iter(f"{SVG}path") if path.get("fill") == "none"
+    )
+    bottom, top = axis["0 MiB"] - 4, axis["1200 MiB"] - 4  # a text stands below its line
+    first, second = (float(y) for y in re.findall(r"[ V]([0-9.]+)", curve))
+    assert bottom - first == pytest.approx((bottom - top) * 900 / 1200, abs=0.2)
+    assert bottom - second == pytest.approx((bottom - top) * 1000 / 1200, abs=0.2)
+
+
+def test_the_memory_axis_of_the_page_starts_at_zero(page: str) -> None:
+    script = Elements(page).scripts[1]
+    assert "const y = (nbytes) => MEMORY_TOP + MEMORY * (1 - nbytes / 2 ** 20 / high);" in script
+    assert "for (let level = 0; level <= high + step / 2; level += step)" in script
+
+
+def test_shares_say_of_what(page: str, merged: MergedTrace) -> None:
+    content, script = Elements(page).scripts
+    summary = json.loads(content)["summary"]
+    hidden = 1 - summary["exposed_ms"] / summary["communication_ms"]
+    assert summary["hidden_share"] == pytest.approx(hidden)
+    assert summary["exposed_share"] == pytest.approx(summary["exposed_ms"] / summary["step_ms"])
+    assert "`exposed communication: ${percent(summary.exposed_share)} of the step`" in script
+    assert (
+        "`of the communication (${ms(summary.communication_ms)}) hidden behind compute`" in script
+    )
+    alone = MergedTrace.of([made_up(num_ranks=1)]).summary
+    assert (alone["communication_ms"], alone["hidden_share"]) == (0.0, 1.0)
 
 
 def test_bars_are_where_their_spans_are() -> None:

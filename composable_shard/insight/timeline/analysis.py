@@ -200,6 +200,9 @@ def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
     batch.
     ``late`` is the part of ``exposed`` in which another rank had not yet launched its part;
     ``communication`` is how long anything was under way, whatever went on meanwhile.
+
+    ``exposed_share`` is the part of the step that is exposed; ``hidden_share`` the part of the
+    communication that is not.
     """
     ranks = [summarize_rank(trace) for trace in traces]
     first = traces[0]
@@ -250,6 +253,7 @@ def summarize_rank(trace: RankTrace) -> dict[str, Any]:
         "other_ms": (step - sum(total.values())) * scale,
         "communication_ms": under_way * scale,
         "exposed_share": total["wait"] / step if step else 0.0,
+        "hidden_share": max(0.0, 1 - total["wait"] / under_way) if under_way else 1.0,
         "peak_nbytes": max((sample.nbytes for sample in trace.memory), default=0),
     }
 

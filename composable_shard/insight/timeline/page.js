@@ -143,14 +143,13 @@ function drawMemory() {
   const values = curves.flat().map((sample) => sample[1] / 2 ** 20);
   if (!values.length) { memory.style.height = 0; return; }
   const pen = sized(memory, MEMORY + MEMORY_TOP + 8);
-  let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
-  const step = niceStep(Math.max(high - low, high / 20), 4);
-  low = Math.floor(low / step) * step;
-  high = (Math.floor(high / step) + 1) * step;
-  const y = (nbytes) => MEMORY_TOP + MEMORY * (1 - (nbytes / 2 ** 20 - low) / (high - low));
+  const most = values.reduce((a, b) => Math.max(a, b));
+  const step = niceStep(Math.max(most, 1e-6), 4);
+  const high = (Math.floor(most / step) + 1) * step;
+  const y = (nbytes) => MEMORY_TOP + MEMORY * (1 - nbytes / 2 ** 20 / high);
   ticks(pen, MEMORY + MEMORY_TOP, false);
   pen.strokeStyle = variable("--grid");
-  for (let level = low; level <= high + step / 2; level += step) {
+  for (let level = 0; level <= high + step / 2; level += step) {
     const py = Math.round(y(level * 2 ** 20)) + 0.5;
     pen.beginPath(); pen.moveTo(LEFT, py); pen.lineTo(width - RIGHT, py); pen.stroke();
     pen.fillStyle = variable("--soft");
@@ -170,8 +169,8 @@ function drawMemory() {
     pen.lineWidth = 1.6;
     pen.strokeStyle = colorOfRank(ranks[index].rank);
     pen.stroke();
-    pen.lineTo(end, y(low * 2 ** 20));
-    pen.lineTo(x(curve[0][0]), y(low * 2 ** 20));
+    pen.lineTo(end, y(0));
+    pen.lineTo(x(curve[0][0]), y(0));
     pen.fillStyle = `${colorOfRank(ranks[index].rank)}14`;
     pen.fill();
   });
@@ -298,13 +297,14 @@ function hover(px, py) {
 // Around -----------------------------------------------------------------------------------
 
 function cards() {
-  const hiddenShare = summary.communication_ms
-    ? Math.max(0, 1 - summary.exposed_ms / summary.communication_ms) : 1;
+  const computeShare = summary.compute_ms / summary.step_ms;
   const all = [
     ["step, mean", ms(summary.step_ms), 1, colors.forward],
-    ["compute", ms(summary.compute_ms), summary.compute_ms / summary.step_ms, colors.backward],
-    ["exposed communication", ms(summary.exposed_ms), summary.exposed_share, colors.wait],
-    ["communication hidden", percent(hiddenShare), hiddenShare, colors.gather],
+    [`compute: ${percent(computeShare)} of the step`, ms(summary.compute_ms), computeShare, colors.backward],
+    [`exposed communication: ${percent(summary.exposed_share)} of the step`, ms(summary.exposed_ms),
+      summary.exposed_share, colors.wait],
+    [`of the communication (${ms(summary.communication_ms)}) hidden behind compute`,
+      percent(summary.hidden_share), summary.hidden_share, colors.gather],
     ["peak memory of a rank", summary.peak_nbytes ? bytes(summary.peak_nbytes) : "–", 0, colors.optimizer],
   ];
   for (const [title, value, share, color] of all) {
@@ -314,13 +314,13 @@ function cards() {
     const track = make("i");
     track.append(fill);
     card.append(make("b", value), make("span", title), track);
-    card.title = share ? `${percent(share)} of ${title.startsWith("communication") ? "it" : "the step"}` : title;
+    card.title = title;
     find("cards").append(card);
   }
 }
 function table() {
   const titles = ["rank", "step", "", "forward", "backward", "optimizer", "launch", "copy",
-    "exposed", "of it late", "other", "peak memory"];
+    "exposed (of the step)", "of it late", "other", "peak memory"];
   const head = make("tr");
   titles.forEach((title) => head.append(make("th", title)));
   find("table").append(head);

@@ -186,7 +186,7 @@ def _header(
     exposed = sum(waits) / len(traces) / max(window.end - window.begin, 1)
     words = [
         f"step {number}: {length:.1f} ms" if is_step else f"{length:.1f} ms",
-        f"exposed communication: {exposed:.0%} of it",
+        f"exposed communication: {exposed:.0%} of the step",
     ]
     peak = max(one["peak_nbytes"] for one in sums)
     if peak:
@@ -266,19 +266,18 @@ def _time_axis(window: Window, top: float, bottom: float) -> Iterable[str]:
 def _memory(traces: Sequence[RankTrace], window: Window, top: float) -> Iterable[str]:
     curves = [(trace, _within(trace.memory, window)) for trace in traces]
     values = [sample.nbytes / MIB for _, curve in curves for sample in curve] or [0.0]
-    low, high = min(values), max(values)
-    step = nice_step(max(high - low, high / 20), 4)
-    low, high = int(low / step) * step, (int(high / step) + 1) * step
+    step = nice_step(max(values), 4)
+    high = (int(max(values) / step) + 1) * step
     yield _text(24, top + 6, "live memory", "rank")
     top += 20
 
     def y(nbytes: float) -> float:
-        return top + MEMORY_HEIGHT * (1 - (nbytes / MIB - low) / (high - low))
+        return top + MEMORY_HEIGHT * (1 - nbytes / MIB / high)
 
-    for tick in range(round((high - low) / step) + 1):
-        level = y((low + tick * step) * MIB)
+    for tick in range(round(high / step) + 1):
+        level = y(tick * step * MIB)
         yield f'<path class="grid" d="M{LEFT} {level:.1f}H{WIDTH - RIGHT}"/>'
-        yield _text(LEFT - 8, level + 4, f"{low + tick * step:g} MiB", anchor="end")
+        yield _text(LEFT - 8, level + 4, f"{tick * step:g} MiB", anchor="end")
     x = float(LEFT + 8)
     for trace, curve in curves:
         color = RANKS[trace.rank % len(RANKS)]

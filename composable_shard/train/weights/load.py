@@ -152,18 +152,33 @@ class Reading:
 # Reading a checkpoint into shards, each rank its own rows -----------------------------------------
 
 
-class NotLoaded(NamedTuple):
-    """What a checkpoint and a model do not share.
+class Loaded(NamedTuple):
+    """What a checkpoint and a model share, and what they do not.
+
+    Its text says how it went: ``<loaded 12 tensors, nothing missing, nothing unexpected>``.
 
     Attributes:
         missing_keys: Names of the model that the checkpoint lacks; left as they were.
         unexpected_keys: Names of the checkpoint that the model lacks.
         left_on_meta: Non-persistent buffers on the meta device, which no checkpoint has.
+        num_tensors: How many parameters and buffers of the model were loaded.
     """
 
     missing_keys: list[str]
     unexpected_keys: list[str]
     left_on_meta: list[str]
+    num_tensors: int
+
+    def __repr__(self) -> str:
+        said = [f"loaded {self.num_tensors} tensor{'' if self.num_tensors == 1 else 's'}"]
+        for names, what in (
+            (self.missing_keys, "missing"),
+            (self.unexpected_keys, "unexpected"),
+        ):
+            said.append(f"{what}: {listed(names)}" if names else f"nothing {what}")
+        if self.left_on_meta:
+            said.append(f"still on the meta device: {listed(self.left_on_meta)}")
+        return f"<{', '.join(said)}>"
 
 
 def load_sharded(
@@ -175,7 +190,7 @@ def load_sharded(
     broadcast_from_rank0: bool = False,
     progress: bool = False,
     process_group: dist.ProcessGroup | None = None,
-) -> NotLoaded:
+) -> Loaded:
     """Read a safetensors checkpoint of the whole model into its shards.
 
     Each rank reads the rows that it holds and nothing else, tensor by tensor. Parameters and
@@ -198,7 +213,7 @@ def load_sharded(
             pipeline stage, for example, whose names are a part of those in the checkpoint.
 
     Returns:
-        What was not loaded; on all ranks the same.
+        What was loaded and what was not; on all ranks the same.
 
     Raises:
         TypeError: If ``model`` is not a module.
@@ -225,10 +240,9 @@ def load_sharded(
         >>> def load():
         ...     with torch.device("meta"):
         ...         layer = fully_shard(nn.Linear(2, 4))
-        ...     load_sharded(layer, file)
-        ...     return layer.weight.to_local().shape
-        >>> run_threads(load, 2)
-        [torch.Size([2, 2]), torch.Size([2, 2])]
+        ...     return load_sharded(layer, file), layer.weight.to_local().shape
+        >>> run_threads(load, 2)[0]
+        (<loaded 2 tensors, nothing missing, nothing unexpected>, torch.Size([2, 2]))
     """
     ranks = Ranks(process_group, f"loading '{source}'")
     contents = contents_of(model, "load_sharded")
@@ -254,7 +268,9 @@ def load_sharded(
             "are still on the meta device; compute them as the constructor of their module does",
             stacklevel=2,
         )
-    return NotLoaded(matching.missing, matching.unexpected, contents.left_on_meta)
+    return Loaded(
+        matching.missing, matching.unexpected, contents.left_on_meta, len(matching.matches)
+    )
 
 
 def _agree_on_stored(
