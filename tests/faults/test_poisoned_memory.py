@@ -25,7 +25,7 @@ from composable_shard import fully_shard
 from composable_shard.core.bucket import ParamBucket, Staging
 from composable_shard.core.extension import ExtensionGather
 from composable_shard.core.gradient_bucket import GradBucket, PackedGrads
-from composable_shard.core.reduction_plan import Route
+from composable_shard.core.reduction_plan import ReductionPlan
 from composable_shard.core.transport.point_to_point import DirectAllGather
 from composable_shard.core.transport.same_host import Offer
 from composable_shard.testing import RankError, run_ranks
@@ -225,7 +225,7 @@ FAULTS = {
     ),
     "a missing gradient is not cleared": Fault(GradBucket, "_permuted", "scratch.zero_()", "pass"),
     "padding of a reduced buffer is read": Fault(
-        Route, "clear_gaps", "flat[start:end].zero_()", "pass"
+        ReductionPlan, "clear_gaps", "flat[start:end].zero_()", "pass"
     ),
     "a regather is left out": Fault(
         ParamBucket, "start_regather", "Transfer([self.unsharded], kept)", "Transfer()", 4, 2
