@@ -1,10 +1,5 @@
 """A backward pass: who is gathered, and whose gradients are complete.
 
-A schedule runs the backwards of all microbatches without sync, some of them in two halves (first
-the gradients of inputs, later those of weights, both by ``torch.autograd.grad``), and then has what
-they left reduced: by ``FSDPModule.finalize_backward`` since torch 2.15, before by asking
-``torch.distributed.fsdp.fully_shard.state(module)``.
-
 The steps of a backward are read off the forward (``order.py``), the same on all ranks. What
 autograd tells, that an output has a gradient or that a node has run, says how far the steps may be
 taken: a group that this rank's loss does not reach is gathered and reduced in its turn, with zeros,
@@ -130,6 +125,11 @@ class GroupRun:
 
 
 # What the pipeline schedules of torch do with a sharded module ------------------------------------
+#
+# A schedule runs the backwards of all microbatches without sync, some of them in two halves (first
+# the gradients of inputs, later those of weights, both by ``torch.autograd.grad``), and then has
+# what they left reduced: by ``FSDPModule.finalize_backward`` since torch 2.15, before by asking
+# ``torch.distributed.fsdp.fully_shard.state(module)``.
 
 
 def loses_weights(group: ParamGroup) -> bool:

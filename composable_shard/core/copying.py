@@ -61,7 +61,8 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     for group in groups:
         _fill(group, memo)
     for group in reversed(groups):  # as fully_shard is called: the inner ones first
-        join_tree(memo[id(group)], group_of)
+        tree = join_tree(memo[id(group)], group_of)
+        tree.backward.reductions.is_last = group.context.backward.reductions.is_last
     return copied
 
 

@@ -286,12 +286,12 @@ class ParamGroup:
         settings: What users may change.
         context: What is shared with the other groups of the tree.
         name: Name of the modules within the root; for messages and traces.
-        gradients: The way back.
+        gradients: Its gradients: accumulated, reduced and delivered.
         state: Sharded, being gathered or unsharded.
         calls: The calls of its modules that are under way, the innermost last.
         input_markers: What lies in front of all calls whose graph is alive.
         shows_sharded: Whether the sharded parameters are registered though it is unsharded.
-        is_held: Whether the user unsharded it, so that it shows the unsharded ones until then.
+        is_held: Whether the user unsharded it; it shows the unsharded ones until ``reshard()``.
         is_exposed: Whether users may have had the unsharded ones in their hands.
         on_gradient: Called when a backward has accumulated into one of the parameters.
         pending_nodes: By the number of each backward that waits for the group, how many nodes of
@@ -405,7 +405,7 @@ class ParamGroup:
             is_held = self.is_held
             self.reshard()
             self.is_held = is_held
-        self.context.note("begin_all_gather", self)
+        self.context.emit("begin_all_gather", self)
         self.context.before_gather()
         if self.units.settle(self.label):
             self.context.note_new_params(self)
@@ -427,7 +427,7 @@ class ParamGroup:
         return not self.shows_sharded or self.units.all.are_intact()
 
     def _regather(self, state: PartlySharded) -> None:
-        self.context.note("begin_regather", self)
+        self.context.emit("begin_regather", self)
         transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
         self._launch(transfers, state.version, state.num_ranks)
 
@@ -478,10 +478,10 @@ class ParamGroup:
             self._finish_unshard(self.state)
 
     def _finish_unshard(self, state: Unsharding) -> None:
-        self.context.note("begin_wait_for_all_gather", self)
+        self.context.emit("begin_wait_for_all_gather", self)
         try:
             state.pending.wait()
-            self.context.note("waited_for_all_gather", self)
+            self.context.emit("waited_for_all_gather", self)
             if state.is_regather:
                 self.units.finish_regather(state.transfers)
             else:

@@ -119,14 +119,9 @@ class Context:
             group.context = self
 
     def emit(self, event: str, group: ParamGroup) -> None:
-        """Tell the listener that ``event`` happened to ``group``; see ``insight.events``."""
+        """Tell the listener that ``event``, or a part of one, happened; see ``insight.events``."""
         if self.listener is not None:
             self.listener(event, group.name)
-
-    def note(self, moment: str, group: ParamGroup) -> None:
-        """Tell the listener where a part of an event begins or ends; see ``insight.events``."""
-        if self.listener is not None:
-            self.listener(moment, group.name)
 
     @property
     def has_run(self) -> bool:
@@ -196,13 +191,13 @@ class Context:
 
         Gradients that are copied to the host are there, too.
         """
-        self.note("begin_wait_for_readers", self.root)
+        self.emit("begin_wait_for_readers", self.root)
         host.settle()
         self.backward.reductions.in_flight.end_returns()
         same_host.settle(self._acts)
         for group in self.groups:
             group.gradients.release()
-        self.note("wait_for_readers", self.root)
+        self.emit("wait_for_readers", self.root)
 
     # What stays gathered --------------------------------------------------------------------
 

@@ -1,11 +1,13 @@
 """What a forward finds in the place of registered parameters and buffers.
 
-It puts other tensors into the modules for one call. A group of which all parameters are replaced by
-full tensors computes with them as an unsharded module would, and nothing of it is gathered, cast or
-freed. Sharded ones are gathered as if they had been assigned, and freed when the call is over.
+``torch.func.functional_call`` puts other tensors into modules for one call. A group of which all
+parameters are replaced by full tensors computes with them as an unsharded module would, and nothing
+of it is gathered, cast or freed. Sharded ones are gathered as if they had been assigned, and freed
+when the call is over.
 
-Only a policy with ``buffer_dtype`` casts them. Without it the statistics of a batch norm stay as
-precise as they are, and its weights, which torch demands in the same dtype, are cast to theirs.
+A policy with ``buffer_dtype`` casts buffers for the time of forward. Without it the statistics of a
+batch norm stay as precise as they are, and its weights, which torch demands in the same dtype, are
+cast to theirs.
 """
 
 from __future__ import annotations

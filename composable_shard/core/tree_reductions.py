@@ -90,9 +90,9 @@ class InFlight:
         self.returning.append(group)
 
     def _wait(self, group: ParamGroup, stage: str) -> None:
-        group.context.note(f"begin_wait_for_{stage}", group)
+        group.context.emit(f"begin_wait_for_{stage}", group)
         group.gradients.wait()
-        group.context.note(f"waited_for_{stage}", group)
+        group.context.emit(f"waited_for_{stage}", group)
 
 
 # What the groups of one tree have to reduce: launched, accumulated without sync, in flight --------
@@ -171,7 +171,7 @@ class Reductions:
             self._unreplicated.pop(group, None)
         elif any(mesh.num_replicas > 1 for mesh in group.channels):
             self._unreplicated[group] = None
-        self._context.note("begin_reduce_scatter", group)
+        self._context.emit("begin_reduce_scatter", group)
         group.gradients.reduce()
         self.in_flight.add(group)
 
@@ -208,9 +208,11 @@ class Reductions:
         for group in dict.fromkeys([*ran, *self.unsynced, *reversed(self._unreplicated)]):
             reduction = group.settings.reduction
             before, reduction.all_reduces = reduction.all_reduces, True
-            self.launch_at_end(group)
-            self.in_flight.leave_room(1)
-            reduction.all_reduces = before
+            try:
+                self.launch_at_end(group)
+                self.in_flight.leave_room(1)
+            finally:
+                reduction.all_reduces = before
         self.in_flight.wait()
 
     def abandon(self) -> None:

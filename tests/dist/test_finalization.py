@@ -445,3 +445,18 @@ def test_a_choice_that_is_no_bool_is_refused() -> None:
         for name in ("set_manual_backward_finalization", "set_keep_unsharded_storage"):
             with pytest.raises(ValueError, match="to be a bool, got int: 1"):
                 getattr(model, name)(1)
+
+
+def test_a_deep_copy_leaves_reductions_under_way_as_its_source_does() -> None:
+    with fake_ranks(2):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model).set_is_last_backward(False)
+        seen = []
+        for one in (copy.deepcopy(model), model):
+            with record_events(one, "reduce_scatter", "wait_for_reduce_scatter") as events:
+                one(torch.ones(2, 4)).sum().backward()
+            seen.append([event for event, _ in events])
+    assert seen[0] == seen[1]
+    assert seen[0].count("reduce_scatter") == seen[0].count("wait_for_reduce_scatter") + 1

@@ -63,8 +63,7 @@ def outlives_interpreter(members: list[_Member]) -> list[_Member]:
     """Return a list whose members are never freed but by taking them out.
 
     Hazard: another process writes into memory that this one frees while its interpreter ends, and
-    the heap is broken. Guard: a reference that nobody gives back. Test:
-    ``test_what_others_may_write_to_is_not_freed_at_the_end``.
+    the heap is broken. Guard: a reference that nobody gives back. No test: it breaks too rarely.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(members))
     return members
