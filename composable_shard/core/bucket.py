@@ -200,7 +200,7 @@ class ParamBucket:
         )
         offload = params[0].offload
         is_pinned = device.type == "cpu" and offload is not None and pins(offload)
-        self._is_carried = device.type == "cpu" and copies_beside_compute(offload, mesh.device)
+        self._is_on_host = device.type == "cpu" and copies_beside_compute(offload, mesh.device)
         with torch.inference_mode(False):
             self.sharded = _torch.poison_when_unused(
                 torch.zeros(
@@ -235,7 +235,7 @@ class ParamBucket:
             self._staging.allocate()
         if self.mesh.num_shards == 1:
             return self._fill(self.unsharded)
-        if self._is_carried:
+        if self._is_on_host:
             source = _torch.empty(
                 layout.shard_numel, dtype=self._compute_dtype, device=self.mesh.device
             )
@@ -250,7 +250,7 @@ class ParamBucket:
         if self.shares_storage:
             return Transfer()
         source = self.sharded[: unsharded.numel()]
-        if self._is_carried:
+        if self._is_on_host:
             return Transfer(lane=upload(source, unsharded))
         unsharded.copy_(source)
         return Transfer()

@@ -1,7 +1,9 @@
-"""The plain path in ``docs/design.md`` is the one that the code goes, in that order."""
+"""What ``docs/design.md`` says of the code: its plain path in that order, and where things are."""
 
 from __future__ import annotations
 
+import importlib
+import operator
 import re
 import sys
 from pathlib import Path
@@ -18,13 +20,13 @@ from composable_shard.testing import fake_ranks
 from .pages import DOCS
 
 CORE = Path(composable_shard.__file__).parent / "core"
+DESIGN = (DOCS / "design.md").read_text()
 PLACE = re.compile(r"`([\w/]+\.py)`|`([A-Z]\w+\.\w+|[a-z_]+)`")
 
 
 def places() -> list[list[tuple[str, str]]]:
     """Return for each row of the page the functions that it names, as ``(file, name)``."""
-    text = (DOCS / "design.md").read_text()
-    table = text.split("## The plain path")[1].split("\n## ")[0]
+    table = DESIGN.split("## The plain path")[1].split("\n## ")[0]
     rows = []
     for line in table.splitlines():
         cells = line.split(" | ")
@@ -38,6 +40,17 @@ def places() -> list[list[tuple[str, str]]]:
                 found.append((file, function))
         rows.append(found)
     return rows
+
+
+def test_what_a_change_touches_is_there() -> None:
+    section = DESIGN.split("## Where a change goes")[1].split("\n## ")[0]
+    file, found = "", []
+    for named, function in re.findall(r"`([\w/]+\.py)`|`(\w+(?:\.\w+)?)`", section):
+        file = named or file
+        if function:
+            module = importlib.import_module(f"composable_shard.{file[:-3].replace('/', '.')}")
+            found.append(operator.attrgetter(function)(module))
+    assert len(found) > 18
 
 
 def entered() -> list[tuple[str, str]]:
