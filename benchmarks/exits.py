@@ -2,7 +2,8 @@
 
     python benchmarks/exits.py --starts 50
 
-A clean end is exit code 0 and no word of an abort; the script destroys no process group.
+A clean end is exit code 0 and no word of an abort. The script destroys no process group: its last
+line, which does, is left out.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ UNCLEAN = re.compile(r"abort|terminate|fault|corrupt|not been destroyed|Tracebac
 
 
 def example() -> str:
-    """Return the first program of the README."""
+    """Return the first program of the README, which does not end its process group here."""
     found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found is not None
-    return found.group(1)
+    program, end = found.group(1), "dist.destroy_process_group()\n"
+    assert program.count(end) == 1
+    return program.replace(end, "")
 
 
 def start(script: Path, num_ranks: int) -> str:

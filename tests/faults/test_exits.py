@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 240  # seconds
 README = next(block.source for block in Page(ROOT / "README.md").programs)
 
+END = "dist.destroy_process_group()"
+
 # What runs last says which process groups are left: it was registered before the library's own.
 LAST = """
 import atexit, torch.distributed as dist
@@ -63,10 +65,16 @@ def ends(tmp_path: Path, script: str) -> list[tuple[int, str, str]]:
     return [(rank.returncode, *text) for rank, text in zip(ranks, texts, strict=True)]
 
 
-def test_the_example_of_the_readme_ends_cleanly_and_leaves_no_process_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [END, ""], ids=["destroys", "leaves"])
+def test_the_example_of_the_readme_ends_cleanly_and_leaves_no_process_group(
+    end: str, tmp_path: Path
+) -> None:
     """``benchmarks/exits.py`` does it as often as one likes."""
-    for code, output, errors in ends(tmp_path, LAST + README):
-        assert (code, output, errors) == (0, "left: False\n", "")
+    assert README.count(END) == 1
+    program = README.replace(END, end)
+    for rank, (code, output, errors) in enumerate(ends(tmp_path, LAST + program)):
+        *losses, last = output.splitlines()
+        assert (code, len(losses), last, errors) == (0, 10 if rank == 0 else 0, "left: False", "")
 
 
 HOT = """
