@@ -119,6 +119,12 @@ class ShardMesh:
         """The 1-D mesh of the ranks that share a parameter; of the replicas if none do."""
         return _torch.last_axis(self.mesh)
 
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Those of more than one rank: of the shards, then of the replicas."""
+        groups = (self.shard_group, self.replica_group)
+        return [group for group in groups if group is not None and group.size() > 1]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without process groups, which a loaded one finds by the ranks of the mesh."""
         roles = (self.shard_group is not None, self.replica_group is not None)

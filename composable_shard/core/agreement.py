@@ -48,9 +48,8 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
     process_groups: dict[dist.ProcessGroup, list[tuple[ParamGroup, Channel]]] = {}
     for group, channel in channels:
         channel.call(group.label)
-        for ranks in (channel.mesh.shard_group, channel.mesh.replica_group):
-            if ranks is not None and ranks.size() > 1:
-                process_groups.setdefault(ranks, []).append((group, channel))
+        for ranks in channel.mesh.process_groups:
+            process_groups.setdefault(ranks, []).append((group, channel))
     for ranks, members in process_groups.items():
         facts = [line for group, channel in members for line in _facts(group, channel.mesh)]
         tag = _agree(ranks, members[0][1].mesh.device, facts, len(members))

@@ -309,7 +309,7 @@ class ParamGroup:
         self.modules = modules
         self.mesh = mesh
         self.policy = policy
-        self.units = GroupUnits(params, units, policy)
+        self.units = GroupUnits(params, units)
         self.params = self.units.params
         self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
         self.freshness = Freshness(self.units.all, mesh)

@@ -199,11 +199,13 @@ class MeshGradients:
         launch, plans = self._channel.reduce_scatter, self._planner.plans_of(params, held)
         kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
         # before any launch, so that where all ranks fail alike nothing is under way
-        transfers = [r.bucket.start_reduce(r.enter(grads), **kind) for r in plans]
-        parts = [_Part(r, transfer, 1.0) for r, transfer in zip(plans, transfers, strict=True)]
+        parts = [
+            _Part(plan, plan.bucket.start_reduce(plan.enter(grads), **kind), 1.0) for plan in plans
+        ]
         works, owned = [], []
-        for part, transfer in zip(parts, transfers, strict=True):
+        for part in parts:
             works += self._scatter(part)
+            transfer = part.transfer
             owned += [*transfer.inputs, *transfer.outputs, transfer.result]
         pending = Pending(works, owned, self._channel.reducing)
         self._move_to(Scattering(pending, parts, over_replicas))
@@ -477,11 +479,6 @@ class GroupGradients:
         ]
 
     @property
-    def is_pending(self) -> bool:
-        """Whether a reduction was launched and is not finished."""
-        return any(one.pending is not None for one in self._meshes)
-
-    @property
     def are_to_reduce(self) -> bool:
         """Whether a reduction takes in any of them, which all ranks tell alike."""
         return bool(to_reduce(self._params))
@@ -536,10 +533,6 @@ class GroupGradients:
         """Let the launched reduction end and drop it, and all unsharded gradients."""
         for one in self._meshes:
             one.discard()
-
-    def has_partial(self) -> bool:
-        """Tell whether any parameter has a gradient that is not reduced over all ranks."""
-        return any(is_partial(param.sharded.grad) for param in self._params)
 
     def discard_partial(self) -> None:
         """Drop the gradients that are accumulated but not reduced."""

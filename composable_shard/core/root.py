@@ -58,9 +58,8 @@ class OrderCheck:
         self._count += 1
         what = f"{act} of {group.label}"
         for mesh in group.channels:
-            for ranks in (mesh.shard_group, mesh.replica_group):
-                if ranks is not None and ranks.size() > 1:
-                    self._compare(what, ranks, mesh.device)
+            for ranks in mesh.process_groups:
+                self._compare(what, ranks, mesh.device)
 
     def _compare(self, what: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
         try:

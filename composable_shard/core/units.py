@@ -28,7 +28,6 @@ from composable_shard.core.extension import (
 from composable_shard.core.param import ShardedParam, Slot
 from composable_shard.errors import MaterializationError, StaleParameterError
 from composable_shard.mesh import ShardMesh
-from composable_shard.policy import MixedPrecisionPolicy
 
 # All parameters of a group at once: what every forward and backward asks of each of them ----------
 
@@ -200,7 +199,6 @@ class GroupUnits:
 
     Attributes:
         params: The parameters.
-        policy: The dtypes of modules, and of parameters that have none of their own.
         all: The parameters, taken together.
         share_storage: Whether some unsharded parameters are the shards themselves.
     """
@@ -209,10 +207,8 @@ class GroupUnits:
         self,
         params: Sequence[ShardedParam],
         units: list[GatherUnit],
-        policy: MixedPrecisionPolicy,
     ) -> None:
         self.params = list(params)
-        self.policy = policy
         self.all = ParamSet(self.params)
         self._settled = False
         self._set_units(units)

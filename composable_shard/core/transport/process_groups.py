@@ -115,10 +115,9 @@ def agree(
 
     Collective: an all-gather of the objects over each axis of more than one rank.
     """
-    for group in (mesh.shard_group, mesh.replica_group):
-        if group is not None and group.size() > 1:
-            heard = gather_objects(said, group, act)
-            said = merge(dict(zip(dist.get_process_group_ranks(group), heard, strict=True)))
+    for group in mesh.process_groups:
+        heard = gather_objects(said, group, act)
+        said = merge(dict(zip(dist.get_process_group_ranks(group), heard, strict=True)))
     return said
 
 
