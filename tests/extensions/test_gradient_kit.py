@@ -19,11 +19,17 @@ right_pre = Int8Gradients.fsdp_pre_reduce_scatter
 right_post = Int8Gradients.fsdp_post_reduce_scatter
 
 
-def report(pre: Any, post: Any, world_sizes: tuple[int, ...] = (2,)) -> Any:
+def report(
+    pre: Any,
+    post: Any,
+    world_sizes: tuple[int, ...] = (2,),
+    shapes: tuple[tuple[int, int], ...] = ((8, 4),),
+) -> Any:
     kind = type("Sends", (Int8Gradients,), {PRE: pre, POST: post})
     return check_extension(
         lambda shape: kind(torch.randn(shape)),
         world_sizes=world_sizes,
+        shapes=shapes,
         tolerance=0.01,
         skip=SKIP,
         strict=False,
@@ -31,14 +37,17 @@ def report(pre: Any, post: Any, world_sizes: tuple[int, ...] = (2,)) -> Any:
 
 
 def test_int8_with_error_feedback_passes_on_any_number_of_ranks() -> None:
-    found = report(right_pre, right_post, (1, 2, 3, 4))
+    found = report(right_pre, right_post, (1, 2, 3, 4), ((8, 4), (5, 4)))
     assert found.ok, str(found)
     assert [finding.check for finding in found][5:8] == CHECKS
 
 
 def test_the_example_passes_the_whole_kit() -> None:
     found = check_extension(
-        lambda shape: Int8Gradients(torch.randn(shape)), world_sizes=(2, 3), tolerance=0.03
+        lambda shape: Int8Gradients(torch.randn(shape)),
+        world_sizes=(3,),
+        shapes=[(5, 4)],
+        tolerance=0.03,
     )
     assert len(found.findings) == 16
 

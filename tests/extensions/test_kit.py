@@ -34,8 +34,15 @@ def hooks() -> Iterator[None]:
         yield
 
 
-def test_a_right_subclass_keeps_every_promise() -> None:
-    report = check_extension(make)
+# The fewest ranks that are halved, and so many that the last has no rows.
+FOUR_RANKS = {"world_sizes": [4], "shapes": [(5, 4)]}
+
+
+@pytest.mark.parametrize(
+    "arguments", [FOUR_RANKS, pytest.param({}, marks=pytest.mark.matrix)], ids=["four", "default"]
+)
+def test_a_right_subclass_keeps_every_promise(arguments: dict[str, Any]) -> None:
+    report = check_extension(make, **arguments)
     assert [finding.check for finding in report] == CHECKS
     assert report.ok and report.failures == ()
     assert str(report).startswith("TwoTensor: all 13 checks pass\n  ok    hooks: Both hooks exist")
@@ -59,16 +66,16 @@ def post_with_metadata(self: TwoTensor, outputs: Any, metadata: Any, *more: Any,
 def test_the_other_signature_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TwoTensor, PRE, pre_with_all_arguments)
     monkeypatch.setattr(TwoTensor, POST, post_with_metadata)
-    assert check_extension(make, world_sizes=[1, 3]).ok
+    assert check_extension(make, world_sizes=[1, 3], skip=["training", "offload"]).ok
 
 
 def test_a_subclass_that_does_not_train() -> None:
-    assert check_extension(make, world_sizes=[2], trains=False).ok
+    assert check_extension(make, world_sizes=[2], shapes=[(5, 4)], trains=False).ok
 
 
 def test_a_subclass_without_hooks_travels_by_its_inner_tensors() -> None:
     del TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather
-    report = check_extension(make, world_sizes=[1, 2])
+    report = check_extension(make, world_sizes=[2], shapes=[(5, 4)])
     assert [finding.check for finding in report] == ["hooks", *CHECKS[5:]]
     TwoTensor.fsdp_pre_all_gather = TwoTensor.fsdp_post_all_gather = None
 
@@ -283,18 +290,33 @@ FAULTS: list[tuple[Hook, Hook, str, str]] = [
 ]
 
 
+def where_it_shows(sentence: str) -> dict[str, Any]:
+    """Return the number of ranks and the shape that a sentence ends with, as arguments."""
+    found = re.search(r"\((\d) ranks?, shape \[(\d), 4\]\)$", sentence)
+    assert found is not None
+    return {"world_sizes": [int(found[1])], "shapes": [(int(found[2]), 4)]}
+
+
 @pytest.mark.parametrize(("pre", "post", "check", "sentence"), FAULTS)
 def test_a_planted_fault_gives_its_sentence(
     monkeypatch: pytest.MonkeyPatch, pre: Hook, post: Hook, check: str, sentence: str
 ) -> None:
     monkeypatch.setattr(TwoTensor, PRE, pre)
     monkeypatch.setattr(TwoTensor, POST, post)
+    report = check_extension(make, **where_it_shows(sentence), strict=False)
+    assert report.failures == (Finding(check, False, sentence),)
+    assert [finding.check for finding in report] == CHECKS[: CHECKS.index(check) + 1]
+
+
+def test_a_fault_is_reported_alone_and_where_it_shows_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TwoTensor, PRE, failing_on_one_rank)
     with pytest.raises(AssertionError) as caught:
         check_extension(make)
-    before = CHECKS.index(check)
-    assert str(caught.value).splitlines()[0] == f"TwoTensor: 1 of {before + 1} checks fail"
-    assert str(caught.value).splitlines()[-1] == f"  FAILS {check}: {sentence}"
-    assert check_extension(make, strict=False).failures == (Finding(check, False, sentence),)
+    first, *_, last = str(caught.value).splitlines()
+    assert first == "TwoTensor: 1 of 2 checks fail"
+    assert last == f"  FAILS sent: Expected no error, got KeyError on rank 1: 'scale'{TWO}"
 
 
 @pytest.mark.parametrize(("there", "missing"), [(PRE, POST), (POST, PRE)])
@@ -347,11 +369,11 @@ MODEL_FAULTS = [
         },
     ),
     (
-        {"compute": in_full_precision},
+        {"compute": in_full_precision, "trains": False},
         {"mixed precision": r"Expected outputs of torch\.bfloat16, got torch\.float32"},
     ),
     (
-        {"make_tensor": never_on_meta},
+        {"make_tensor": never_on_meta, "trains": False},
         {"meta device": "Expected a tensor on the meta device from make_tensor, got one on cpu"},
     ),
 ]
@@ -372,9 +394,9 @@ def test_faults_that_only_a_model_shows(
 
 
 def test_what_is_skipped_is_said() -> None:
-    report = check_extension(make, world_sizes=[1], skip=["sent", "deepcopy"])
-    skipped = [finding.check for finding in report if finding.sentence == "skipped"]
-    assert skipped == ["sent", "deepcopy"]
+    skip = ["sent", "training", "offload", "deepcopy"]
+    report = check_extension(make, world_sizes=[1], shapes=[(8, 4)], skip=skip)
+    assert [finding.check for finding in report if finding.sentence == "skipped"] == skip
 
 
 def test_skipping_what_is_no_check() -> None:
