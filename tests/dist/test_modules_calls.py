@@ -252,12 +252,12 @@ def train_inside(num_losses: int, reshard: bool | None) -> list[int]:
     return counts
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("num_losses", [1, 3])
-def test_all_of_training_inside_forward(num_losses: int, reshard: bool | None) -> None:
+def test_all_of_training_inside_forward(num_losses: int, reshard: bool | None, ranks: int) -> None:
     """What several backwards inside one forward leave is reduced once, when forward ends."""
-    for ranks in (1, 2):
-        assert run_ranks(train_inside, ranks, num_losses, reshard) == [[3, 3, 3]] * ranks
+    assert run_ranks(train_inside, ranks, num_losses, reshard) == [[3, 3, 3]] * ranks
 
 
 class Failing(ChunkLoss):

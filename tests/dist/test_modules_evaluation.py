@@ -175,15 +175,14 @@ def averaged(update: str, context: Callable[[], Any], reshard: bool | None) -> l
     return exact
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reshard", [None, True])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("update", ["ema", "swa"])
 def test_foreach_updates_between_evaluations_are_seen(
-    update: str, context: Callable[[], Any]
-) -> None:
-    for ranks in (1, 2):
-        for reshard in (None, True):
-            exact = run_ranks(averaged, ranks, update, context, reshard)
-            assert exact == [[True] * 4] * ranks
+    update: str, context: Callable[[], Any], ranks: int, reshard: bool | None) -> None:
+    exact = run_ranks(averaged, ranks, update, context, reshard)
+    assert exact == [[True] * 4] * ranks
 
 
 def kept_by_hand() -> list[bool]:

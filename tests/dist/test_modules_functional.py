@@ -172,11 +172,11 @@ def call_with_sharded(reshard: bool | None, warm: bool) -> None:
     trains_on(reference, model)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_functional_call_with_sharded_tensors(reshard: bool | None, warm: bool) -> None:
-    for ranks in (1, 2):
-        run_ranks(call_with_sharded, ranks, reshard, warm)
+def test_functional_call_with_sharded_tensors(reshard: bool | None, warm: bool, ranks: int) -> None:
+    run_ranks(call_with_sharded, ranks, reshard, warm)
 
 
 PARTLY = (

@@ -133,12 +133,11 @@ def test_loss_on_a_cached_intermediate(place: str, reshard: bool | None) -> None
         assert run_ranks(train, 2, place, with_output, reshard) == [[3, 3, 3]] * 2
 
 
+@pytest.mark.parametrize("with_output", [False, True])
 @pytest.mark.parametrize(("ranks", "reshard"), [(2, False), (1, True), (1, None)])
 def test_loss_on_an_intermediate_kept_elsewhere_while_parameters_stay(
-    ranks: int, reshard: bool | None
-) -> None:
-    for with_output in (False, True):
-        run_ranks(train, ranks, "elsewhere", with_output, reshard)
+    ranks: int, reshard: bool | None, with_output: bool) -> None:
+    run_ranks(train, ranks, "elsewhere", with_output, reshard)
 
 
 FREED = (

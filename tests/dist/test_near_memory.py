@@ -222,12 +222,12 @@ def gathered(dtype: torch.dtype) -> bool:
     )
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.usefixtures("readable")
 @pytest.mark.parametrize("apart", [None, 0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None) -> None:
-    for ranks in (2, 3, 4):
-        assert run_ranks(kept_apart(gathered, apart), ranks, dtype) == [True] * ranks
+def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None, ranks: int) -> None:
+    assert run_ranks(kept_apart(gathered, apart), ranks, dtype) == [True] * ranks
 
 
 def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
@@ -257,6 +257,7 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
     return all(same)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.usefixtures("readable")
 @pytest.mark.parametrize("apart", [None, 0, 1, 2])
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
@@ -274,11 +275,9 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
     ids=str,
 )
 def test_reduced_is_the_sum_in_rank_order(
-    dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str, apart: int | None
-) -> None:
-    for ranks in (2, 3, 4):
-        case = kept_apart(reduced, apart), ranks, dtypes, dtype, op
-        assert run_ranks(*case) == [True] * ranks
+    dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str, apart: int | None, ranks: int) -> None:
+    case = kept_apart(reduced, apart), ranks, dtypes, dtype, op
+    assert run_ranks(*case) == [True] * ranks
 
 
 # When memory may be changed and freed ----------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import combinations, product
 from typing import Any, NamedTuple
@@ -111,23 +111,38 @@ def all_cases() -> Iterator[Case]:
                 yield case
 
 
-def covering(cases: Iterable[Case]) -> list[Case]:
-    """Choose cases so that every pair of choices that occurs among them still does."""
+Choices = set[tuple[Any, ...]]
+
+
+def covering(cases: Iterable[Case], choices_of: Callable[[Case], Choices]) -> list[Case]:
+    """Choose cases so that all choices that occur among them still do."""
     left = sorted(cases, key=lambda case: zlib.crc32(repr(case).encode()))
-    uncovered = {pair for case in left for pair in pairs_of(case)}
+    uncovered = {choice for case in left for choice in choices_of(case)}
     chosen = []
     while uncovered:
-        best = max(left, key=lambda case: len(uncovered & pairs_of(case)))
+        best = max(left, key=lambda case: len(uncovered & choices_of(case)))
         chosen.append(best)
-        uncovered -= pairs_of(best)
+        uncovered -= choices_of(best)
     return chosen
 
 
-def pairs_of(case: Case) -> set[tuple[Any, ...]]:
+def pairs_of(case: Case) -> Choices:
     return set(combinations(enumerate(map(repr, case)), 2))  # True and 1 are equal
 
 
-CASES = list(all_cases()) if os.environ.get("TORCHAO_CASES") == "all" else covering(all_cases())
+def of_its_kind(case: Case) -> Choices:
+    """Each kind in both precisions and of each shape; the other choices once for any kind."""
+    of_kind = {(case.kind, case.low), (case.kind, case.shape)}
+    return of_kind | set(enumerate(map(repr, case)))
+
+
+ALL_CASES = list(all_cases())
+PAIRS = ALL_CASES if os.environ.get("TORCHAO_CASES") == "all" else covering(ALL_CASES, pairs_of)
+BRIEF = covering(PAIRS, of_its_kind)
+CASES = [
+    pytest.param(case, marks=[] if case in BRIEF else pytest.mark.matrix, id=str(case))
+    for case in sorted(PAIRS, key=lambda case: case.kind)
+]
 
 
 def batch_of(rank: int, step: int, micro: int, columns: int) -> torch.Tensor:
@@ -237,7 +252,7 @@ def compare_losses(case: Case) -> tuple[float, float]:
     return worst[0], worst[1]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_an_unsharded_run_and_of_fsdp2(case: Case) -> None:
     for off_unsharded, off_fsdp2 in run_ranks(compare_losses, case.num_ranks, case):
         assert off_unsharded <= TOLERANCES[case.kind][case.low]

@@ -169,14 +169,16 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("program", PROGRAMS, ids="-".join)
 @pytest.mark.parametrize("build", [plain, frozen, scalars, nested, called_twice, recomputed])
-def test_ranks_that_reach_other_parts_train_alike(build: Build, program: list[str]) -> None:
+def test_ranks_that_reach_other_parts_train_alike(
+    build: Build, program: list[str], ranks: int
+) -> None:
     reached = ("+++", "---", "+-+", "-+-")
-    for ranks in (2, 3):
-        assert_trains_like_unsharded(
-            build, program, world_size=ranks, shard=shard_all, loss=Loss(reached), timeout=20
-        )
+    assert_trains_like_unsharded(
+        build, program, world_size=ranks, shard=shard_all, loss=Loss(reached), timeout=20
+    )
 
 
 def test_ranks_of_replicas_that_reach_other_scalars_train_alike() -> None:
@@ -187,13 +189,15 @@ def test_ranks_of_replicas_that_reach_other_scalars_train_alike() -> None:
         )
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("program", PROGRAMS, ids="-".join)
-def test_ranks_that_reach_other_modules_of_a_group_train_alike(program: list[str]) -> None:
+def test_ranks_that_reach_other_modules_of_a_group_train_alike(
+    program: list[str], ranks: int
+) -> None:
     loss = Loss(("+++", "-++", "+-+"))
-    for ranks in (2, 3):
-        assert_trains_like_unsharded(
-            around_frozen, program, world_size=ranks, shard=shard_together, loss=loss, timeout=20
-        )
+    assert_trains_like_unsharded(
+        around_frozen, program, world_size=ranks, shard=shard_together, loss=loss, timeout=20
+    )
 
 
 def test_a_module_that_is_called_twice_is_freed_when_its_first_call_is_over() -> None:
@@ -295,21 +299,21 @@ TOWERS = [
 ]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("detached", ["s", "pqrs", "qs", ""])
 @pytest.mark.parametrize("used", TOWERS, ids=" | ".join)
 def test_ranks_that_use_other_parameters_of_parts_without_an_input_gradient_train_alike(
-    used: tuple[str, ...], detached: str
+    used: tuple[str, ...], detached: str, ranks: int
 ) -> None:
     program = ["backward", "step", "backward", "step", "accumulate", "backward", "step", "backward"]
-    for ranks in (2, 3):
-        assert_trains_like_unsharded(
-            partial(Towers, detached),
-            program,
-            world_size=ranks,
-            shard=shard_all,
-            loss=TowerLoss(used),
-            timeout=60,
-        )
+    assert_trains_like_unsharded(
+        partial(Towers, detached),
+        program,
+        world_size=ranks,
+        shard=shard_all,
+        loss=TowerLoss(used),
+        timeout=60,
+    )
 
 
 class Recomputing(nn.Module):
@@ -349,21 +353,21 @@ SEGMENTS = [
 ]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
 @pytest.mark.parametrize(("sizes", "reached"), SEGMENTS)
 def test_ranks_of_which_some_go_past_a_checkpoint_over_several_groups_train_alike(
-    sizes: tuple[int, ...], reached: tuple[str, ...], use_reentrant: bool
+    sizes: tuple[int, ...], reached: tuple[str, ...], use_reentrant: bool, ranks: int
 ) -> None:
     program = ["backward", "step", "backward", "accumulate", "backward", "step", "backward"]
-    for ranks in (2, 3):
-        assert_trains_like_unsharded(
-            partial(Recomputing, sizes, use_reentrant),
-            program,
-            world_size=ranks,
-            shard=shard_all,
-            loss=Loss(reached),
-            timeout=60,
-        )
+    assert_trains_like_unsharded(
+        partial(Recomputing, sizes, use_reentrant),
+        program,
+        world_size=ranks,
+        shard=shard_all,
+        loss=Loss(reached),
+        timeout=60,
+    )
 
 
 class Rescued(nn.Module):
@@ -433,6 +437,7 @@ def recomputed_twice() -> nn.Module:
     return Model(Rescued(linear(), linear(), times=2), linear())
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("program", PROGRAMS, ids="-".join)
 @pytest.mark.parametrize(
     ("build", "shard"),
@@ -444,18 +449,17 @@ def recomputed_twice() -> nn.Module:
     ],
 )
 def test_ranks_that_go_past_parts_of_groups_train_alike(
-    build: Build, shard: Any, program: list[str]
+    build: Build, shard: Any, program: list[str], ranks: int
 ) -> None:
     """Of a group of several modules, or one that a reentrant checkpoint computes again."""
-    for ranks in (2, 3):
-        assert_trains_like_unsharded(
-            build,
-            program,
-            world_size=ranks,
-            shard=shard,
-            loss=Loss(("+-", "++", "-+")),
-            timeout=30,
-        )
+    assert_trains_like_unsharded(
+        build,
+        program,
+        world_size=ranks,
+        shard=shard,
+        loss=Loss(("+-", "++", "-+")),
+        timeout=30,
+    )
 
 
 class FrozenBetween(nn.Module):
@@ -475,16 +479,16 @@ class FrozenBetween(nn.Module):
         return self.last(x + (output if reached[1] == "+" else output.detach()))
 
 
-def test_ranks_of_which_some_need_no_gradient_of_a_frozen_part_train_alike() -> None:
-    for ranks in (2, 3):
-        assert_trains_like_unsharded(
-            FrozenBetween,
-            ["backward", "step", "backward", "accumulate", "backward", "step"],
-            world_size=ranks,
-            shard=shard_all,
-            loss=Loss(("++", "-+", "+-", "--")),
-            timeout=60,
-        )
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_of_which_some_need_no_gradient_of_a_frozen_part_train_alike(ranks: int) -> None:
+    assert_trains_like_unsharded(
+        FrozenBetween,
+        ["backward", "step", "backward", "accumulate", "backward", "step"],
+        world_size=ranks,
+        shard=shard_all,
+        loss=Loss(("++", "-+", "+-", "--")),
+        timeout=60,
+    )
 
 
 def mixed_order_of_two_forwards() -> list[float]:

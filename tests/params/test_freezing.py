@@ -108,13 +108,15 @@ def frozen_before_backward(freeze: Freeze, reshard: Reshard, after: bool, by_the
         assert param.requires_grad, name
 
 
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("by_then", ["backward", "forward"])
 @pytest.mark.parametrize("freeze", FREEZE)
-def test_frozen_between_forward_and_backward(freeze: Freeze, by_then: str, num_ranks: int) -> None:
-    for reshard in (None, True, False):
-        for after in (True, False):
-            run_ranks(frozen_before_backward, num_ranks, freeze, reshard, after, by_then)
+def test_frozen_between_forward_and_backward(
+    freeze: Freeze, by_then: str, num_ranks: int, reshard: bool | None, after: bool
+) -> None:
+    run_ranks(frozen_before_backward, num_ranks, freeze, reshard, after, by_then)
 
 
 def gan() -> None:
@@ -277,25 +279,23 @@ def average(reference: nn.Module) -> None:
     average_gradients(reference.parameters())
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("part", "how"), [(everything, "inputs"), *((p, "sync") for p in PARTS)])
 @pytest.mark.parametrize("uses", ["all", "some"])
 @pytest.mark.parametrize("kind", ["plain", "offloaded", "mixed"])
 def test_what_was_accumulated_and_frozen_is_reduced(
-    kind: str, uses: str, part: Callable[[Net], list[nn.Module]]
+    kind: str, uses: str, part: Callable[[Net], list[nn.Module]], how: str, num_ranks: int
 ) -> None:
-    for num_ranks in (1, 2, 3):
-        hows = ["sync", "inputs"] if part is everything else ["sync"]
-        for how in hows:
-            run_ranks(frozen_with_unsynced, num_ranks, part, kind, how, uses)
+    run_ranks(frozen_with_unsynced, num_ranks, part, kind, how, uses)
 
 
+@pytest.mark.parametrize("uses", ["all", "some"])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("how", ["sync", "all-reduce"])
 def test_what_was_accumulated_and_frozen_is_reduced_over_replicas(
-    how: str, part: Callable[[Net], list[nn.Module]]
+    how: str, part: Callable[[Net], list[nn.Module]], uses: str
 ) -> None:
-    for uses in ("all", "some"):
-        run_ranks(frozen_with_unsynced, 4, part, "hybrid", how, uses)
+    run_ranks(frozen_with_unsynced, 4, part, "hybrid", how, uses)
 
 
 def frozen_extension() -> None:
@@ -395,7 +395,6 @@ def zeroed(by: str, hybrid: bool, foreach: str) -> None:
 
 @pytest.mark.parametrize("foreach", ["single", "foreach", "fused"])
 @pytest.mark.parametrize("by", ["optimizer", "module"])
-def test_unsynced_gradients_are_zeroed(by: str, foreach: str) -> None:
-    for num_ranks in (1, 2, 3):
-        run_ranks(zeroed, num_ranks, by, False, foreach)
-    run_ranks(zeroed, 4, by, True, foreach)
+@pytest.mark.parametrize(("num_ranks", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
+def test_unsynced_gradients_are_zeroed(num_ranks: int, hybrid: bool, by: str, foreach: str) -> None:
+    run_ranks(zeroed, num_ranks, by, hybrid, foreach)

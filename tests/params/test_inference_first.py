@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -101,11 +102,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("trains_before", [False, True])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "num_ranks"),
+    [("number", 4), *product(("plain", "kept", "offloaded", "mixed"), (1, 2, 3))],
+)
 @pytest.mark.parametrize("change", CHANGES)
-def test_inference_comes_first(change: Change, options: str, trains_before: bool) -> None:
-    for num_ranks in (4,) if options == "number" else (1, 2, 3):
-        run_ranks(run, num_ranks, change, OPTIONS[options], trains_before)
+def test_inference_comes_first(
+    change: Change, options: str, num_ranks: int, trains_before: bool
+) -> None:
+    run_ranks(run, num_ranks, change, OPTIONS[options], trains_before)
 
 
 def run_with_extension(trains_before: bool) -> None:

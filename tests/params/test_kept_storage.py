@@ -92,10 +92,10 @@ def test_pointers_stay_and_numbers_are_those_of_the_unsharded_model(
     assert run_ranks(train, ranks, reshard, ()) == [[True] * 5] * ranks
 
 
-def test_pointers_stay_under_mixed_precision_and_on_one_rank() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pointers_stay_under_mixed_precision_and_on_one_rank(ranks: int) -> None:
     dtypes = (torch.bfloat16, torch.float32)
-    for ranks in (1, 2):
-        assert run_ranks(train, ranks, True, dtypes) == [[True] * 5] * ranks
+    assert run_ranks(train, ranks, True, dtypes) == [[True] * 5] * ranks
 
 
 def one_of_two() -> list[bool]:

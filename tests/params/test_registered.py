@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -333,15 +334,18 @@ def edited_in(window: Callable[[nn.Module, int], None], reshard: Reshard, after:
     return wrong
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "reshard"), [*product([1], RESHARD[:3]), *product([2], RESHARD)]
+)
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize(
     "window",
     [between_backward_and_forward, after_an_evaluation, after_inference],
 )
-def test_edits_count(window: Callable[[nn.Module, int], None], after: bool, num_ranks: int) -> None:
-    for reshard in RESHARD[: 3 if num_ranks == 1 else 4]:
-        assert run_ranks(edited_in, num_ranks, window, reshard, after) == [[]] * num_ranks, reshard
+def test_edits_count(
+    window: Callable[[nn.Module, int], None], after: bool, num_ranks: int, reshard: Reshard
+) -> None:
+    assert run_ranks(edited_in, num_ranks, window, reshard, after) == [[]] * num_ranks
 
 
 def edited_shards_after(window: Callable[[nn.Module, int], None], reshard: Reshard) -> list[str]:
@@ -361,14 +365,14 @@ def edited_shards_after(window: Callable[[nn.Module, int], None], reshard: Resha
     return wrong
 
 
+@pytest.mark.parametrize("reshard", [None, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("window", [after_an_unused_output, after_an_output_that_is_alive])
 def test_a_forward_trusts_nothing_that_it_kept_by_default(
-    window: Callable[[nn.Module, int], None], num_ranks: int
+    window: Callable[[nn.Module, int], None], num_ranks: int, reshard: bool | None
 ) -> None:
-    for reshard in (None, True):
-        wrong = run_ranks(edited_shards_after, num_ranks, window, reshard)
-        assert wrong == [[]] * num_ranks, reshard
+    wrong = run_ranks(edited_shards_after, num_ranks, window, reshard)
+    assert wrong == [[]] * num_ranks, reshard
 
 
 def averaged(watches: bool, edit: str) -> None:
@@ -448,12 +452,12 @@ def trained_by_hand(order: str, how: str, reshard: Reshard) -> None:
                 expected.copy_(full(param))
 
 
+@pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("how", ["foreach", "data"])
 @pytest.mark.parametrize("order", ["zero after", "zero between"])
-def test_a_step_by_hand_trains(order: str, how: str, num_ranks: int) -> None:
-    for reshard in (None, True, False):
-        run_ranks(trained_by_hand, num_ranks, order, how, reshard)
+def test_a_step_by_hand_trains(order: str, how: str, num_ranks: int, reshard: bool | None) -> None:
+    run_ranks(trained_by_hand, num_ranks, order, how, reshard)
 
 
 def clipped_and_clamped() -> None:
@@ -586,14 +590,14 @@ def trained_after_a_dry_run(kind: str, when: str, reshard: Reshard) -> None:
         torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("when", ["before backward", "after forward", "unshard"])
 @pytest.mark.parametrize("kind", MAKE)
 def test_an_optimizer_made_of_unsharded_parameters_trains_the_sharded(
-    kind: str, when: str, num_ranks: int
+    kind: str, when: str, num_ranks: int, reshard: bool | None
 ) -> None:
-    for reshard in (None, False):
-        run_ranks(trained_after_a_dry_run, num_ranks, kind, when, reshard)
+    run_ranks(trained_after_a_dry_run, num_ranks, kind, when, reshard)
 
 
 def scaled_after_a_dry_run() -> None:

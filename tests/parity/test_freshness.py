@@ -62,14 +62,16 @@ def train_without_resharding(
     return comparison.differences
 
 
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd_foreach", "adamw_foreach", "adamw_fused"])
-def test_weights_are_fresh_after_a_step_without_resharding(optimizer: str, ranks: int) -> None:
-    for reshard in (True, False):
-        options = {"reshard_after_forward": reshard}
-        args = (OPTIMIZERS[optimizer], options, False)
-        differences = run_ranks(train_without_resharding, ranks, *args, timeout=20)
-        assert differences == [[]] * ranks, differences
+def test_weights_are_fresh_after_a_step_without_resharding(
+    optimizer: str, ranks: int, reshard: bool | None
+) -> None:
+    options = {"reshard_after_forward": reshard}
+    args = (OPTIMIZERS[optimizer], options, False)
+    differences = run_ranks(train_without_resharding, ranks, *args, timeout=20)
+    assert differences == [[]] * ranks, differences
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -152,12 +154,14 @@ def output_after(change: Change, options: dict[str, Any]) -> list[bool]:
         return [torch.equal(after, fresh(x)), not torch.equal(after, before)]
 
 
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_forward_after_a_change_sees_it(change: Change, ranks: int) -> None:
-    for reshard in (True, False):
-        options = {"reshard_after_forward": reshard}
-        assert run_ranks(output_after, ranks, change, options) == [[True, True]] * ranks
+def test_the_forward_after_a_change_sees_it(
+    change: Change, ranks: int, reshard: bool | None
+) -> None:
+    options = {"reshard_after_forward": reshard}
+    assert run_ranks(output_after, ranks, change, options) == [[True, True]] * ranks
 
 
 # Stale weights ------------------------------------------------------------------------------

@@ -83,15 +83,15 @@ def frozen_biases() -> nn.Module:
 MODELS = [adapted, frozen_block, frozen_beginning, frozen_biases]
 
 
+@pytest.mark.parametrize(("ranks", "do"), [(2, with_input_gradient), (3, once)])
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("groups", [STACK_GROUPS, ("",)], ids=["nested", "root"])
 def test_a_partly_frozen_model_trains_as_unsharded(
-    groups: tuple[str, ...], model: Callable[[], nn.Module], reshard: bool
+    groups: tuple[str, ...], model: Callable[[], nn.Module], reshard: bool, ranks: int, do: Any
 ) -> None:
-    for ranks, do in ((2, with_input_gradient), (3, once)):
-        options = {"reshard_after_forward": reshard}
-        assert_same(Scenario(model, do, groups, options), ranks)
+    options = {"reshard_after_forward": reshard}
+    assert_same(Scenario(model, do, groups, options), ranks)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -99,10 +99,10 @@ def test_a_partly_frozen_model_trains_in_low_precision(model: Callable[[], nn.Mo
     assert_same(Scenario(model, once, STACK_GROUPS, {"mp_policy": BF16}), 2)
 
 
-def test_adapters_may_be_sharded_apart_from_what_they_adapt() -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_adapters_may_be_sharded_apart_from_what_they_adapt(ranks: int) -> None:
     groups = ("blocks.0.base", "blocks.1.base", "blocks.2.base", *STACK_GROUPS)
-    for ranks in (1, 2, 3):
-        assert_same(Scenario(adapted, once, groups), ranks)
+    assert_same(Scenario(adapted, once, groups), ranks)
 
 
 # Frozen and thawed between iterations -------------------------------------------------------
@@ -225,15 +225,15 @@ def big_tied() -> nn.Module:
     return TiedTrained(big=True)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("model", [TiedTrained, big_tied])
 @pytest.mark.parametrize("groups", [("",), ("body", "")])
 def test_tied_parameters_of_one_group_have_one_gradient(
-    groups: tuple[str, ...], model: Callable[[], nn.Module], reshard: bool
+    groups: tuple[str, ...], model: Callable[[], nn.Module], reshard: bool, ranks: int
 ) -> None:
-    for ranks in (1, 2):
-        options = {"reshard_after_forward": reshard}
-        assert_same(Scenario(model, once, groups, options), ranks)
+    options = {"reshard_after_forward": reshard}
+    assert_same(Scenario(model, once, groups, options), ranks)
 
 
 def tied_parameters() -> list[bool]:
@@ -256,7 +256,7 @@ class TiedBlocks(Stack):
             block.up.weight = self.blocks[0].up.weight  # type: ignore[union-attr]
 
 
-def test_a_list_of_modules_may_share_parameters() -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_list_of_modules_may_share_parameters(ranks: int) -> None:
     groups = (("blocks.0", "blocks.1", "blocks.2"), "")
-    for ranks in (1, 2, 3):
-        assert_same(Scenario(TiedBlocks, once, groups), ranks)
+    assert_same(Scenario(TiedBlocks, once, groups), ranks)

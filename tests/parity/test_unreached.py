@@ -103,18 +103,18 @@ WAYS: list[Do] = [
 ]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("do", WAYS, ids=lambda do: do.__name__)
-def test_losses_may_reach_other_groups_on_other_ranks(do: Do, reshard: bool) -> None:
-    for ranks in (2, 3):
-        assert_same(heads(do, HEADS, reshard_after_forward=reshard), ranks)
+def test_losses_may_reach_other_groups_on_other_ranks(do: Do, reshard: bool, ranks: int) -> None:
+    assert_same(heads(do, HEADS, reshard_after_forward=reshard), ranks)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("do", WAYS, ids=lambda do: do.__name__)
-def test_heads_of_one_group_may_be_reached_on_some_ranks(do: Do) -> None:
+def test_heads_of_one_group_may_be_reached_on_some_ranks(do: Do, ranks: int) -> None:
     groups = ("trunk", ("heads.0", "heads.1", "heads.2"), "")
-    for ranks in (2, 3):
-        assert_same(heads(do, groups), ranks)
+    assert_same(heads(do, groups), ranks)
 
 
 @pytest.mark.parametrize("do", WAYS, ids=lambda do: do.__name__)
@@ -163,8 +163,8 @@ def rows_of_all_kinds(model: Any, x: torch.Tensor, backward: Backward) -> Any:
     return loss
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("do", [one_kind_of_rows, rows_of_all_kinds])
-def test_the_data_may_decide_which_parameters_are_used(do: Do) -> None:
-    for ranks in (2, 3, 4):
-        groups = ("blocks.0", "blocks.1", "blocks.2", "")
-        assert_same(Scenario(routed, do, groups, num_steps=6), ranks)
+def test_the_data_may_decide_which_parameters_are_used(do: Do, ranks: int) -> None:
+    groups = ("blocks.0", "blocks.1", "blocks.2", "")
+    assert_same(Scenario(routed, do, groups, num_steps=6), ranks)

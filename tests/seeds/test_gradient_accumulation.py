@@ -126,35 +126,47 @@ def step_on_what_is_partial(strategy: ShardingStrategy) -> None:
     assert_same_parameters(model, reference, rtol=1e-5, atol=1e-5)
 
 
-def grad_acc(phases: Phases, use_orig_params: bool, prefetch: Any, offload: bool) -> None:
-    for strategy in STRATEGIES:
-        run(
-            phases,
-            use_orig_params=use_orig_params,
-            backward_prefetch=prefetch,
-            sharding_strategy=strategy,
-            cpu_offload=CPUOffload(offload_params=offload),
-        )
+def grad_acc(
+    phases: Phases,
+    use_orig_params: bool,
+    prefetch: Any,
+    offload: bool,
+    strategy: ShardingStrategy,
+) -> None:
+    run(
+        phases,
+        use_orig_params=use_orig_params,
+        backward_prefetch=prefetch,
+        sharding_strategy=strategy,
+        cpu_offload=CPUOffload(offload_params=offload),
+    )
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("phases", [INSIDE_FIRST, OUTSIDE_FIRST], ids=["inside", "outside"])
-def test_grad_acc(phases: Phases, use_orig_params: bool, prefetch: Any) -> None:
-    run_ranks(grad_acc, 2, phases, use_orig_params, prefetch, False)
+def test_grad_acc(
+    phases: Phases, use_orig_params: bool, prefetch: Any, strategy: ShardingStrategy
+) -> None:
+    run_ranks(grad_acc, 2, phases, use_orig_params, prefetch, False, strategy)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_grad_acc_cpu_offload(use_orig_params: bool, prefetch: Any) -> None:
-    run_ranks(grad_acc, 2, [(True, 3)], use_orig_params, prefetch, True)
+def test_grad_acc_cpu_offload(
+    use_orig_params: bool, prefetch: Any, strategy: ShardingStrategy
+) -> None:
+    run_ranks(grad_acc, 2, [(True, 3)], use_orig_params, prefetch, True, strategy)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "phases", [[(False, 3)], INSIDE_FIRST, OUTSIDE_FIRST], ids=["only", "inside", "outside"]
 )
-def test_grad_acc_cpu_offload_without_no_sync(phases: Phases) -> None:
-    run_ranks(grad_acc, 2, phases, True, BackwardPrefetch.BACKWARD_PRE, True)
+def test_grad_acc_cpu_offload_without_no_sync(phases: Phases, strategy: ShardingStrategy) -> None:
+    run_ranks(grad_acc, 2, phases, True, BackwardPrefetch.BACKWARD_PRE, True, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
