@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from parity.cases import reproducible
-from parity.models import build, inputs_for, shard
-from parity.programs import NUM_PARAMS, TREE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from training.cases import reproducible
+from training.programs import NUM_PARAMS, TREE
+from training.trees import build, inputs_for, shard
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.insight.events import record_events

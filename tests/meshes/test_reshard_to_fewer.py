@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.two_tensors import two_tensor_hooks, two_tensor_mlp
-from parity.models import build, inputs_for, shard
-from parity.programs import TREE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from training.programs import TREE
+from training.trees import build, inputs_for, shard
+from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.transport import point_to_point

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import nets as models
 import pytest
 import torch
 import torch.distributed as torch_dist
-from dist import models
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
