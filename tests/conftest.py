@@ -15,7 +15,11 @@ import torch
 # copies turn it off for themselves.
 os.environ.setdefault("COMPOSABLE_SHARD_POISON_MEMORY", "1")
 
+from near import readable
+
 from composable_shard.testing import stop_ranks
+
+__all__ = ["readable"]
 
 # These are programs: they import each other by name, and ranks import them from there too.
 for folder in ("benchmarks", "examples"):

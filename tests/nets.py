@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from composable_shard import fully_shard
 
@@ -128,3 +129,19 @@ def train_step(model: nn.Module, step: int, optimizer: torch.optim.Optimizer | N
         optimizer.step()
         optimizer.zero_grad()
     return loss.item()
+
+
+class Checkpointed(Net):
+    """Computes its blocks again in backward."""
+
+    use_reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.out(x)
+
+
+class Reentrant(Checkpointed):
+    use_reentrant = True

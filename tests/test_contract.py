@@ -18,7 +18,7 @@ from meshes import test_hybrid as hybrid
 from meshes import test_reshard_to_fewer as fewer
 from meshes import test_tensor_parallel as tensor_parallel
 from order import test_evaluation as evaluation
-from order import test_event_cases as event_cases
+from order import test_events as event_cases
 from order import test_events as events
 from order import test_roots as roots
 from parameters import test_buffers as buffers

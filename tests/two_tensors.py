@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from nets import average_gradients
 from torch import nn
 from torch.testing._internal.common_fsdp import MLP
 from torch.testing._internal.two_tensor import TwoTensor
+
+from composable_shard import fully_shard
 
 Out = tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None
 
@@ -79,3 +83,20 @@ def inner_models(model: nn.Sequential, dim: int = 8) -> tuple[nn.Sequential, nn.
         for one, inner in zip(plain, (weight.a, weight.b), strict=True):
             one.get_parameter(name).data.copy_(inner)
     return plain
+
+
+def shard_layers(model: nn.Sequential, **kwargs: object) -> nn.Sequential:
+    for layer in model:
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def low_precision_step(model: nn.Sequential, inp: torch.Tensor) -> torch.Tensor:
+    """Forward and backward of a bf16 copy; the fp32 model gets the averaged gradients."""
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    loss = low(inp.bfloat16()).sum()
+    loss.backward()
+    for param, lowered in zip(model.parameters(), low.parameters(), strict=True):
+        param.grad = lowered.grad.float()
+    average_gradients(model.parameters())
+    return loss

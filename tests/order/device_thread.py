@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nets import Net, shard_net
+from nets import Checkpointed, Net, Reentrant, shard_net
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_leaves
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable_shard.core import root
 from composable_shard.insight.events import record_events
-from order.test_backward_threads import Checkpointed, Reentrant
 
 NUM_RANKS, NUM_STEPS = 4, 3
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, assert_parity, average_gradients, own_input, two_nets
+from nets import Checkpointed, Net, Reentrant, assert_parity, average_gradients, own_input, two_nets
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,22 +23,6 @@ from composable_shard import MixedPrecisionPolicy
 from composable_shard.testing import run_ranks
 
 TOO_DEEP = 63  # backwards within each other; from 60 on autograd changes the thread
-
-
-class Checkpointed(Net):
-    """Computes its blocks again in backward."""
-
-    use_reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.out(x)
-
-
-class Reentrant(Checkpointed):
-    use_reentrant = True
 
 
 def in_other_thread(act: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import FSDPModule, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-from order.test_events import events, short
+from order.recording import events, short
 
 WIDTH = 8  # powers of two, so that sums of chunks have the bits of the oracle
 

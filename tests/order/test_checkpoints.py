@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Block, Net, assert_same, average_gradients, own_input
+from nets import Block, Checkpointed, Net, Reentrant, assert_same, average_gradients, own_input
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-from order.test_events import events, short
+from order.recording import events, short
 
 FORMS = ("reentrant", "not reentrant", "reentrant wrapper", "wrapper")
 NUM_BLOCKS = 3
@@ -31,18 +31,6 @@ class CheckpointedInside(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
-
-
-class CheckpointedAround(Net):
-    """Recomputes calls of its blocks: the checkpoint lies around the sharded modules."""
-
-    use_reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.out(x)
 
 
 def checkpointed(reference: Net, form: str, inside: bool, **options: Any) -> nn.Module:
@@ -64,8 +52,7 @@ def checkpointed(reference: Net, form: str, inside: bool, **options: Any) -> nn.
             block.__class__ = CheckpointedInside
             block.use_reentrant = reentrant
     else:
-        model.__class__ = CheckpointedAround
-        model.use_reentrant = reentrant
+        model.__class__ = Reentrant if reentrant else Checkpointed
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training.compare import Comparison
-from training.oracle import OptimizerFactory, Unsharded
+from training.oracle import OPTIMIZERS, OptimizerFactory, Unsharded
 from training.scenarios import STACK_GROUPS, Stack, loss_of
-from training.test_training import OPTIMIZERS
 from training.trees import inputs_for
 
 from composable_shard import MixedPrecisionPolicy, StaleParameterError, fully_shard

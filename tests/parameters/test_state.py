@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from launches import counted
 from nets import (
     Net,
     assert_parity,
@@ -21,30 +19,10 @@ from nets import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-
-
-class _Collectives(TorchDispatchMode):
-    """Counts the collectives and messages that this process launches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launched: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.launched.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    with _Collectives() as mode:
-        yield mode.launched
 
 
 def assert_sharded(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:

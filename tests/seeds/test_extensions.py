@@ -14,14 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import average_gradients
-from subclasses.test_two_tensors import low_precision_step, shard_layers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_fsdp import MLP, check_sharded_parity
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.two_tensor import TwoTensor
-from two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
+from two_tensors import (
+    inner_models,
+    low_precision_step,
+    shard_layers,
+    two_tensor_hooks,
+    two_tensor_mlp,
+)
 
 from composable_shard import MixedPrecisionPolicy
 from composable_shard.testing import run_ranks, run_threads

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composable_shard.testing.programs import Tree, shard_tree
 from int8_gradients import Int8Gradients
 
 PRE, POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
@@ -51,3 +52,29 @@ def wire() -> Iterator[list[int]]:
 
     with mock.patch.object(dist, "all_to_all_single", count):
         yield nbytes
+
+
+class Contiguous(Lossless):
+    """Is multiplied in the order in which the unsharded weight is, whatever dim is sharded."""
+
+    def fsdp_post_all_gather(
+        self, arrived: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        (full,) = arrived
+        if out is not None:
+            return out.copy_(full)
+        out = full.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return out, (out,)
+
+
+def shard_encoded(model: Tree, **options: Any) -> Tree:
+    """Shard a tree of which every trainable parameter but scalars encodes its gradient."""
+    encoded: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not param.requires_grad or not param.ndim:
+                continue
+            if param not in encoded:
+                encoded[param] = nn.Parameter(Contiguous(param.detach()))
+            setattr(module, name, encoded[param])
+    return shard_tree(model, **options)

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from training.cases import reproducible
 
 from composable_shard import MixedPrecisionPolicy
 from composable_shard.testing import TreeLoss, TreeSpec, assert_trains_like_unsharded
-from composable_shard.testing.programs import Tree, shard_tree
 from composable_shard.testing.strategies import (
     meshes,
     module_trees,
@@ -21,33 +19,7 @@ from composable_shard.testing.strategies import (
     training_programs,
     uses,
 )
-from subclasses.lossless import Lossless
-
-
-class Contiguous(Lossless):
-    """Is multiplied in the order in which the unsharded weight is, whatever dim is sharded."""
-
-    def fsdp_post_all_gather(
-        self, arrived: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
-    ) -> Any:
-        (full,) = arrived
-        if out is not None:
-            return out.copy_(full)
-        out = full.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        return out, (out,)
-
-
-def shard_encoded(model: Tree, **options: Any) -> Tree:
-    """Shard a tree of which every trainable parameter but scalars encodes its gradient."""
-    encoded: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if not param.requires_grad or not param.ndim:
-                continue
-            if param not in encoded:
-                encoded[param] = nn.Parameter(Contiguous(param.detach()))
-            setattr(module, name, encoded[param])
-    return shard_tree(model, **options)
+from subclasses.lossless import shard_encoded
 
 
 @st.composite

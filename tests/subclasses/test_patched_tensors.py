@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import two_tensor_mlp
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks, run_threads
+from composable_shard.testing import run_ranks
 
 
 def pre_all_gather(self: torch.Tensor, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -118,11 +118,6 @@ def train_patched(bound: bool) -> None:
 @pytest.mark.parametrize("bound", [True, False])
 def test_patched_weights_travel_in_bf16(bound: bool, num_ranks: int) -> None:
     run_ranks(train_patched, num_ranks, bound, timeout=60)
-
-
-@pytest.mark.parametrize("bound", [True, False])
-def test_patched_weights_travel_in_bf16_between_threads(bound: bool) -> None:
-    run_threads(train_patched, 2, bound, timeout=60)
 
 
 def patched_two_tensors() -> list[torch.Tensor]:

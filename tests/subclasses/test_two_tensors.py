@@ -6,29 +6,26 @@ oracle, since comparing TwoTensors looks at the first inner tensor only.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
+from near import Apart
 from nets import average_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_fsdp import check_sharded_parity
-from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.two_tensor import TwoTensor
-from two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
+from two_tensors import (
+    inner_models,
+    low_precision_step,
+    shard_layers,
+    two_tensor_hooks,
+    two_tensor_mlp,
+)
 
-from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks, run_threads
+from composable_shard import FSDPModule, MixedPrecisionPolicy
+from composable_shard.testing import run_ranks
 
 NUM_ITERATIONS = 10
-
-
-def shard_layers(model: nn.Sequential, **kwargs: object) -> nn.Sequential:
-    for layer in model:
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
 
 
 def two_tensor_input(dim: int = 8) -> torch.Tensor:
@@ -111,55 +108,16 @@ def test_training_equals_two_plain_models(reshard_after_forward: bool, num_ranks
         assert len(branches) == (once + again if reshard_after_forward else once)
 
 
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_training_on_ranks_that_send_equals_two_plain_models(num_ranks: int) -> None:
+    run_ranks(Apart(train_parity_on_ranks), num_ranks, True, timeout=60)
+
+
 @pytest.mark.parametrize("dim", [1, 5])
 def test_weights_of_uneven_and_of_few_rows(dim: int) -> None:
     """``dim`` is the number of rows of every second weight; three ranks share it."""
     run_ranks(train_parity_on_ranks, 3, True, dim, timeout=60)
-
-
-def parity_helper_of_torch(reshard_after_forward: bool) -> None:
-    """Do what the extension tests of PyTorch do, with their own comparison."""
-    case = TestCase()
-    with two_tensor_hooks():
-        torch.manual_seed(42)
-        model = two_tensor_mlp()
-        reference = copy.deepcopy(model)
-        reference_optimizer = adam(reference)
-        shard_layers(model, reshard_after_forward=reshard_after_forward)
-        optimizer = adam(model)
-        check_sharded_parity(case, reference, model)
-        inp = two_tensor_input()
-        for iteration in range(NUM_ITERATIONS):
-            losses = []
-            for one in (reference, model):
-                losses.append(one(inp).sum())
-                losses[-1].backward()
-                if one is reference:
-                    for param in one.parameters():
-                        dist.all_reduce(param.grad)
-                        param.grad.detach().div_(dist.get_world_size())
-            case.assertEqual(losses[0], losses[1])
-            check_sharded_parity(case, reference, model)
-            for one in (reference_optimizer, optimizer):
-                one.step()
-                one.zero_grad(set_to_none=iteration % 2 == 0)
-            check_sharded_parity(case, reference, model)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_the_comparison_of_torch_accepts_it(reshard_after_forward: bool) -> None:
-    run_ranks(parity_helper_of_torch, 2, reshard_after_forward, timeout=60)
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_training_on_threads_equals_two_plain_models(reshard_after_forward: bool) -> None:
-    model = two_tensor_mlp(alike=False)
-
-    def train() -> None:
-        train_parity(copy.deepcopy(model), reshard_after_forward)
-
-    with two_tensor_hooks():
-        run_threads(train, 2, timeout=60)
 
 
 def meta_model() -> nn.Sequential:
@@ -208,17 +166,6 @@ def train_from_meta(reshard_after_forward: bool) -> list[str]:
     return []
 
 
-def low_precision_step(model: nn.Sequential, inp: torch.Tensor) -> torch.Tensor:
-    """Forward and backward of a bf16 copy; the fp32 model gets the averaged gradients."""
-    low = copy.deepcopy(model).to(torch.bfloat16)
-    loss = low(inp.bfloat16()).sum()
-    loss.backward()
-    for param, lowered in zip(model.parameters(), low.parameters(), strict=True):
-        param.grad = lowered.grad.float()
-    average_gradients(model.parameters())
-    return loss
-
-
 def train_from_meta_on_ranks(reshard_after_forward: bool) -> list[str]:
     with two_tensor_hooks() as calls:
         train_from_meta(reshard_after_forward)
@@ -231,10 +178,3 @@ def test_training_in_bf16_from_the_meta_device(reshard_after_forward: bool, num_
     for branches in run_ranks(train_from_meta_on_ranks, num_ranks, reshard_after_forward):
         assert branches[:6] == ["create"] * 6
         assert set(branches[6:]) == {"cast"}
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_training_on_threads_in_bf16_from_the_meta_device(reshard_after_forward: bool) -> None:
-    with two_tensor_hooks() as calls:
-        run_threads(train_from_meta, 2, reshard_after_forward, timeout=60)
-        assert set(calls) == {"create", "cast"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -230,3 +230,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "sgd_foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.05),
+    "adamw_foreach": partial(torch.optim.AdamW, lr=0.05, foreach=True),
+    "adamw_fused": partial(torch.optim.AdamW, lr=0.05, fused=True),
+}

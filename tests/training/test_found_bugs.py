@@ -6,7 +6,7 @@ import gc
 import weakref
 
 import torch
-from subclasses.test_encoded_trees import shard_encoded
+from subclasses.lossless import shard_encoded
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard

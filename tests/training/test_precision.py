@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from near import Apart
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +19,7 @@ from composable_shard.testing.strategies import AccumulationStep, accumulation_p
 from training.cases import reproducible
 from training.compare import Comparison
 from training.oracle import Unsharded
-from training.programs import NUM_PARAMS, Program, assert_same
+from training.programs import NUM_PARAMS, Program, assert_same, follow
 from training.trees import WIDTH, inputs_for
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -276,3 +277,16 @@ def train_normed(policy: MixedPrecisionPolicy) -> list[str]:
 )
 def test_batch_norm_trains_as_unsharded(policy: MixedPrecisionPolicy, ranks: int) -> None:
     assert run_ranks(train_normed, ranks, policy) == [[]] * ranks
+
+
+# Ranks that send, as those on other hosts do ----------------------------------------------------
+
+
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize(("steps", "ranks"), [(SYNC, 2), (NO_SYNC, 2), (FOLDED, 3)])
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_policy_trains_as_casts_by_hand_on_ranks_that_send(
+    policy: str, steps: tuple[AccumulationStep, ...], ranks: int
+) -> None:
+    program = Program(steps, policy=POLICIES[policy])
+    assert run_ranks(Apart(follow), ranks, program, timeout=30) == [[]] * ranks

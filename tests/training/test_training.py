@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from near import Apart
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -19,17 +19,8 @@ from composable_shard.testing import run_ranks
 from composable_shard.testing.strategies import num_ranks
 from training.cases import param_specs, reproducible, tree_specs
 from training.compare import Comparison
-from training.oracle import OptimizerFactory, Unsharded
+from training.oracle import OPTIMIZERS, Unsharded
 from training.trees import ParamSpec, TreeSpec, build, inputs_for, shard
-
-OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "sgd": partial(torch.optim.SGD, lr=0.1),
-    "sgd_momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "sgd_foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
-    "adamw": partial(torch.optim.AdamW, lr=0.05),
-    "adamw_foreach": partial(torch.optim.AdamW, lr=0.05, foreach=True),
-    "adamw_fused": partial(torch.optim.AdamW, lr=0.05, fused=True),
-}
 
 
 @dataclass(frozen=True)
@@ -239,3 +230,27 @@ def train_transposed() -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_parameters_that_are_not_contiguous_train_as_unsharded(ranks: int) -> None:
     assert run_ranks(train_transposed, ranks) == [[]] * ranks
+
+
+# Ranks that send, as those on other hosts do ----------------------------------------------------
+
+
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize("apart", [None, 1])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("tree", list(TREES))
+def test_this_tree_trains_as_unsharded_on_ranks_that_send(
+    tree: str, ranks: int, apart: int | None
+) -> None:
+    case = Training(TREES[tree], num_steps=2)
+    assert run_ranks(Apart(train, apart), ranks, case, timeout=30) == [[]] * ranks
+
+
+@pytest.mark.usefixtures("readable")
+@reproducible(20)
+@given(trainings(), st.sampled_from([None, 1, 2]))
+def test_any_tree_trains_as_unsharded_on_ranks_that_send(
+    case: tuple[Training, int], apart: int | None
+) -> None:
+    training, ranks = case
+    assert run_ranks(Apart(train, apart), ranks, training, timeout=30) == [[]] * ranks

@@ -16,33 +16,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllG
 from training.programs import TREE
 from training.trees import build, inputs_for, shard
 
-from composable_shard import AllGather, FSDPModule, ReduceScatter, fully_shard
+from composable_shard import FSDPModule, fully_shard
 from composable_shard.core.group import group_of
 from composable_shard.core.transport.collectives import Memory
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-
-
-class CopyingAllGather(AllGather):
-    """Gathers by broadcasting from each rank."""
-
-    def __init__(self) -> None:
-        self.allocated: list[int] = []
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        self.allocated.append(torch.Size(size).numel())
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group)
+from transport.own_collectives import CopyingAllGather, SummingReduceScatter
 
 
 class TorchsAllGather(TorchAllGather):
@@ -51,31 +30,6 @@ class TorchsAllGather(TorchAllGather):
     allocate = CopyingAllGather.allocate
     __call__ = CopyingAllGather.__call__
     __init__ = CopyingAllGather.__init__
-
-
-class SummingReduceScatter(ReduceScatter):
-    """Reduces by summing everything everywhere."""
-
-    def __init__(self) -> None:
-        self.ops: list[Any] = []
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        self.ops.append(op)
-        work = dist.all_reduce(input_tensor, op, group=group, async_op=True)
-        work.wait()
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
 
 Choose = Callable[[FSDPModule], None]
