@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import MixedPrecisionPolicy
@@ -109,38 +105,3 @@ def test_a_checkpoint_recomputes_in_the_same_precision(reentrant: bool) -> None:
     for kind in ("inside", "around"):
         options = {"mp_policy": policy}
         assert_same(Scenario(Make(kind, reentrant), once, STACK_GROUPS, options), 2)
-
-
-@dataclass(frozen=True)
-class MakeWrapped:
-    """Blocks inside torch's module wrapper."""
-
-    impl: CheckpointImpl
-
-    def __call__(self) -> nn.Module:
-        blocks = [checkpoint_wrapper(Block(), checkpoint_impl=self.impl) for _ in range(3)]
-        return Stack(blocks)
-
-
-def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return fn(*args, **kwargs)
-
-
-def wrapped_once(model: Any, x: torch.Tensor, backward: Backward) -> Any:
-    plain = getattr(model, "model", None)
-    if plain is not None:
-        for block in plain.blocks:
-            block.checkpoint_fn = call
-    loss = loss_of(model(x))
-    backward(loss)
-    return loss
-
-
-@pytest.mark.parametrize("impl", list(CheckpointImpl))
-@pytest.mark.parametrize("inner", ["", "._checkpoint_wrapped_module"], ids=["around", "inside"])
-def test_a_module_wrapper_that_checkpoints_changes_no_number(
-    impl: CheckpointImpl, inner: str
-) -> None:
-    groups = (*(f"blocks.{place}{inner}" for place in range(3)), "")
-    for ranks in (1, 2):
-        assert_same(Scenario(MakeWrapped(impl), wrapped_once, groups), ranks)
