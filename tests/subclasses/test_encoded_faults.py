@@ -36,7 +36,9 @@ def lost(fault: Callable[[], Any], is_end: bool) -> None:
         step(model)
 
 
-@pytest.mark.parametrize("fault", [kill_this_rank, sleep_too_long])
+@pytest.mark.parametrize(
+    "fault", [kill_this_rank, pytest.param(sleep_too_long, marks=pytest.mark.matrix)]
+)
 def test_the_group_is_named_when_a_rank_is_lost(fault: Callable[[], Any]) -> None:
     said = failures(lost, 2, fault, fault is kill_this_rank, apart=False)
     assert said[0].startswith(f"CommunicationError: Rank 0 failed while {REDUCING}: ")
