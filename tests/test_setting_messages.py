@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from meshes.test_custom_communication import CopyingAllGather
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from transport.own_collectives import CopyingAllGather
 
 from composable_shard import (
     CPUOffloadPolicy,

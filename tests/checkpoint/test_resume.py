@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from nets import full
+from dist.models import full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nets import full
+from dist.models import full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

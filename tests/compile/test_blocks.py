@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from nets import Block, Net, assert_same, average_gradients, full, own_input
+from dist.models import Block, Net, assert_same, average_gradients, full, own_input
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import Net, assert_parity, average_gradients, own_input, train_step, two_nets
+from dist.models import Net, assert_parity, average_gradients, own_input, train_step, two_nets
 from torch.distributed.tensor import DTensor
 
 from composable_shard.testing import run_ranks

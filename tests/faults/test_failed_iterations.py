@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, assert_parity, own_input, train_step, two_nets
+from dist.models import Net, assert_parity, own_input, train_step, two_nets
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from nets import Net, assert_parity, own_input, train_step, two_nets
+from dist.models import Net, assert_parity, own_input, train_step, two_nets
 
 from composable_shard.core.hooks import owner_of
 from composable_shard.core.transport import point_to_point

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nets import Net, assert_parity, own_input, shard_net, train_step, two_nets
+from dist.models import Net, assert_parity, own_input, shard_net, train_step, two_nets
 from torch.distributed.tensor import DTensor
 
 from composable_shard.insight.events import record_events

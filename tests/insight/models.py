@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_shard.module import group_of
-from tests.two_tensors import two_tensor_mlp
+from tests.dist.two_tensors import two_tensor_mlp
 
 
 class Layer(nn.Module):

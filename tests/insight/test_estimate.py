@@ -37,8 +37,8 @@ from composable_shard.insight.rehearsal import (
     rehearsing_arguments,
 )
 from composable_shard.testing import fake_ranks
+from tests.dist.two_tensors import two_tensor_mlp
 from tests.insight.models import BF16, Stack
-from tests.two_tensors import two_tensor_mlp
 
 BATCH = torch.empty(2, 256, device="meta")
 

@@ -12,10 +12,10 @@ import pytest
 from composable_shard import explain
 from composable_shard.insight.explain import Explanation
 from composable_shard.testing import run_ranks
+from tests.dist.two_tensors import two_tensor_hooks
 from tests.insight import models
 from tests.insight.counting import Sent, count_step
 from tests.near import Apart
-from tests.two_tensors import two_tensor_hooks
 
 
 def told(explanation: Explanation, num_shards: int, num_replicas: int = 1) -> Sent:

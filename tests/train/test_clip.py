@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dist.models import Net, assert_same, full, own_input, shard_net, train_step, two_nets
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Net, assert_same, full, own_input, shard_net, train_step, two_nets
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

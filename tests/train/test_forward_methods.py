@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import (
+from dist.models import (
     Block,
     assert_parity,
     average_gradients,

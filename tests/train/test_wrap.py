@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from dist.models import Block, Net, assert_parity, own_input, train_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Block, Net, assert_parity, own_input, train_step
 from torch import nn
 
 from composable_shard import FSDPModule, apply_fully_shard, fully_shard
