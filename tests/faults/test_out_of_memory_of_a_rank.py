@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Net, assert_parity, own_input, train_step, two_nets
+from on_ranks import on_ranks
 
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
@@ -97,7 +98,8 @@ def test_out_of_memory_in_a_backward_hook(hang: Callable[[Net], Any], retries: b
     run_ranks(partial(train_with_failing_hook, hang, retries), 2)
 
 
-def out_of_memory_when_gathering() -> None:
+@on_ranks(2)
+def test_out_of_memory_when_gathering() -> None:
     """The allocation of the gathered parameters itself fails, in forward and in backward."""
     reference, model = two_nets(2)
     group_type = type(model.blocks[0]._group())
@@ -124,7 +126,3 @@ def out_of_memory_when_gathering() -> None:
         train_step(model, step, None)
         train_step(reference, step, None)
         assert_parity(model, reference)
-
-
-def test_out_of_memory_when_gathering() -> None:
-    run_ranks(out_of_memory_when_gathering, 2)

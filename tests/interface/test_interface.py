@@ -20,6 +20,7 @@ from nets import (
     train_step,
     two_nets,
 )
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -227,7 +228,9 @@ def test_accumulated_gradients_are_cleared(clear: Clear, set_to_none: bool) -> N
     run_ranks(clear_accumulated, 2, clear, set_to_none)
 
 
-def clear_reduced(set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_reduced_gradients_are_cleared(set_to_none: bool) -> None:
     reference, model = two_nets(1)
     train_step(model, 5, None)
     model.zero_grad(set_to_none=set_to_none)
@@ -240,12 +243,8 @@ def clear_reduced(set_to_none: bool) -> None:
     assert_parity(model, reference)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_reduced_gradients_are_cleared(set_to_none: bool) -> None:
-    run_ranks(clear_reduced, 2, set_to_none)
-
-
-def clear_under_way() -> None:
+@on_ranks(2)
+def test_gradients_under_way_are_cleared() -> None:
     """Clear while the last reduction of a backward is still open."""
     reference, model = two_nets(2)
     model.set_is_last_backward(False)
@@ -256,10 +255,6 @@ def clear_under_way() -> None:
     train_step(model, 0, None)
     train_step(reference, 0, None)
     assert_parity(model, reference)
-
-
-def test_gradients_under_way_are_cleared() -> None:
-    run_ranks(clear_under_way, 2)
 
 
 # What an accumulated gradient is -------------------------------------------------------------
@@ -292,7 +287,8 @@ def test_accumulated_gradients_are_visible_as_partial(reduce_dtype: torch.dtype 
     run_ranks(accumulated, 2, reduce_dtype)
 
 
-def step_on_accumulated() -> None:
+@on_ranks(2)
+def test_an_optimizer_step_before_the_sync_is_right() -> None:
     """An optimizer step taken before the sync is right too."""
     reference, model = two_nets(1)
     with model.no_sync():
@@ -303,10 +299,6 @@ def step_on_accumulated() -> None:
         torch.optim.SGD(one.parameters(), lr=0.1).step()
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor(), expected)
-
-
-def test_an_optimizer_step_before_the_sync_is_right() -> None:
-    run_ranks(step_on_accumulated, 2)
 
 
 # Settings ------------------------------------------------------------------------------------
@@ -381,7 +373,8 @@ def test_unshard_handles(num_ranks: int) -> None:
     run_ranks(handle, num_ranks)
 
 
-def copied_before_sharding() -> None:
+@on_ranks(2)
+def test_a_copy_by_state_dict_is_independent() -> None:
     """``deepcopy`` before sharding and ``state_dict`` after it give independent models."""
     reference, model = two_nets(1)
     other = shard_net(copy.deepcopy(reference))
@@ -389,7 +382,3 @@ def copied_before_sharding() -> None:
     train_step(model, 0, torch.optim.SGD(model.parameters(), lr=0.1))
     other.reshard()
     assert_parity(other, reference)
-
-
-def test_a_copy_by_state_dict_is_independent() -> None:
-    run_ranks(copied_before_sharding, 2)

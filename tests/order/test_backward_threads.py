@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Checkpointed, Net, Reentrant, assert_parity, average_gradients, own_input, two_nets
+from on_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,7 +106,8 @@ class Failure(Exception):
     """What fails."""
 
 
-def fail_in_other_thread() -> None:
+@on_ranks(2)
+def test_the_next_iteration_after_a_failure_there() -> None:
     """Fail in a backward of another thread, then train on in this one."""
     reference, model = two_nets()
     kept: list[BaseException] = []
@@ -127,10 +129,6 @@ def fail_in_other_thread() -> None:
     reference(own_input(2)).square().sum().backward()
     average_gradients(reference.parameters())
     assert_parity(model, reference)
-
-
-def test_the_next_iteration_after_a_failure_there() -> None:
-    run_ranks(fail_in_other_thread, 2)
 
 
 # A thread of autograd's own -------------------------------------------------------------------

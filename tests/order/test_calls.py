@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import assert_parity, assert_same, average_gradients, full, own_input
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -277,7 +278,8 @@ def _raise(*_: object) -> None:
     raise torch.OutOfMemoryError("inside")
 
 
-def fail_inside() -> None:
+@on_ranks(2)
+def test_a_backward_inside_forward_that_fails_leaves_nothing() -> None:
     torch.manual_seed(0)
     reference = Failing("backward")
     model = copy.deepcopy(reference)
@@ -293,10 +295,6 @@ def fail_inside() -> None:
             one(own_input(step, rows=6)).backward()
         average_gradients(reference.parameters())
         assert_parity(model, reference)
-
-
-def test_a_backward_inside_forward_that_fails_leaves_nothing() -> None:
-    run_ranks(fail_inside, 2)
 
 
 # Modules that are called again and again --------------------------------------------------------
@@ -497,7 +495,9 @@ class PartialStep(nn.Module):
         return loss.detach()
 
 
-def train_partly_inside() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_gradients_of_a_backward_inside_forward_that_none_completes() -> None:
     torch.manual_seed(0)
     reference = PartialStep()
     model = copy.deepcopy(reference)
@@ -515,8 +515,3 @@ def train_partly_inside() -> None:
             assert_same(full(mine.grad), other.grad)
         for one in (model, reference):
             one.zero_grad()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_gradients_of_a_backward_inside_forward_that_none_completes(ranks: int) -> None:
-    run_ranks(train_partly_inside, ranks)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Net, assert_parity, average_gradients, own_input, shard_net
+from on_ranks import on_ranks
 from torch import nn
 
 import composable_shard
@@ -145,7 +146,12 @@ def test_sharing_bounds_what_is_in_flight() -> None:
     ]
 
 
-def fail_one() -> None:
+def _fail(_: torch.Tensor) -> None:
+    raise RuntimeError("failed")
+
+
+@on_ranks(2)
+def test_a_tree_that_fails_drops_its_own_reductions_only() -> None:
     """A tree that fails drops its own reductions only."""
     torch.manual_seed(0)
     references = [Net(2), Net(2)]
@@ -179,14 +185,6 @@ def fail_one() -> None:
             assert_parity(models[0], references[0])
             models[0].zero_grad()
             references[0].zero_grad()
-
-
-def _fail(_: torch.Tensor) -> None:
-    raise RuntimeError("failed")
-
-
-def test_a_tree_that_fails_drops_its_own_reductions_only() -> None:
-    run_ranks(fail_one, 2)
 
 
 def test_share_comm_ctx_takes_sharded_modules() -> None:

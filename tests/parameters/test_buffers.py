@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nets import assert_same, average_gradients, own_input
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -146,7 +147,9 @@ class Interrupt(BaseException):
     """No hook of a module is called when this passes through it."""
 
 
-def interrupted(reset: bool) -> None:
+@pytest.mark.parametrize("reset", [True, False])
+@on_ranks(2)
+def test_an_interrupt_leaves_nothing_lent(reset: bool) -> None:
     model = fully_shard(Normed(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
 
     def interrupt(*_: object) -> None:
@@ -164,8 +167,3 @@ def interrupted(reset: bool) -> None:
     model.reshard()
     assert model.norm.weight.grad.placements == model.norm.weight.placements
     assert torch.equal(model.norm.weight.full_tensor(), torch.full((6,), 2.0 if reset else 1.0))
-
-
-@pytest.mark.parametrize("reset", [True, False])
-def test_an_interrupt_leaves_nothing_lent(reset: bool) -> None:
-    run_ranks(interrupted, 2, reset)

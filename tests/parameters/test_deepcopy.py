@@ -19,7 +19,6 @@ from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.group import group_of
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
-from parameters.test_ties import Outer
 
 WIDTH = 5
 
@@ -177,18 +176,6 @@ def test_a_part_and_a_whole_around_can_be_copied() -> None:
         assert model.first.weight.grad is None
         state = around["a"].state_dict()
         model.load_state_dict(state)
-
-
-def test_tied_parameters_stay_tied() -> None:
-    with fake_ranks(2):
-        model = Outer()
-        for name in ("inner.embedding", "inner.head", ""):
-            fully_shard(model.get_submodule(name))
-        copied = copy.deepcopy(model)
-        assert copied.inner.embedding.weight is copied.inner.head.weight
-        assert copied.inner.head.weight is not model.inner.head.weight
-        copied(torch.tensor([1, 2])).sum().backward()
-        assert copied.inner.head.weight.grad is not None and model.inner.head.weight.grad is None
 
 
 def subclass_outputs() -> list[bool]:

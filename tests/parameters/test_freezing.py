@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import Net, average_gradients, full, own_input, shard_net, two_nets
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -68,7 +69,15 @@ Freeze = Callable[[Net, dict[str, nn.Parameter], bool], None]
 FREEZE: list[Freeze] = [by_the_module, by_a_part, by_assigning, by_the_sharded]
 
 
-def frozen_before_backward(freeze: Freeze, reshard: Reshard, after: bool, by_then: str) -> None:
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("by_then", ["backward", "forward"])
+@pytest.mark.parametrize("freeze", FREEZE)
+@on_ranks("num_ranks")
+def test_frozen_between_forward_and_backward(
+    freeze: Freeze, reshard: Reshard, after: bool, by_then: str
+) -> None:
     """Freeze between forward and backward, or between two forwards; unfreeze again."""
     reference, model = two_nets(1, reshard_after_forward=reshard)
     model.set_reshard_after_backward(after)
@@ -108,18 +117,9 @@ def frozen_before_backward(freeze: Freeze, reshard: Reshard, after: bool, by_the
         assert param.requires_grad, name
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("by_then", ["backward", "forward"])
-@pytest.mark.parametrize("freeze", FREEZE)
-def test_frozen_between_forward_and_backward(
-    freeze: Freeze, by_then: str, num_ranks: int, reshard: bool | None, after: bool
-) -> None:
-    run_ranks(frozen_before_backward, num_ranks, freeze, reshard, after, by_then)
-
-
-def gan() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_a_discriminator_that_is_frozen_in_turns() -> None:
     """Freeze the discriminator for the step of the generator, whatever is registered then."""
     pairs = []
     torch.manual_seed(1)
@@ -154,12 +154,9 @@ def gan() -> None:
         torch.testing.assert_close(full(param), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_a_discriminator_that_is_frozen_in_turns(num_ranks: int) -> None:
-    run_ranks(gan, num_ranks)
-
-
-def frozen_while_held() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_frozen_while_held_unsharded() -> None:
     """What is set on unsharded parameters after unshard() holds for the sharded ones."""
     reference, model = two_nets(1)
     for wanted in (False, True):
@@ -175,11 +172,6 @@ def frozen_while_held() -> None:
         assert_gradients(model, reference)
         model.zero_grad()
         reference.zero_grad()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_frozen_while_held_unsharded(num_ranks: int) -> None:
-    run_ranks(frozen_while_held, num_ranks)
 
 
 # With gradients that are not synchronized ---------------------------------------------------------
@@ -298,7 +290,9 @@ def test_what_was_accumulated_and_frozen_is_reduced_over_replicas(
     run_ranks(frozen_with_unsynced, 4, part, "hybrid", how, uses)
 
 
-def frozen_extension() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_an_extension_that_was_accumulated_and_frozen() -> None:
     """Gradients that are tensor subclasses, of a parameter that is frozen before the sync."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False)]
@@ -327,12 +321,8 @@ def frozen_extension() -> None:
                 one.zero_grad()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_extension_that_was_accumulated_and_frozen(num_ranks: int) -> None:
-    run_ranks(frozen_extension, num_ranks)
-
-
-def cleared_after_freezing() -> None:
+@on_ranks(2)
+def test_cleared_gradients_of_what_was_frozen_stay_cleared() -> None:
     """Cleared gradients of a frozen parameter do not come back, and it takes no more part."""
     reference, model = two_nets(1)
     with model.no_sync():
@@ -346,14 +336,14 @@ def cleared_after_freezing() -> None:
     assert model.out.weight.grad is None
 
 
-def test_cleared_gradients_of_what_was_frozen_stay_cleared() -> None:
-    run_ranks(cleared_after_freezing, 2)
-
-
 # Zeroed, not dropped ------------------------------------------------------------------------------
 
 
-def zeroed(by: str, hybrid: bool, foreach: str) -> None:
+@pytest.mark.parametrize("foreach", ["single", "foreach", "fused"])
+@pytest.mark.parametrize("by", ["optimizer", "module"])
+@pytest.mark.parametrize(("num_ranks", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
+@on_ranks("num_ranks")
+def test_unsynced_gradients_are_zeroed(by: str, hybrid: bool, foreach: str) -> None:
     """Zero gradients between microbatches; accumulation goes on from there."""
     options = options_of("hybrid") if hybrid else {}
     reference, model = two_nets(2, **options)
@@ -391,10 +381,3 @@ def zeroed(by: str, hybrid: bool, foreach: str) -> None:
             torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5)
             with torch.no_grad():
                 expected.copy_(full(param))
-
-
-@pytest.mark.parametrize("foreach", ["single", "foreach", "fused"])
-@pytest.mark.parametrize("by", ["optimizer", "module"])
-@pytest.mark.parametrize(("num_ranks", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
-def test_unsynced_gradients_are_zeroed(num_ranks: int, hybrid: bool, by: str, foreach: str) -> None:
-    run_ranks(zeroed, num_ranks, by, hybrid, foreach)

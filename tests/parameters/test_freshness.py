@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import Net, assert_parity, full, own_input, train_step, two_nets
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training.compare import Comparison
@@ -82,7 +83,9 @@ def test_optimizer_steps_are_noticed(change: Change, foreach: bool, num_ranks: i
     run_ranks(trained_while_kept, num_ranks, change, foreach)
 
 
-def evaluated_between() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_an_evaluation_before_the_step() -> None:
     """The root, kept by an evaluation before the step, is fresh after it."""
     reference, model = two_nets(1)
     optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, reference)]
@@ -96,11 +99,6 @@ def evaluated_between() -> None:
         with torch.no_grad():
             got, expected = model(own_input(8)), reference(own_input(8))
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_evaluation_before_the_step(num_ranks: int) -> None:
-    run_ranks(evaluated_between, num_ranks)
 
 
 def gathers_of_unchanged() -> list[str]:

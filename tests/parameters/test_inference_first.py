@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Net, average_gradients, full, own_input, shard_net
+from on_ranks import on_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import two_tensor_hooks
@@ -113,7 +114,10 @@ def test_inference_comes_first(
     run_ranks(run, num_ranks, change, OPTIONS[options], trains_before)
 
 
-def run_with_extension(trains_before: bool) -> None:
+@pytest.mark.parametrize("trains_before", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_inference_comes_first_with_an_extension(trains_before: bool) -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3))
     model = copy.deepcopy(reference)
@@ -140,13 +144,9 @@ def run_with_extension(trains_before: bool) -> None:
             reference.zero_grad()
 
 
-@pytest.mark.parametrize("trains_before", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_inference_comes_first_with_an_extension(num_ranks: int, trains_before: bool) -> None:
-    run_ranks(run_with_extension, num_ranks, trains_before)
-
-
-def unsharded_under_inference_mode() -> None:
+@on_ranks("num_ranks")
+def test_unshard_under_inference_mode() -> None:
     """Gather by hand under inference mode, and train with what was gathered."""
     reference = Net(1)
     model = shard_net(copy.deepcopy(reference))
@@ -158,8 +158,3 @@ def unsharded_under_inference_mode() -> None:
         train(one, 0, one is reference)
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_unshard_under_inference_mode(num_ranks: int) -> None:
-    run_ranks(unsharded_under_inference_mode, num_ranks)

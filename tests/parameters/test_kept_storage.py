@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,7 +116,8 @@ def test_one_module_may_keep_its_memory() -> None:
     assert run_ranks(one_of_two, 2) == [[True] * 4] * 2
 
 
-def stale() -> None:
+@on_ranks(2)
+def test_memory_that_stays_is_not_read_while_sharded() -> None:
     """Memory that stays is not read: autograd refuses parameters that are sharded."""
     model = fully_shard(nn.Linear(4, 4))
     model.set_keep_unsharded_storage(True)
@@ -126,10 +128,6 @@ def stale() -> None:
         model.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
-
-
-def test_memory_that_stays_is_not_read_while_sharded() -> None:
-    run_ranks(stale, 2)
 
 
 def subclasses() -> list[bool]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import Net, assert_parity, average_gradients, full, own_input, two_nets
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -153,7 +154,9 @@ def test_a_loss_may_use_a_weight_between_forward_and_backward(num_ranks: int) ->
     run_ranks(form_of_a_head, num_ranks)
 
 
-def form_of_a_head_of_the_second() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_a_head_stands_there_for_the_loss_of_a_second_forward() -> None:
     """With two forwards before their backwards, the second loss is made after the first backward.
 
     Kept within an accumulation, the head still stands there for it.
@@ -170,11 +173,6 @@ def form_of_a_head_of_the_second() -> None:
     for module in (model, *model.blocks):
         module.reshard()
     assert_parity(model, reference)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_head_stands_there_for_the_loss_of_a_second_forward(num_ranks: int) -> None:
-    run_ranks(form_of_a_head_of_the_second, num_ranks)
 
 
 def held_by_the_user(reshard: Reshard) -> list[set[bool]]:
@@ -417,7 +415,12 @@ def test_averages_are_fresh_though_gradients_may_be_asked_for(
     run_ranks(averaged, num_ranks, watches, edit)
 
 
-def trained_by_hand(order: str, how: str, reshard: Reshard) -> None:
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("how", ["foreach", "data"])
+@pytest.mark.parametrize("order", ["zero after", "zero between"])
+@on_ranks("num_ranks")
+def test_a_step_by_hand_trains(order: str, how: str, reshard: Reshard) -> None:
     """Step by hand, without torch.optim, while parameters are kept after backward."""
     reference, model = two_nets(2, reshard_after_forward=reshard)
     model.set_reshard_after_backward(False)
@@ -452,15 +455,9 @@ def trained_by_hand(order: str, how: str, reshard: Reshard) -> None:
                 expected.copy_(full(param))
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("how", ["foreach", "data"])
-@pytest.mark.parametrize("order", ["zero after", "zero between"])
-def test_a_step_by_hand_trains(order: str, how: str, num_ranks: int, reshard: bool | None) -> None:
-    run_ranks(trained_by_hand, num_ranks, order, how, reshard)
-
-
-def clipped_and_clamped() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_clipping_clips_and_clamping_lasts() -> None:
     """Clip by torch's function, step, clamp: each acts, with everything kept after backward."""
     reference, model = two_nets(2, reshard_after_forward=False)
     model.set_reshard_after_backward(False)
@@ -487,11 +484,9 @@ def clipped_and_clamped() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_clipping_clips_and_clamping_lasts(num_ranks: int) -> None:
-    run_ranks(clipped_and_clamped, num_ranks)
-
-
-def replaced_while_kept(how: str) -> None:
+@pytest.mark.parametrize("how", ["converted", "loaded", "assigned"])
+@on_ranks("num_ranks")
+def test_what_is_replaced_while_kept_counts(how: str) -> None:
     """Converted or replaced parts of a group that is kept are gathered as they are then."""
     reference, model = two_nets(1)
     model.set_reshard_after_backward(False)
@@ -510,12 +505,6 @@ def replaced_while_kept(how: str) -> None:
                 one.out.weight = nn.Parameter(one.out.weight.detach() * 2)
             one.out.float()
         assert torch.equal(model(own_input(1)), reference(own_input(1)))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("how", ["converted", "loaded", "assigned"])
-def test_what_is_replaced_while_kept_counts(how: str, num_ranks: int) -> None:
-    run_ranks(replaced_while_kept, num_ranks, how)
 
 
 # Optimizers that were given unsharded parameters -----------------------------------------------
@@ -557,7 +546,14 @@ MAKE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def trained_after_a_dry_run(kind: str, when: str, reshard: Reshard) -> None:
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("when", ["before backward", "after forward", "unshard"])
+@pytest.mark.parametrize("kind", MAKE)
+@on_ranks("num_ranks")
+def test_an_optimizer_made_of_unsharded_parameters_trains_the_sharded(
+    kind: str, when: str, reshard: Reshard
+) -> None:
     reference, model = two_nets(1, reshard_after_forward=reshard)
     assert len(list(model.parameters())) == len(list(reference.parameters()))
     optimizers = []
@@ -590,17 +586,9 @@ def trained_after_a_dry_run(kind: str, when: str, reshard: Reshard) -> None:
         torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("when", ["before backward", "after forward", "unshard"])
-@pytest.mark.parametrize("kind", MAKE)
-def test_an_optimizer_made_of_unsharded_parameters_trains_the_sharded(
-    kind: str, when: str, num_ranks: int, reshard: bool | None
-) -> None:
-    run_ranks(trained_after_a_dry_run, num_ranks, kind, when, reshard)
-
-
-def scaled_after_a_dry_run() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_a_scaler_sees_the_gradients_of_an_optimizer_made_after_a_dry_run() -> None:
     """A gradient scaler reads the gradients before the step, and sees those of the root too."""
     reference, model = two_nets(1)
     results = []
@@ -618,11 +606,6 @@ def scaled_after_a_dry_run() -> None:
         results.append([full(param) for param in one.parameters()])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_scaler_sees_the_gradients_of_an_optimizer_made_after_a_dry_run(num_ranks: int) -> None:
-    run_ranks(scaled_after_a_dry_run, num_ranks)
 
 
 def in_two_groups() -> str:
@@ -666,7 +649,9 @@ def test_an_optimizer_that_cannot_be_corrected_is_refused(how: str, num: int) ->
     )
 
 
-def stepped_within() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_within_unsharded_an_optimizer_steps_on_the_copies() -> None:
     """Within unsharded() an optimizer of the copies edits them, and what it edits is written."""
     reference, model = two_nets(1)
     with unsharded(model):
@@ -676,11 +661,6 @@ def stepped_within() -> None:
             torch.optim.SGD(one.parameters(), lr=0.5).step()
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(full(param), expected)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_within_unsharded_an_optimizer_steps_on_the_copies(num_ranks: int) -> None:
-    run_ranks(stepped_within, num_ranks)
 
 
 def gathers_of_forwards(reshard: Reshard, trainable: bool) -> list[list[str]]:
@@ -700,7 +680,9 @@ def test_a_second_forward_trusts_only_what_users_said_stays() -> None:
     assert gathers(None, True) == [["", "blocks.0"]] * 2
 
 
-def apart_roots() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_sharded_parts_of_a_plain_module() -> None:
     """Sharded children of a plain module are trees of their own; one is used, one is stepped."""
     model = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 3)))
     model(own_input()).sum().backward()
@@ -714,8 +696,3 @@ def apart_roots() -> None:
         expected = was - 0.1 * full(param.grad)
         torch.testing.assert_close(full(param), expected)
     dist.barrier()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_sharded_parts_of_a_plain_module(num_ranks: int) -> None:
-    run_ranks(apart_roots, num_ranks)

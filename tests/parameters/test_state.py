@@ -17,6 +17,7 @@ from nets import (
     train_step,
     two_nets,
 )
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -35,7 +36,9 @@ def assert_sharded(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> N
     assert torch.equal(tensor.to_local().detach(), own), name
 
 
-def parameters_outside_of_compute() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_parameters_are_sharded_and_lie_together_for_each_group() -> None:
     reference, model = two_nets(2)
     for _ in range(2):
         names = [name for name, _ in model.named_parameters()]
@@ -58,11 +61,6 @@ def parameters_outside_of_compute() -> None:
         assert param.grad.placements == param.placements
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_parameters_are_sharded_and_lie_together_for_each_group(num_ranks: int) -> None:
-    run_ranks(parameters_outside_of_compute, num_ranks)
-
-
 def alone() -> None:
     """One rank sends nothing, and computes with the very storage that the optimizer sees."""
     _, model = two_nets(1)
@@ -83,7 +81,8 @@ def test_one_rank_communicates_and_copies_nothing() -> None:
     run_ranks(alone, 1)
 
 
-def seen_during_compute() -> None:
+@on_ranks(2)
+def test_parameters_are_plain_during_compute() -> None:
     reference, model = two_nets(1)
     seen: dict[str, nn.Parameter] = {}
     block = model.blocks[0]
@@ -95,11 +94,8 @@ def seen_during_compute() -> None:
         assert param.shape == reference.blocks[0].get_parameter(name).shape
 
 
-def test_parameters_are_plain_during_compute() -> None:
-    run_ranks(seen_during_compute, 2)
-
-
-def state_dict_without_communication() -> None:
+@on_ranks(2)
+def test_state_dict_is_sharded_and_needs_no_communication() -> None:
     reference, model = two_nets(2)
     for before in ("nothing", "forward", "backward"):
         if before != "nothing":
@@ -120,10 +116,6 @@ def state_dict_without_communication() -> None:
         model(own_input())
         state["out.weight"].full_tensor()
     assert len(launched) > 0 and len(recorded) > 0  # the counts count
-
-
-def test_state_dict_is_sharded_and_needs_no_communication() -> None:
-    run_ranks(state_dict_without_communication, 2)
 
 
 def loaded(kind: str, assign: bool, after_forward: bool) -> None:
@@ -190,7 +182,9 @@ def stack() -> nn.Sequential:
     return nn.Sequential(Affine(4, 5), nn.LayerNorm(5), Affine(5, 1))
 
 
-def trained_from_meta() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_initialization_from_the_meta_device_equals_the_eager_one() -> None:
     reference = stack()
     with torch.device("meta"):
         model = stack()
@@ -212,12 +206,10 @@ def trained_from_meta() -> None:
     assert_parity(model, reference)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_initialization_from_the_meta_device_equals_the_eager_one(num_ranks: int) -> None:
-    run_ranks(trained_from_meta, num_ranks)
-
-
-def converted(before_forward: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("before_forward", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(2)
+def test_to_another_dtype_after_sharding(before_forward: bool, dtype: torch.dtype) -> None:
     reference, model = two_nets(1)
     if not before_forward:
         model(own_input()).sum().backward()
@@ -238,13 +230,8 @@ def converted(before_forward: bool, dtype: torch.dtype) -> None:
     torch.testing.assert_close(model(own_input().to(dtype)), reference(own_input().to(dtype)))
 
 
-@pytest.mark.parametrize("before_forward", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_to_another_dtype_after_sharding(dtype: torch.dtype, before_forward: bool) -> None:
-    run_ranks(converted, 2, before_forward, dtype)
-
-
-def with_ignored_params() -> None:
+@on_ranks(2)
+def test_ignored_params_stay_as_they_are() -> None:
     reference = Net(1)
     model = copy.deepcopy(reference)
     ignored = {model.inp.weight, model.blocks[0].norm.bias}
@@ -262,10 +249,6 @@ def with_ignored_params() -> None:
         else:
             dist.all_reduce(expected)
             assert torch.equal(param.grad.full_tensor(), expected / 2), name
-
-
-def test_ignored_params_stay_as_they_are() -> None:
-    run_ranks(with_ignored_params, 2)
 
 
 def with_policy_kept_in_storage_dtype() -> set[torch.dtype]:

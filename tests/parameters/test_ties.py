@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -207,3 +209,15 @@ def test_nothing_keeps_a_tied_module_alive() -> None:
         del model, _
         gc.collect()
         assert alive() is None
+
+
+def test_tied_parameters_stay_tied() -> None:
+    with fake_ranks(2):
+        model = Outer()
+        for name in ("inner.embedding", "inner.head", ""):
+            fully_shard(model.get_submodule(name))
+        copied = copy.deepcopy(model)
+        assert copied.inner.embedding.weight is copied.inner.head.weight
+        assert copied.inner.head.weight is not model.inner.head.weight
+        copied(torch.tensor([1, 2])).sum().backward()
+        assert copied.inner.head.weight.grad is not None and model.inner.head.weight.grad is None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.tensor import Partial
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -112,20 +113,6 @@ def run(phases: Phases, **kwargs: Any) -> None:
         assert_same_parameters(model, reference, rtol=1e-5, atol=1e-5)
 
 
-def step_on_what_is_partial(strategy: ShardingStrategy) -> None:
-    """Take a step although the last backward was inside: the gradients count as their mean."""
-    plain, reference = two_of(transformer())
-    model = FSDP(plain, sharding_strategy=strategy, device_id=CPU)
-    batches = batches_of(reference, 3)
-    accumulate(model, batches, [(False, 1), (True, 2)])
-    for batch in batches:
-        backward(reference, batch)
-    average_gradients(reference)
-    torch.optim.SGD(model.parameters(), lr=0.01).step()
-    torch.optim.SGD(reference.parameters(), lr=0.01).step()
-    assert_same_parameters(model, reference, rtol=1e-5, atol=1e-5)
-
-
 def grad_acc(
     phases: Phases,
     use_orig_params: bool,
@@ -170,5 +157,16 @@ def test_grad_acc_cpu_offload_without_no_sync(phases: Phases, strategy: Sharding
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
 def test_grad_acc_step_without_sync(strategy: ShardingStrategy) -> None:
-    run_ranks(step_on_what_is_partial, 2, strategy)
+    """Take a step although the last backward was inside: the gradients count as their mean."""
+    plain, reference = two_of(transformer())
+    model = FSDP(plain, sharding_strategy=strategy, device_id=CPU)
+    batches = batches_of(reference, 3)
+    accumulate(model, batches, [(False, 1), (True, 2)])
+    for batch in batches:
+        backward(reference, batch)
+    average_gradients(reference)
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    torch.optim.SGD(reference.parameters(), lr=0.01).step()
+    assert_same_parameters(model, reference, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from near import Apart
 from nets import Net, assert_same, average_gradients, full, own_input, shard_net
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -189,7 +190,8 @@ def test_a_weight_that_lies_transposed_in_memory(dim: int) -> None:
     run_ranks(transposed, 2, dim)
 
 
-def parallel_weight() -> None:
+@on_ranks(4)
+def test_under_tensor_parallelism() -> None:
     """A weight that is cut by a model-parallel axis too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     plain = nn.Linear(6, 4, bias=False)
@@ -203,10 +205,6 @@ def parallel_weight() -> None:
     plain(x).square().sum().backward()
     average_gradients(plain.parameters())  # each part of the data is on two ranks
     torch.testing.assert_close(layer.weight.grad.full_tensor(), plain.weight.grad)
-
-
-def test_under_tensor_parallelism() -> None:
-    run_ranks(parallel_weight, 4)
 
 
 # What is lost ----------------------------------------------------------------------------------

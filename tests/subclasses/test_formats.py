@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import assert_same, average_gradients
+from on_ranks import on_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import two_tensor_hooks
@@ -73,7 +74,10 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows.float() * scale for rows, scale in pairs])
 
 
-def train_int8(num_rows: int, scalar_scale: bool) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("num_rows", "scalar_scale"), [(6, False), (5, True), (1, False)])
+@on_ranks("num_ranks", timeout=60)
+def test_int8_rows_with_a_scale_for_each_shard(num_rows: int, scalar_scale: bool) -> None:
     model = nn.Sequential(nn.Linear(COLUMNS, num_rows), nn.Tanh())
     weight = model[0].weight.detach().clone().requires_grad_()
     bias = model[0].bias.detach().clone().requires_grad_()
@@ -102,14 +106,6 @@ def train_int8(num_rows: int, scalar_scale: bool) -> None:
     assert extension.outs[0] is None
     unsharded = extension.outs[1]
     assert unsharded is not None and all(out is unsharded for out in extension.outs[1:])
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize(("num_rows", "scalar_scale"), [(6, False), (5, True), (1, False)])
-def test_int8_rows_with_a_scale_for_each_shard(
-    num_rows: int, scalar_scale: bool, num_ranks: int
-) -> None:
-    run_ranks(train_int8, num_ranks, num_rows, scalar_scale, timeout=60)
 
 
 def gathered_rows(counts: tuple[int, ...]) -> torch.Tensor:
@@ -146,7 +142,21 @@ def test_any_number_of_rows_on_any_rank(counts: tuple[int, ...]) -> None:
         assert got.tolist() == rows
 
 
-def train_two_tensor_layer(num_rows: int, param_dtype: torch.dtype | None) -> None:
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Compare bit by bit on two ranks; on three, sums are taken in another order."""
+    if dist.get_world_size() <= 2:
+        assert torch.equal(got, want)
+    else:
+        torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [6, 5, 2])
+@on_ranks("num_ranks")
+def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
+    num_rows: int, param_dtype: torch.dtype | None
+) -> None:
     """Take two SGD steps on one TwoTensor weight, and on its inner tensors as plain weights."""
     layer = nn.Linear(COLUMNS, num_rows, bias=False)
     plain = [nn.Parameter(layer.weight.detach().clone()), nn.Parameter(torch.randn(num_rows, 4))]
@@ -174,23 +184,6 @@ def train_two_tensor_layer(num_rows: int, param_dtype: torch.dtype | None) -> No
             assert_near(got, param[rank * chunk : (rank + 1) * chunk])
         for optimizer in optimizers:
             optimizer.zero_grad()
-
-
-def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Compare bit by bit on two ranks; on three, sums are taken in another order."""
-    if dist.get_world_size() <= 2:
-        assert torch.equal(got, want)
-    else:
-        torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [6, 5, 2])
-def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
-    num_rows: int, param_dtype: torch.dtype | None, num_ranks: int
-) -> None:
-    run_ranks(train_two_tensor_layer, num_ranks, num_rows, param_dtype)
 
 
 def subclass_beside_plain(num_rows: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import assert_parity, average_gradients
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_fsdp import MLP
@@ -93,7 +94,10 @@ def rounded_step(model: nn.Module, inp: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def train_patched(bound: bool) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("bound", [True, False])
+@on_ranks("num_ranks", timeout=60)
+def test_patched_weights_travel_in_bf16(bound: bool) -> None:
     model = shard_from_meta(biased_mlps)
     reference = biased_mlps()
     fill(model)
@@ -112,12 +116,6 @@ def train_patched(bound: bool) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("bound", [True, False])
-def test_patched_weights_travel_in_bf16(bound: bool, num_ranks: int) -> None:
-    run_ranks(train_patched, num_ranks, bound, timeout=60)
 
 
 def patched_two_tensors() -> list[torch.Tensor]:
@@ -175,7 +173,9 @@ def post_as_it_is(self, outputs, metadata, param_dtype, *, out=None):
     return outputs[0].to(param_dtype), outputs
 
 
-def arguments_of_hooks(hook: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("hook", [pre_with_nothing, pre_with_mesh, pre_with_all])
+@on_ranks(2)
+def test_hooks_get_their_arguments_by_position(hook: Callable[..., Any]) -> None:
     seen.clear()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model = nn.Sequential(nn.Linear(3, 5, bias=False))
@@ -189,8 +189,3 @@ def arguments_of_hooks(hook: Callable[..., Any]) -> None:
     expected = (mesh, torch.Size([5, 3]), (3, 1), model[0], policy)
     assert arguments == expected[: len(arguments)], arguments
     assert len(arguments) == {pre_with_nothing: 0, pre_with_mesh: 1, pre_with_all: 5}[hook]
-
-
-@pytest.mark.parametrize("hook", [pre_with_nothing, pre_with_mesh, pre_with_all])
-def test_hooks_get_their_arguments_by_position(hook: Callable[..., Any]) -> None:
-    run_ranks(arguments_of_hooks, 2, hook)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -395,7 +396,8 @@ def test_a_root_that_ends_up_inside_of_another_says_so() -> None:
     assert run_ranks(set_before_the_root_was_made, 2) == [text] * 2
 
 
-def after_a_failure() -> None:
+@on_ranks(2)
+def test_a_failed_backward_needs_no_call() -> None:
     """A backward that fails leaves nothing that the next iteration would have to finish."""
     reference, model = two_nets(1)
     model.set_manual_backward_finalization(True)
@@ -415,11 +417,8 @@ def after_a_failure() -> None:
     assert_parity(model, reference)
 
 
-def test_a_failed_backward_needs_no_call() -> None:
-    run_ranks(after_a_failure, 2)
-
-
-def two_roots() -> None:
+@on_ranks(2)
+def test_roots_that_share_finish_each_by_itself() -> None:
     """Trees that share their bound on reductions finish each by itself."""
     pairs = [two_nets(1) for _ in range(2)]
     share_comm_ctx([model for _, model in pairs])
@@ -435,10 +434,6 @@ def two_roots() -> None:
         handle.wait()
     for reference, model in pairs:
         assert_parity(model, reference)
-
-
-def test_roots_that_share_finish_each_by_itself() -> None:
-    run_ranks(two_roots, 2)
 
 
 def test_a_choice_that_is_no_bool_is_refused() -> None:

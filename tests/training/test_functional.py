@@ -20,6 +20,7 @@ from nets import (
     shard_net,
     train_step,
 )
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
@@ -113,7 +114,9 @@ def test_functional_call_with_full_tensors(reshard: bool | None, warm: bool) -> 
         assert run_ranks(call_with_full, 2, index, reshard, warm) == [0, 0]
 
 
-def call_between(reshard: bool | None) -> None:
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
+def test_functional_call_between_forward_and_backward(reshard: bool | None) -> None:
     """Between forward and backward, while the root is unsharded."""
     reference, model = pair(reshard, True)
     losses = [one(own_input()).square().sum() for one in (model, reference)]
@@ -130,11 +133,8 @@ def call_between(reshard: bool | None) -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_functional_call_between_forward_and_backward(reshard: bool | None) -> None:
-    run_ranks(call_between, 2, reshard)
-
-
-def call_one_block(reshard: bool | None) -> None:
+@on_ranks(2)
+def test_functional_call_for_one_group(reshard: bool | None) -> None:
     """Replace the parameters of one group; the others are gathered as ever."""
     reference, model = pair(reshard, True)
     params = {n: p for n, p in doubled(reference).items() if n.startswith("blocks.1.")}
@@ -155,12 +155,11 @@ def call_one_block(reshard: bool | None) -> None:
     trains_on(reference, model)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_functional_call_for_one_group(reshard: bool | None) -> None:
-    run_ranks(call_one_block, 2, reshard)
-
-
-def call_with_sharded(reshard: bool | None, warm: bool) -> None:
+@on_ranks("ranks")
+def test_functional_call_with_sharded_tensors(reshard: bool | None, warm: bool) -> None:
     """Evaluate with other sharded parameters, such as an average of the model's own."""
     reference, model = pair(reshard, warm)
     for _ in range(2):
@@ -170,13 +169,6 @@ def call_with_sharded(reshard: bool | None, warm: bool) -> None:
         assert_same(got, wanted)
     assert all(isinstance(param, DTensor) for param in model.parameters())
     trains_on(reference, model)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("reshard", [True, False, None])
-def test_functional_call_with_sharded_tensors(reshard: bool | None, warm: bool, ranks: int) -> None:
-    run_ranks(call_with_sharded, ranks, reshard, warm)
 
 
 PARTLY = (
@@ -250,7 +242,10 @@ def test_transforms_of_sharded_modules(reshard: bool | None, warm: bool) -> None
         run_ranks(transform, 2, index, reshard, warm)
 
 
-def train_through_vmap(reshard: bool | None, warm: bool) -> None:
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
+def test_training_through_vmap(reshard: bool | None, warm: bool) -> None:
     reference, model = pair(reshard, warm)
     for step in range(2):
         for one in (model, reference):
@@ -262,12 +257,6 @@ def train_through_vmap(reshard: bool | None, warm: bool) -> None:
         model.zero_grad()
         reference.zero_grad()
     trains_on(reference, model)
-
-
-@pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("reshard", [True, False, None])
-def test_training_through_vmap(reshard: bool | None, warm: bool) -> None:
-    run_ranks(train_through_vmap, 2, reshard, warm)
 
 
 class Sensitive(nn.Module):
@@ -327,13 +316,10 @@ def test_transforms_inside_forward(nested: bool, reshard: bool | None) -> None:
     assert run_ranks(train_sensitive, 2, nested, reshard) == [counts] * 2
 
 
-def low_precision() -> None:
+@on_ranks(2)
+def test_functional_call_casts_nothing() -> None:
     """What is given is used as it is: the policy is about parameters of ours."""
     model = fully_shard(nn.Linear(4, 3), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     params = {"weight": torch.ones(3, 4), "bias": torch.zeros(3)}
     output = functional_call(model, params, (own_input(),))
     assert torch.equal(output, F.linear(own_input(), params["weight"], params["bias"]))
-
-
-def test_functional_call_casts_nothing() -> None:
-    run_ranks(low_precision, 2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from nets import assert_parity, assert_same, average_gradients, own_input, train_step
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import fully_shard
@@ -185,7 +186,8 @@ def test_loss_on_an_intermediate_kept_elsewhere_is_refused_once_parameters_are_f
     assert run_ranks(refuse_freed, 2, reshard) == [texts] * 2
 
 
-def change_in_forward() -> None:
+@on_ranks(2)
+def test_a_parameter_that_forward_changes_in_place_is_refused() -> None:
     """A parameter that forward itself changes is still refused, freed in between or not."""
     for reshard in (True, False):
         _, model = sharded_pair("attribute", reshard)
@@ -198,7 +200,3 @@ def change_in_forward() -> None:
         loss = loss_of(model, 0, True)
         with pytest.raises(RuntimeError, match="is at version 2; expected version 1 instead"):
             loss.backward()
-
-
-def test_a_parameter_that_forward_changes_in_place_is_refused() -> None:
-    run_ranks(change_in_forward, 2)

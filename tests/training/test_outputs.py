@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import assert_parity, assert_same, average_gradients, own_input
+from on_ranks import on_ranks
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 
@@ -240,7 +241,9 @@ def test_outputs_in_any_container(container: str) -> None:
         assert run_ranks(train_chain, 2, container, which) == [[6, 5]] * 2
 
 
-def cast_chain(container: str) -> None:
+@pytest.mark.parametrize("container", CONTAINERS)
+@on_ranks(2)
+def test_inputs_and_outputs_are_cast_in_any_container(container: str) -> None:
     """Inputs and outputs are cast inside the container, whose class stays."""
     policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     model = fully_shard(Packing(container), mp_policy=policy)
@@ -252,11 +255,6 @@ def cast_chain(container: str) -> None:
     assert type(output) is type(value)
     assert [tensor.dtype for tensor in unpack(output)] == [torch.float64] * 2
     assert all(new is old for new, old in zip(unpack(value), before, strict=True))
-
-
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_inputs_and_outputs_are_cast_in_any_container(container: str) -> None:
-    run_ranks(cast_chain, 2, container)
 
 
 # Views that are changed in place ----------------------------------------------------------------

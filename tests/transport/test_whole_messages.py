@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from nets import assert_parity, train_step, two_nets
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import fully_shard
@@ -67,7 +68,8 @@ def test_a_hook_sees_no_gaps() -> None:
     assert run_ranks(seen_by_a_hook, 2) == [[1.0]] * 2
 
 
-def train_with_flags_alone() -> None:
+@on_ranks(3)
+def test_flags_that_travel_by_themselves() -> None:
     reference, sharded = two_nets()
     with mock.patch.object(gradient_bucket, "PACKED_NBYTES_PER_PEER", 0):
         for step in range(2):
@@ -76,7 +78,3 @@ def train_with_flags_alone() -> None:
             assert_parity(sharded, reference)
             for model in (reference, sharded):
                 model.zero_grad()
-
-
-def test_flags_that_travel_by_themselves() -> None:
-    run_ranks(train_with_flags_alone, 3)
