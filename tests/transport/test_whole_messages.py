@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from nets import assert_parity, train_step, two_nets
 from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.core import gradient_bucket
+from composable_shard.core import gradient_bucket, layout
 from composable_shard.testing import run_ranks
 from transport.own_collectives import SummingReduceScatter
 
@@ -46,15 +47,21 @@ def backward(layer: nn.Module) -> None:
         loss.backward()
 
 
-def seen_by_a_reduce_scatter() -> list[float]:
-    layer, watching = fully_shard(nn.Linear(3, 5)), Watching()
-    layer.set_custom_reduce_scatter(watching)
-    backward(layer)
-    return watching.largest
+def seen_by_a_reduce_scatter(packed_nbytes: int) -> float:
+    watching = Watching()
+    layout.plan_bucket.cache_clear()
+    with mock.patch.object(layout, "PACKED_NBYTES_PER_PEER", packed_nbytes):
+        layer = fully_shard(nn.Linear(3, 5))
+        layer.set_custom_reduce_scatter(watching)
+        backward(layer)
+    layout.plan_bucket.cache_clear()
+    return max(watching.largest)
 
 
-def test_a_custom_reduce_scatter_sees_no_padding() -> None:
-    assert run_ranks(seen_by_a_reduce_scatter, 2) == [[1.0]] * 2
+@pytest.mark.parametrize("packed_nbytes", [layout.PACKED_NBYTES_PER_PEER, 0])
+def test_a_custom_reduce_scatter_sees_no_padding(packed_nbytes: int) -> None:
+    """Neither where parameters are packed into one message nor where each has one."""
+    assert run_ranks(seen_by_a_reduce_scatter, 2, packed_nbytes) == [1.0] * 2
 
 
 def seen_by_a_hook() -> list[float]:
