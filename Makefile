@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python 3.11 or later and nothing else: they make .venv first.
 # PYTHON=... chooses the interpreter that it is made with; ARGS=... is passed on to the command.
 # TORCH=2.15.0, or another version, makes and uses an environment with that torch beside .venv.
-# ALL=1 runs every case of every test.
+# ALL=1 runs every case of every test, those marked as matrix too, and all generated examples.
 
 PYTHON ?= python3
 TORCH ?=
@@ -14,12 +14,10 @@ DOCS_INSTALLED := $(VENV)/docs-installed
 CLIENTS := $(VENV)/clients
 
 # What is run on the newest torch besides: what a change of torch could break, the clients beside.
-ON_NEWEST := tests/test_contract.py tests/parity tests/extensions tests/compat/test_torch_dropin.py \
-	tests/dist/test_extension_errors.py tests/dist/test_extension_formats.py \
-	tests/dist/test_extension_gradients.py tests/dist/test_extensions.py \
-	tests/dist/test_finalization.py tests/dist/test_interface.py \
-	tests/dist/test_modules_pipelines.py tests/params/test_grad_dtypes.py \
-	tests/params/test_kept_storage.py
+ON_NEWEST := tests/test_contract.py tests/training tests/subclasses tests/interface \
+	tests/order/test_pipelines.py tests/parameters/test_freshness.py \
+	tests/parameters/test_grad_dtypes.py tests/parameters/test_kept_storage.py \
+	tests/compat/test_torch_dropin.py
 
 # An environment for one version of torch is held to our constraints alone, whatever pip is
 # configured to: a machine may cap torch.
@@ -39,7 +37,7 @@ HAS_TORCH = test -z "$(TORCH)" && $(PYTHON) -c 'import sys, torch, torch.distrib
 help:
 	@echo "make demo     train a small language model on two ranks, with a timeline"
 	@echo "make test     run the tests: every value of every parameter, once at least"
-	@echo "make test-all  run every case of every test"
+	@echo "make test-all  run every case of every test, and all generated examples"
 	@echo "make test-clients  run those with transformers, accelerate, lightning and others"
 	@echo "make test-newest  run what a new torch could break, clients too, on torch $(NEWEST_TORCH)"
 	@echo "make test-long  run ten times the generated examples, all cases, and the long runs"

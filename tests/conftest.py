@@ -15,7 +15,11 @@ import torch
 # copies turn it off for themselves.
 os.environ.setdefault("COMPOSABLE_SHARD_POISON_MEMORY", "1")
 
+from near import readable
+
 from composable_shard.testing import stop_ranks
+
+__all__ = ["readable"]
 
 # These are programs: they import each other by name, and ranks import them from there too.
 for folder in ("benchmarks", "examples"):
@@ -33,8 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--brief",
         action="store_true",
-        help="of each test with many cases, run as few as hold every value of every parameter",
+        help="of each test with many cases, run as few as hold every value of every parameter; "
+        "leave out what is marked as matrix, and most generated examples",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("brief"):
+        os.environ["BRIEF_EXAMPLES"] = "1"  # read where examples are generated
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {Path(__file__).parent / file: place for place, file in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(FIRST)))
     if config.getoption("brief"):
-        kept = set(_covering(items))
+        kept = set(_covering([item for item in items if not item.get_closest_marker("matrix")]))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 

@@ -10,35 +10,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as torch_dist
-from dist import test_event_cases as event_cases
-from dist import test_events as events
-from dist import test_extension_errors as extension_errors
-from dist import test_extension_formats as extension_formats
-from dist import test_freshness as freshness
-from dist import test_interface as interface
-from dist import test_modules_buffers as buffers
-from dist import test_modules_double_backward as double_backward
-from dist import test_modules_evaluation as evaluation
-from dist import test_modules_losses as losses
-from dist import test_modules_outputs as outputs
-from dist import test_modules_roots as roots
 from faults import test_diverging_orders as diverging
 from faults import test_failed_iterations as failures
 from faults import test_reset as resets
+from interface import test_interface as interface
 from meshes import test_hybrid as hybrid
 from meshes import test_reshard_to_fewer as fewer
 from meshes import test_tensor_parallel as tensor_parallel
-from params import test_carried_over as carried
-from params import test_deepcopy as copies
-from params import test_kinds as kinds
-from params import test_ties as ties
-from parity import test_accumulation as accumulation
-from parity import test_frozen as frozen
-from parity.programs import NUM_PARAMS, Program
-from parity.programs import assert_same as assert_program
+from order import test_evaluation as evaluation
+from order import test_events as event_cases
+from order import test_events as events
+from order import test_roots as roots
+from parameters import test_buffers as buffers
+from parameters import test_carried_over as carried
+from parameters import test_deepcopy as copies
+from parameters import test_freshness as freshness
+from parameters import test_kinds as kinds
+from parameters import test_ties as ties
+from subclasses import test_errors as extension_errors
+from subclasses import test_formats as extension_formats
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from training import test_accumulation as accumulation
+from training import test_double_backward as double_backward
+from training import test_frozen as frozen
+from training import test_losses as losses
+from training import test_outputs as outputs
+from training.programs import NUM_PARAMS, Program
+from training.programs import assert_same as assert_program
 
 from composable_shard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from composable_shard.testing import run_ranks

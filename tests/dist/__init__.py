@@ -1,1 +1,0 @@
-"""Sharded modules on one to four ranks: events, state, extensions."""

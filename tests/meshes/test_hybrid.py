@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from parity.cases import reproducible
-from parity.models import build, inputs_for, shard
-from parity.programs import NUM_PARAMS, TREE
+from near import Apart
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from training.cases import reproducible
+from training.programs import NUM_PARAMS, TREE
+from training.trees import build, inputs_for, shard
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.insight.events import record_events
@@ -247,3 +248,15 @@ def reduced_in_float32() -> float:
 
 def test_both_stages_reduce_in_the_reduce_dtype() -> None:
     assert max(run_ranks(reduced_in_float32, 4)) < 1e-6
+
+
+# Ranks that send, as those on other hosts do ----------------------------------------------------
+
+
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize("extents", [(2, 2), (1, 3)])
+def test_any_step_on_ranks_that_send(extents: tuple[int, int]) -> None:
+    steps: tuple[Step, ...] = ("sync", "step", "no_all_reduce", "no_sync", "sync", "step")
+    ranks = extents[0] * extents[1]
+    program = Program(steps, ((ALL,) * ranks,) * len(steps), extents)
+    assert run_ranks(Apart(follow), ranks, program, timeout=30) == [[]] * ranks

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.two_tensors import two_tensor_hooks, two_tensor_mlp
-from parity.models import build, inputs_for, shard
-from parity.programs import TREE
+from near import Apart
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from training.programs import TREE
+from training.trees import build, inputs_for, shard
+from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.transport import point_to_point
@@ -223,3 +224,16 @@ def test_ranks_that_know_of_different_groups_make_one_together() -> None:
     whole = [0, 1, 2, 3]
     expected = [[whole, pair] for pair in ([0, 1], [0, 1], [2, 3], [2, 3])]
     assert run_ranks(groups_of_some_ranks, 4) == expected
+
+
+# Ranks that send, as those on other hosts do ----------------------------------------------------
+
+
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
+def test_training_is_the_same_on_ranks_that_send(param_dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    seen = [run_ranks(run, 4, 2, policy, timeout=30) for run in (train, Apart(train))]
+    assert seen[0] == seen[1]
+    if param_dtype is None:
+        assert seen[1] == [[]] * 4

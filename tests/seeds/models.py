@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import nets
 import pytest
 import torch
 import torch.distributed as torch_dist
-from dist import models
+from nets import full
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -81,11 +82,7 @@ def two_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def average_gradients(model: nn.Module) -> None:
     """Replace the gradients of a plain model by their mean over the ranks."""
-    models.average_gradients(model.parameters())
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    nets.average_gradients(model.parameters())
 
 
 def named(name: str) -> Callable[[str], str]:

@@ -1,7 +1,7 @@
 """Document 002, the extension tests of PyTorch: tensor subclasses that gather themselves.
 
 Each test has the name it has there. Each runs between processes and between threads, on the CPU;
-between threads on one CUDA device too. ``tests/dist/test_extensions.py`` goes further.
+between threads on one CUDA device too. ``tests/subclasses/test_two_tensors.py`` goes further.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import average_gradients
-from dist.test_extensions import low_precision_step, shard_layers
-from dist.two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
+from nets import average_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_fsdp import MLP, check_sharded_parity
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.two_tensor import TwoTensor
+from two_tensors import (
+    inner_models,
+    low_precision_step,
+    shard_layers,
+    two_tensor_hooks,
+    two_tensor_mlp,
+)
 
 from composable_shard import MixedPrecisionPolicy
 from composable_shard.testing import run_ranks, run_threads

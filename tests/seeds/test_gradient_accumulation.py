@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.tensor import Partial
 from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -112,7 +113,52 @@ def run(phases: Phases, **kwargs: Any) -> None:
         assert_same_parameters(model, reference, rtol=1e-5, atol=1e-5)
 
 
-def step_on_what_is_partial(strategy: ShardingStrategy) -> None:
+def grad_acc(
+    phases: Phases,
+    use_orig_params: bool,
+    prefetch: Any,
+    offload: bool,
+    strategy: ShardingStrategy,
+) -> None:
+    run(
+        phases,
+        use_orig_params=use_orig_params,
+        backward_prefetch=prefetch,
+        sharding_strategy=strategy,
+        cpu_offload=CPUOffload(offload_params=offload),
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("phases", [INSIDE_FIRST, OUTSIDE_FIRST], ids=["inside", "outside"])
+def test_grad_acc(
+    phases: Phases, use_orig_params: bool, prefetch: Any, strategy: ShardingStrategy
+) -> None:
+    run_ranks(grad_acc, 2, phases, use_orig_params, prefetch, False, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_grad_acc_cpu_offload(
+    use_orig_params: bool, prefetch: Any, strategy: ShardingStrategy
+) -> None:
+    run_ranks(grad_acc, 2, [(True, 3)], use_orig_params, prefetch, True, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "phases", [[(False, 3)], INSIDE_FIRST, OUTSIDE_FIRST], ids=["only", "inside", "outside"]
+)
+def test_grad_acc_cpu_offload_without_no_sync(phases: Phases, strategy: ShardingStrategy) -> None:
+    run_ranks(grad_acc, 2, phases, True, BackwardPrefetch.BACKWARD_PRE, True, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_grad_acc_step_without_sync(strategy: ShardingStrategy) -> None:
     """Take a step although the last backward was inside: the gradients count as their mean."""
     plain, reference = two_of(transformer())
     model = FSDP(plain, sharding_strategy=strategy, device_id=CPU)
@@ -124,39 +170,3 @@ def step_on_what_is_partial(strategy: ShardingStrategy) -> None:
     torch.optim.SGD(model.parameters(), lr=0.01).step()
     torch.optim.SGD(reference.parameters(), lr=0.01).step()
     assert_same_parameters(model, reference, rtol=1e-5, atol=1e-5)
-
-
-def grad_acc(phases: Phases, use_orig_params: bool, prefetch: Any, offload: bool) -> None:
-    for strategy in STRATEGIES:
-        run(
-            phases,
-            use_orig_params=use_orig_params,
-            backward_prefetch=prefetch,
-            sharding_strategy=strategy,
-            cpu_offload=CPUOffload(offload_params=offload),
-        )
-
-
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("phases", [INSIDE_FIRST, OUTSIDE_FIRST], ids=["inside", "outside"])
-def test_grad_acc(phases: Phases, use_orig_params: bool, prefetch: Any) -> None:
-    run_ranks(grad_acc, 2, phases, use_orig_params, prefetch, False)
-
-
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_grad_acc_cpu_offload(use_orig_params: bool, prefetch: Any) -> None:
-    run_ranks(grad_acc, 2, [(True, 3)], use_orig_params, prefetch, True)
-
-
-@pytest.mark.parametrize(
-    "phases", [[(False, 3)], INSIDE_FIRST, OUTSIDE_FIRST], ids=["only", "inside", "outside"]
-)
-def test_grad_acc_cpu_offload_without_no_sync(phases: Phases) -> None:
-    run_ranks(grad_acc, 2, phases, True, BackwardPrefetch.BACKWARD_PRE, True)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_grad_acc_step_without_sync(strategy: ShardingStrategy) -> None:
-    run_ranks(step_on_what_is_partial, 2, strategy)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
@@ -271,7 +272,9 @@ def test_fsdp_device_id_cpu_offload(use_orig_params: bool) -> None:
         assert model(torch.ones(2, 10)).device == current
 
 
-def train_offloaded(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_fsdp_device_id_cpu_offload_on_cpu(use_orig_params: bool) -> None:
     model = offloaded(CPU, use_orig_params)
     with FSDP.summon_full_params(model):
         reference = copy.deepcopy(Parts())
@@ -283,11 +286,6 @@ def train_offloaded(use_orig_params: bool) -> None:
     average_gradients(reference)
     assert_same_gradients(model, reference)
     assert {param.grad.device for param in model.parameters()} == {CPU}
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_fsdp_device_id_cpu_offload_on_cpu(use_orig_params: bool) -> None:
-    run_ranks(train_offloaded, 2, use_orig_params)
 
 
 # Modules on the CPU -----------------------------------------------------------------------------
@@ -669,7 +667,8 @@ def test_fsdp_device_id_no_move_ignored_params_and_bufs() -> None:
         assert all(param.is_cuda for param in model.b.parameters())
 
 
-def ignored_stay() -> None:
+@on_ranks(2)
+def test_fsdp_device_id_no_move_ignored_params_and_bufs_on_cpu() -> None:
     module = Ignoring()
     reference = copy.deepcopy(module)
     own = [*module.a.parameters(), *module.a.buffers()]
@@ -685,10 +684,6 @@ def ignored_stay() -> None:
     average_gradients(reference)
     for param, expected in zip(model.b.parameters(), reference.b.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), expected.grad)
-
-
-def test_fsdp_device_id_no_move_ignored_params_and_bufs_on_cpu() -> None:
-    run_ranks(ignored_stay, 2)
 
 
 # Modules without parameters, with rank 0's values, of several kinds -----------------------------

@@ -1,0 +1,457 @@
+"""What happens in which order: whole lists of events of whole iterations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from nets import Block, Net, average_gradients, own_input, shard_net, two_nets
+from torch import nn
+
+from composable_shard import fully_shard
+from composable_shard.insight.events import record_events
+from order.recording import events, loss_of, on_ranks, recorded_iterations, short
+
+
+def iterations(count: int, *, num_blocks: int = 2, **kwargs: object) -> list[list[str]]:
+    """Record forward and backward of every iteration: [forward 0, backward 0, forward 1, ...]."""
+    return recorded_iterations(shard_net(Net(num_blocks), **kwargs), count)
+
+
+FIRST_FORWARD = """
+    pre_forward root, gather root, wait root,
+    pre_forward 0, gather 0, wait 0, post_forward 0, free 0,
+    pre_forward 1, gather 1, wait 1, post_forward 1, free 1,
+    post_forward root"""
+NEXT_FORWARD = """
+    pre_forward root, gather root, wait root, gather 0,
+    pre_forward 0, wait 0, gather 1, post_forward 0, free 0,
+    pre_forward 1, wait 1, post_forward 1, free 1,
+    post_forward root"""
+BACKWARD = """
+    pre_backward root, gather 1,
+    pre_backward 1, wait 1, gather 0, post_backward 1, free 1, reduce 1,
+    pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
+    post_backward root, finish 0, reduce root, finish root, free root"""
+
+
+def test_backward_gathers_ahead_at_once_and_forward_from_the_second_iteration_on() -> None:
+    first_forward, first_backward, *rest = on_ranks(iterations, 3)
+    assert first_forward == events(FIRST_FORWARD)
+    assert first_backward == events(BACKWARD)
+    assert rest == [events(NEXT_FORWARD), events(BACKWARD)] * 2
+
+
+KEPT_FORWARD = """
+    pre_forward root, gather root, wait root, gather 0,
+    pre_forward 0, wait 0, gather 1, post_forward 0,
+    pre_forward 1, wait 1, post_forward 1,
+    post_forward root"""
+KEPT_BACKWARD = """
+    pre_backward root,
+    pre_backward 1, post_backward 1, free 1, reduce 1,
+    pre_backward 0, post_backward 0, free 0, finish 1, reduce 0,
+    post_backward root, finish 0, reduce root, finish root, free root"""
+
+
+def test_without_reshard_after_forward_backward_gathers_nothing() -> None:
+    *_, last_forward, last_backward = on_ranks(
+        functools.partial(iterations, reshard_after_forward=False), 2
+    )
+    assert last_forward == events(KEPT_FORWARD)
+    assert last_backward == events(KEPT_BACKWARD)
+
+
+def test_with_reshard_after_forward_the_root_is_freed_too() -> None:
+    first_forward, first_backward, second_forward, second_backward = on_ranks(
+        functools.partial(iterations, reshard_after_forward=True), 2
+    )
+    assert first_forward == events(FIRST_FORWARD + ", free root")
+    assert first_backward == events(
+        BACKWARD.replace("pre_backward root,", "pre_backward root, gather root, wait root,")
+    )
+    assert second_forward == events(NEXT_FORWARD + ", free root")
+    assert second_backward == events(
+        BACKWARD.replace("pre_backward root,", "pre_backward root, gather root, wait root,")
+    )
+
+
+def set_before_and_after_first_forward(when: int) -> list[list[str]]:
+    model = shard_net(Net(2))
+    parts = []
+    for iteration in range(3):
+        if iteration == when:
+            model.set_reshard_after_forward(False)
+        parts += recorded_iterations(model, 1)
+    return parts
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_set_reshard_after_forward_acts_at_any_time(when: int) -> None:
+    parts = on_ranks(set_before_and_after_first_forward, when)
+    if when:
+        assert parts[:2] == [events(FIRST_FORWARD), events(BACKWARD)]
+    assert parts[4:] == [events(KEPT_FORWARD), events(KEPT_BACKWARD)]
+
+
+def keep_after_backward() -> list[list[str]]:
+    """What is gathered and freed where parameters are kept from backward to forward."""
+    model = shard_net(Net(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    model.set_is_last_backward(False)
+    parts = recorded_iterations(model, 2)
+    model.synchronize_gradients()
+    optimizer.step()
+    parts += recorded_iterations(model, 1)
+    model.set_is_last_backward(True)
+    parts += recorded_iterations(model, 2)
+    return [[event for event in part if event.split()[0] in ("free", "gather")] for part in parts]
+
+
+def test_without_reshard_after_backward_parameters_stay_until_gradients_are_complete() -> None:
+    first, second, after_step, last, anew = batched(on_ranks(keep_after_backward))
+    gathers = "gather root, gather 0, gather 1"
+    frees = "free root, free 0, free 1"
+    assert first == (events(gathers), [])
+    assert second == ([], [])
+    assert after_step == (events(f"{frees}, {gathers}"), [])
+    assert last == ([], events(frees))
+    assert anew == (events(gathers), events(frees))
+
+
+def batched(parts: list[list[str]]) -> list[tuple[list[str], list[str]]]:
+    """Return the events of forward and backward of each iteration."""
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+class Stack(nn.Module):
+    """Blocks without anything around them: the root has no parameter of its own."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def stack_iterations() -> list[list[str]]:
+    model = Stack(3)
+    for block in model.blocks:
+        fully_shard(block)
+    return recorded_iterations(fully_shard(model), 3)
+
+
+def test_a_root_without_parameters_does_not_free_the_last_block() -> None:
+    _, _, *rest = on_ranks(stack_iterations)
+    second_forward = """
+        pre_forward root,
+        pre_forward 0, gather 0, wait 0, gather 1, post_forward 0, free 0,
+        pre_forward 1, wait 1, gather 2, post_forward 1, free 1,
+        pre_forward 2, wait 2, post_forward 2,
+        post_forward root"""
+    second_backward = """
+        pre_backward 2, gather 1, pre_backward root, post_backward 2, free 2, reduce 2,
+        pre_backward 1, wait 1, gather 0, post_backward 1, free 1, finish 2, reduce 1,
+        pre_backward 0, wait 0, post_backward 0, finish 1, reduce 0,
+        post_backward root, finish 0, free 0"""
+    assert rest == [events(second_forward), events(second_backward)] * 2
+
+
+def explicit_prefetch() -> list[list[str]]:
+    model = shard_net(Net(3))
+    first, second, third = model.blocks
+    model.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([third])
+    model.set_modules_to_backward_prefetch([third, second])
+    third.set_modules_to_backward_prefetch([first])
+    parts = recorded_iterations(model, 2)
+    model.set_modules_to_forward_prefetch([])
+    first.set_modules_to_forward_prefetch([])
+    return parts + recorded_iterations(model, 1)
+
+
+def test_explicit_lists_replace_the_recorded_order() -> None:
+    first_forward, first_backward, _, _, third_forward, _ = on_ranks(explicit_prefetch)
+    explicit_forward = """
+        pre_forward root, gather root, wait root, gather 0, gather 1,
+        pre_forward 0, wait 0, gather 2, post_forward 0, free 0,
+        pre_forward 1, wait 1, post_forward 1, free 1,
+        pre_forward 2, wait 2, post_forward 2, free 2,
+        post_forward root"""
+    explicit_backward = """
+        pre_backward root, gather 2, gather 1,
+        pre_backward 2, wait 2, gather 0, post_backward 2, free 2, reduce 2,
+        pre_backward 1, wait 1, post_backward 1, free 1, finish 2, reduce 1,
+        pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
+        post_backward root, finish 0, reduce root, finish root, free root"""
+    recorded_forward = """
+        pre_forward root, gather root, wait root, gather 0,
+        pre_forward 0, wait 0, gather 1, post_forward 0, free 0,
+        pre_forward 1, wait 1, gather 2, post_forward 1, free 1,
+        pre_forward 2, wait 2, post_forward 2, free 2,
+        post_forward root"""
+    assert first_forward == events(explicit_forward)
+    assert first_backward == events(explicit_backward)
+    assert third_forward == events(recorded_forward)
+
+
+def evaluations(context: Callable[[], torch.no_grad]) -> list[list[str]]:
+    model = shard_net(Net(2))
+    parts = []
+    for _ in range(2):
+        with record_events(model) as recorded, context():
+            loss_of(model)
+        parts.append(short(recorded))
+    return parts
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_frees_every_block_and_prefetches(context: type) -> None:
+    first, second = on_ranks(evaluations, context)
+    assert first == events(FIRST_FORWARD + ", free root")
+    # The root is not kept either: no backward needs it.
+    assert second == events(NEXT_FORWARD + ", free root")
+
+
+def unshard_by_hand() -> list[list[str]]:
+    model = shard_net(Net(1))
+    block, parts = model.blocks[0], []
+
+    def handle_twice() -> None:
+        handle = block.unshard(async_op=True)
+        parts.append(short(recorded))
+        handle.wait()
+        handle.wait()
+
+    for step in (block.unshard, block.unshard, block.reshard, block.reshard, handle_twice):
+        with record_events(model) as recorded:
+            step()
+        parts.append(short(recorded))
+    with record_events(model) as recorded:
+        model.unshard(async_op=True)
+        loss_of(model)
+    parts.append(short(recorded))
+    return parts
+
+
+def test_unshard_and_reshard_by_hand() -> None:
+    unshard, again, reshard, twice, launched, waited, with_forward = on_ranks(unshard_by_hand)
+    assert unshard == events("gather 0, wait 0")
+    assert again == []
+    assert reshard == events("free 0")
+    assert twice == []
+    assert launched == events("gather 0")
+    assert waited == events("gather 0, wait 0")
+    # Forward waits for what was launched, and uses the block that is still unsharded.
+    assert with_forward == events(
+        "gather root, pre_forward root, wait root, pre_forward 0, post_forward 0, free 0, "
+        "post_forward root"
+    )
+
+
+# Without sync ---------------------------------------------------------------------------------
+
+
+def accumulate_twice() -> list[list[str]]:
+    reference, model = two_nets(2)
+    parts = []
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        loss = model(own_input(step)).sum()
+        with record_events(model) as recorded:
+            loss.backward()
+        parts.append(short(recorded))
+        reference(own_input(step)).sum().backward()
+    average_gradients(reference.parameters())
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-6, atol=1e-7)
+    return parts
+
+
+def test_without_sync_gradients_are_accumulated_and_nothing_is_sent() -> None:
+    first, second, last = on_ranks(accumulate_twice)
+    assert (
+        first
+        == second
+        == events(
+            """pre_backward root, gather 1,
+        pre_backward 1, wait 1, gather 0, post_backward 1, free 1, accumulate 1,
+        pre_backward 0, wait 0, post_backward 0, free 0, accumulate 0,
+        post_backward root, accumulate root, free root"""
+        )
+    )
+    assert last == events(
+        """pre_backward root, gather 1,
+        pre_backward 1, wait 1, gather 0, post_backward 1, free 1, reduce 1,
+        pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
+        post_backward root, finish 0, reduce root, finish root, free root"""
+    )
+
+
+def keep_last_reductions_open() -> list[list[str]]:
+    _, model = two_nets(1)
+    model.set_is_last_backward(False)
+    with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as first:
+        model(own_input()).sum().backward()
+    model.set_is_last_backward(True)
+    with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as second:
+        model(own_input()).sum().backward()
+    return [short(first), short(second)]
+
+
+def test_a_backward_that_is_not_the_last_leaves_its_last_reduction_open() -> None:
+    first, second = on_ranks(keep_last_reductions_open)
+    assert first == events("reduce 0, finish 0, reduce root")
+    assert second == events("finish root, reduce 0, finish 0, reduce root, finish root")
+
+
+# A list as one group --------------------------------------------------------------------------
+
+
+class ChunkedHead(nn.Module):
+    """A norm and a head; the head is called once for each chunk of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, num_chunks: int = 2) -> torch.Tensor:
+        hidden = self.norm(self.body(x))
+        return sum(self.head(chunk).square().sum() for chunk in hidden.chunk(num_chunks))
+
+
+def chunked_head() -> list[list[str]]:
+    reference = ChunkedHead()
+    model = ChunkedHead()
+    model.load_state_dict(reference.state_dict())
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    parts = []
+    for step in range(2):
+        x = own_input(step, rows=6)
+        with record_events(model) as recorded:
+            loss = model(x, 3)
+        parts.append(short(recorded))
+        with record_events(model) as recorded:
+            loss.backward()
+        parts.append(short(recorded))
+        expected = reference(x, 3)
+        expected.backward()
+        assert loss.item() == expected.item()
+    average_gradients(reference.parameters())
+    assert_close_gradients(model, reference)
+    return [[item.replace("norm, head", "tail") for item in part] for part in parts]
+
+
+def assert_close_gradients(model: nn.Module, reference: nn.Module) -> None:
+    model.reshard()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_chunked_head_is_reduced_once() -> None:
+    parts = on_ranks(chunked_head)
+    for forward, backward in zip(parts[::2], parts[1::2], strict=True):
+        # The group has run in full when the head has run once; later calls gather it once more.
+        assert forward.count("gather tail") <= 2
+        assert forward.count("pre_forward tail") == 4
+        assert backward.count("gather tail") <= 1
+        assert backward.count("reduce tail") == backward.count("reduce root") == 1
+        assert backward.count("free tail") == 1
+
+
+class PartlyCalled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def partly_called() -> list[list[str]]:
+    """The second module of the group is never called."""
+    model = PartlyCalled()
+    fully_shard([model.first, model.second])
+    fully_shard(model)
+    parts = recorded_iterations(model, 2)
+    assert model.second.weight.grad is None and model.second.bias.grad is None
+    assert model.first.weight.grad is not None
+    return [[item.replace("first, second", "pair") for item in part] for part in parts]
+
+
+def test_a_group_called_in_part_is_freed_at_the_end_of_forward() -> None:
+    first_forward, _, second_forward, second_backward = on_ranks(partly_called)
+    assert first_forward == events(
+        "pre_forward root, gather root, wait root, "
+        "pre_forward pair, gather pair, wait pair, post_forward pair, "
+        "post_forward root, free pair"
+    )
+    assert second_forward == events(
+        "pre_forward root, gather root, wait root, gather pair, "
+        "pre_forward pair, wait pair, post_forward pair, "
+        "post_forward root, free pair"
+    )
+    assert second_backward == events(
+        "pre_backward root, gather pair, post_backward root, "
+        "pre_backward pair, wait pair, post_backward pair, reduce pair, "
+        "finish pair, reduce root, finish root, free root, free pair"
+    )
+
+
+def list_as_root() -> list[list[str]]:
+    """Two modules without a common parent form one tree with one group."""
+    modules = [nn.Linear(4, 4), nn.Linear(4, 3)]
+    fully_shard(modules)
+    parts = []
+    for _ in range(2):
+        with record_events(modules[0]) as recorded:
+            modules[1](modules[0](own_input())).sum().backward()
+        parts.append(short(recorded))
+    return parts
+
+
+def test_a_list_as_root_is_gathered_and_reduced_once() -> None:
+    for recorded in on_ranks(list_as_root):
+        assert recorded.count("gather root") == 1
+        assert recorded.count("reduce root") == 1
+        assert recorded[-2:] == ["finish root", "free root"]
+
+
+# Nested ---------------------------------------------------------------------------------------
+
+
+def nested() -> list[list[str]]:
+    model = Net(1)
+    fully_shard(model.blocks[0].up)
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+    return recorded_iterations(model, 2)
+
+
+def test_a_group_within_a_group() -> None:
+    *_, forward, backward = on_ranks(nested)
+    assert forward == events(
+        """pre_forward root, gather root, wait root, gather 0,
+        pre_forward 0, wait 0, gather 0.up,
+        pre_forward 0.up, wait 0.up, post_forward 0.up, free 0.up,
+        post_forward 0, free 0, post_forward root"""
+    )
+    assert backward == events(
+        """pre_backward root, gather 0,
+        pre_backward 0, wait 0, gather 0.up,
+        pre_backward 0.up, wait 0.up, post_backward 0.up, free 0.up, reduce 0.up,
+        post_backward 0, free 0, finish 0.up, reduce 0,
+        post_backward root, finish 0, reduce root, finish root, free root"""
+    )

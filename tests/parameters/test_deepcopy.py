@@ -1,0 +1,223 @@
+"""A deep copy of a sharded module is sharded, independent, and trains on its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes.compare import Oracle, gradient_differences, value_differences
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+from two_tensors import two_tensor_hooks, two_tensor_mlp
+
+from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_shard.core.group import group_of
+from composable_shard.insight.events import record_events
+from composable_shard.testing import fake_ranks, run_ranks
+
+WIDTH = 5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def shard_all(model: nn.Module, **options: Any) -> nn.Module:
+    fully_shard(model.first, **options)
+    fully_shard([model.norm, model.last], **options)
+    return fully_shard(model, **options)
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def train(model: nn.Module, oracle: Oracle, steps: range) -> list[str]:
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
+    found: list[str] = []
+    for step in steps:
+        for either in (model, oracle.model):
+            either(batch(step)).square().sum().backward()
+        oracle.take()
+        oracle.reduce()
+        model.reshard()  # type: ignore[operator]
+        found += gradient_differences(dict(model.named_parameters()), oracle)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        oracle.step(optimizers[1])
+        found += value_differences(model.named_parameters(), oracle)
+    return found
+
+
+def copied_and_trained(when: str, options: dict[str, Any]) -> list[str]:
+    model = make()
+    oracle = Oracle(model)
+    shard_all(model, **options)
+    found = [] if when == "before the first forward" else train(model, oracle, range(2))
+    if when == "while unsharded":
+        model.unshard()  # type: ignore[operator]
+    copied = copy.deepcopy(model)
+    copied_oracle = Oracle(oracle.model)
+    if type(copied) is not type(model) or not isinstance(copied, FSDPModule):
+        found.append(f"{type(copied)} instead of {type(model)}")
+    pairs = zip(model.named_parameters(), copied.named_parameters(), strict=True)
+    for (name, mine), (other_name, theirs) in pairs:
+        assert isinstance(mine, DTensor) and isinstance(theirs, DTensor)
+        if name != other_name or mine.placements != theirs.placements:
+            found.append(f"{name} became {other_name}, {theirs.placements}")
+        if mine.to_local().numel() and mine.to_local().data_ptr() == theirs.to_local().data_ptr():
+            found.append(f"{name} shares memory")
+    found += train(copied, copied_oracle, range(2, 5))
+    found += value_differences(model.named_parameters(), oracle)  # untouched by that
+    found += train(model, oracle, range(5, 7))
+    return found + value_differences(copied.named_parameters(), copied_oracle)
+
+
+WHEN = ["before the first forward", "after training", "while unsharded"]
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_copy_and_its_source_train_independently(ranks: int, when: str) -> None:
+    assert run_ranks(copied_and_trained, ranks, when, {}) == [[]] * ranks
+
+
+def test_a_copy_keeps_how_it_is_sharded() -> None:
+    assert run_ranks(copied_and_trained, 4, WHEN[1], {"reshard_after_forward": 2}) == [[]] * 4
+
+
+Ema = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+def averaged(use_foreach: bool) -> list[str]:
+    """Average the parameters over steps, evaluate the average in between."""
+    model = make()
+    oracle = Oracle(model)
+    shard_all(model)
+    update: dict[str, Any] = {
+        "avg_fn": None if use_foreach else lambda mean, new, _: 0.9 * mean + 0.1 * new,
+        "multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9) if use_foreach else None,
+    }
+    means = [AveragedModel(m, **update) for m in (model, oracle.model)]
+    found: list[str] = []
+    for step in range(3):
+        found += train(model, oracle, range(step, step + 1))
+        means[0].update_parameters(model)
+        means[1].update_parameters(oracle.model)
+        for mean in means:
+            mean.eval()
+        with torch.no_grad():
+            got, wanted = (mean(batch(9)) for mean in means)
+        if not torch.allclose(got, wanted, atol=1e-5):
+            found.append(f"step {step}: the average gives {got}, not {wanted}")
+    return found
+
+
+@pytest.mark.parametrize("use_foreach", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_exponential_moving_average(ranks: int, use_foreach: bool) -> None:
+    assert run_ranks(averaged, ranks, use_foreach) == [[]] * ranks
+
+
+def test_settings_hooks_and_attributes_are_copied() -> None:
+    with fake_ranks(2):
+        model = make()
+        model.first.weight.tag = "mine"
+        seen: list[nn.Module] = []
+        model.first.register_forward_hook(lambda module, *_: seen.append(module))
+        policy = MixedPrecisionPolicy(torch.bfloat16)
+        shard_all(model, mp_policy=policy)
+        model.set_reshard_after_backward(False)  # type: ignore[operator]
+        model.set_modules_to_forward_prefetch([model.first, model.last])  # type: ignore[operator]
+        copied = copy.deepcopy(model)
+        group, source = group_of(copied), group_of(model)
+        assert group is not None and source is not None and group is not source
+        assert group.policy is policy
+        assert group.settings.reshard_after_backward is False
+        assert group.settings.forward_prefetch == [group_of(copied.first), group_of(copied.last)]
+        assert group_of(copied.norm) is group_of(copied.last)
+        assert copied.first.weight.tag == "mine"
+        with record_events(copied, "pre_forward") as events, record_events(model) as others:
+            copied(torch.ones(2, WIDTH))
+        assert events == [
+            ("pre_forward", name) for name in ("", "first", "norm, last", "norm, last")
+        ]
+        assert others == []
+        assert seen == [copied.first]
+
+
+def test_a_part_and_a_whole_around_can_be_copied() -> None:
+    with fake_ranks(2):
+        model = shard_all(make())
+        part = copy.deepcopy(model.first)
+        part(torch.ones(2, WIDTH)).sum().backward()
+        assert model.first.weight.grad is None and part.weight.grad is not None
+        around = copy.deepcopy(nn.ModuleDict({"a": model, "b": nn.Linear(2, 2)}))
+        assert isinstance(around["a"], FSDPModule) and around["a"] is not model
+        around["a"](torch.ones(2, WIDTH)).sum().backward()
+        assert model.first.weight.grad is None
+        state = around["a"].state_dict()
+        model.load_state_dict(state)
+
+
+def subclass_outputs() -> list[bool]:
+    torch.manual_seed(0)
+    with two_tensor_hooks():
+        model = two_tensor_mlp(alike=False, dim=6)
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        x = torch.ones(2, 6)
+        wanted = model(x)
+        copied = copy.deepcopy(model)
+        got = copied(x)
+        with torch.no_grad():
+            for param in copied.parameters():
+                param.to_local().mul_(2)  # type: ignore[attr-defined]
+        same = [torch.equal(got.a, wanted.a), torch.equal(got.b, wanted.b)]  # type: ignore[attr-defined]
+        return [*same, torch.equal(model(x).a, wanted.a), torch.equal(copied(x).a, wanted.a)]
+
+
+def test_tensor_subclasses_are_copied() -> None:
+    assert run_ranks(subclass_outputs, 2) == [[True, True, True, False]] * 2
+
+
+class Counts(nn.Linear):
+    """Wants to be told when its parameters are replaced."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "heard" in self.__dict__:
+            self.heard.append(type(value) is nn.Parameter)
+        super().__setattr__(name, value)
+
+
+def heard_by_a_copy() -> list[bool]:
+    model = Counts(WIDTH, WIDTH)
+    fully_shard(model, reshard_after_forward=True)
+    copied = copy.deepcopy(model)
+    copied.__dict__["heard"] = []
+    with torch.no_grad():
+        copied(torch.ones(1, WIDTH))
+    return copied.heard
+
+
+def test_a_copy_of_a_module_with_its_own_setattr_is_told() -> None:
+    assert run_ranks(heard_by_a_copy, 2) == [[True, False]] * 2

@@ -1,0 +1,383 @@
+"""Freezing and unfreezing at any time: while unsharded parameters stand in modules, and with
+gradients that are not synchronized yet.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import Net, average_gradients, full, own_input, shard_net, two_nets
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
+from two_tensors import two_tensor_hooks
+
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard.testing import run_ranks
+
+Reshard = bool | int | None
+
+
+def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
+    loss: torch.Tensor = model(own_input(step)).square().sum()
+    return loss
+
+
+def assert_gradients(model: nn.Module, reference: nn.Module) -> None:
+    """Assert that all gradients are reduced, and those of the unsharded model."""
+    for (name, param), expected in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        assert isinstance(param, DTensor), name
+        assert param.requires_grad == expected.requires_grad, name
+        assert (param.grad is None) == (expected.grad is None), name
+        if param.grad is not None:
+            assert param.grad.placements == param.placements, (name, param.grad.placements)
+            torch.testing.assert_close(full(param.grad), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+# While unsharded parameters are registered ------------------------------------------------------
+
+
+def by_the_module(model: Net, params: dict[str, nn.Parameter], wanted: bool) -> None:
+    model.requires_grad_(wanted)
+
+
+def by_a_part(model: Net, params: dict[str, nn.Parameter], wanted: bool) -> None:
+    model.out.requires_grad_(wanted)
+    model.inp.weight.requires_grad_(wanted)
+
+
+def by_assigning(model: Net, params: dict[str, nn.Parameter], wanted: bool) -> None:
+    model.out.weight.requires_grad = wanted
+    model.blocks[0].up.bias.requires_grad = wanted
+
+
+def by_the_sharded(model: Net, params: dict[str, nn.Parameter], wanted: bool) -> None:
+    for name in ("out.weight", "inp.bias", "blocks.0.down.weight"):
+        params[name].requires_grad_(wanted)
+
+
+Freeze = Callable[[Net, dict[str, nn.Parameter], bool], None]
+FREEZE: list[Freeze] = [by_the_module, by_a_part, by_assigning, by_the_sharded]
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("by_then", ["backward", "forward"])
+@pytest.mark.parametrize("freeze", FREEZE)
+@on_ranks("num_ranks")
+def test_frozen_between_forward_and_backward(
+    freeze: Freeze, reshard: Reshard, after: bool, by_then: str
+) -> None:
+    """Freeze between forward and backward, or between two forwards; unfreeze again."""
+    reference, model = two_nets(1, reshard_after_forward=reshard)
+    model.set_reshard_after_backward(after)
+    pairs = [(one, dict(one.named_parameters())) for one in (model, reference)]
+    optimizers = [torch.optim.SGD(params.values(), lr=0.1) for _, params in pairs]
+    for step in range(6):
+        is_frozen = step in (1, 2, 4)
+        for (one, params), optimizer in zip(pairs, optimizers, strict=True):
+            loss = loss_of(one, step)
+            if is_frozen:
+                freeze(one, params, False)
+            if by_then == "forward" and is_frozen:
+                loss = loss_of(one, step + 10)
+            if one is model and freeze is by_the_module and is_frozen:
+                assert not any(param.requires_grad for param in params.values())
+            if loss.requires_grad:
+                loss.backward()
+            optimizer.step() if step % 2 else None
+        for name, param in pairs[0][1].items():
+            assert param.requires_grad == pairs[1][1][name].requires_grad, name
+        if by_then == "forward" and is_frozen and freeze is by_the_module:
+            model(own_input(step)), reference(own_input(step))
+        average_gradients(reference.parameters())
+        got = {name: param.grad for name, param in pairs[0][1].items()}
+        for name, expected in pairs[1][1].items():
+            assert (got[name] is None) == (expected.grad is None), (step, name)
+            if expected.grad is not None:
+                torch.testing.assert_close(full(got[name]), expected.grad, rtol=1e-4, atol=1e-5)
+        for (one, params), optimizer in zip(pairs, optimizers, strict=True):
+            optimizer.zero_grad()
+            if is_frozen:
+                freeze(one, params, True)
+        for name, param in pairs[0][1].items():
+            with torch.no_grad():
+                pairs[1][1][name].copy_(full(param))
+    for name, param in pairs[0][1].items():
+        assert param.requires_grad, name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_a_discriminator_that_is_frozen_in_turns() -> None:
+    """Freeze the discriminator for the step of the generator, whatever is registered then."""
+    pairs = []
+    torch.manual_seed(1)
+    plain = nn.ModuleDict({"g": nn.Linear(4, 4), "d": Net(1)})
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded["g"])
+    shard_net(sharded["d"])
+    for one in (sharded, plain):
+        optimizers = {
+            name: torch.optim.SGD(one[name].parameters(), lr=0.05, momentum=0.9) for name in one
+        }
+        pairs.append((one, optimizers))
+    for step in range(4):
+        losses = []
+        for one, optimizers in pairs:
+            fake = one["g"](own_input(step))
+            one["d"].requires_grad_(True)
+            d_loss = one["d"](own_input(50 + step)).square().mean()
+            d_loss = d_loss - one["d"](fake.detach()).square().mean()
+            d_loss.backward()
+            verdict = one["d"](fake).square().mean()  # the graph is made before it is frozen
+            one["d"].requires_grad_(False)
+            verdict.backward()
+            if one is plain:
+                average_gradients(one.parameters())
+            for optimizer in optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+            losses += [d_loss.item(), verdict.item()]
+        assert losses[:2] == pytest.approx(losses[2:], rel=1e-5), step
+    for (_, param), expected in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(param), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_frozen_while_held_unsharded() -> None:
+    """What is set on unsharded parameters after unshard() holds for the sharded ones."""
+    reference, model = two_nets(1)
+    for wanted in (False, True):
+        for module in (model, *model.blocks):
+            module.unshard()
+        for one in (model, reference):
+            one.inp.weight.requires_grad_(wanted)
+            one.blocks[0].norm.requires_grad_(wanted)
+        model.reshard()
+        for one in (model, reference):
+            loss_of(one).backward()
+        average_gradients(reference.parameters())
+        assert_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+# With gradients that are not synchronized ---------------------------------------------------------
+
+
+def everything(model: Net) -> list[nn.Module]:
+    return [model]
+
+
+def a_block(model: Net) -> list[nn.Module]:
+    return [model.blocks[0]]
+
+
+def one_layer(model: Net) -> list[nn.Module]:
+    return [model.blocks[1].up, model.out]
+
+
+def all_but_the_head(model: Net) -> list[nn.Module]:
+    return [model.inp, *model.blocks]
+
+
+PARTS: list[Callable[[Net], list[nn.Module]]] = [everything, a_block, one_layer, all_but_the_head]
+
+HYBRID = (2, 2)
+
+
+class Partly(Net):
+    """Uses nothing of what its blocks give where it is told so."""
+
+    skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            y = block(x)
+            x = x if self.skips else y
+        return self.out(x)
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    if kind == "hybrid":
+        return {"mesh": init_device_mesh("cpu", HYBRID, mesh_dim_names=("replicate", "shard"))}
+    if kind == "offloaded":
+        return {"offload_policy": CPUOffloadPolicy()}
+    if kind == "mixed":
+        return {"mp_policy": MixedPrecisionPolicy(torch.float64, torch.float64)}
+    return {}
+
+
+def frozen_with_unsynced(
+    part: Callable[[Net], list[nn.Module]], kind: str, how: str, uses: str
+) -> None:
+    """Accumulate without sync, freeze, then synchronize; on some ranks a part is not used."""
+    reference, model = two_nets(2, make=Partly, **options_of(kind))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, reference)]
+    for iteration in range(3):
+        frozen = [module for one in (model, reference) for module in part(one)]
+        model.set_requires_gradient_sync(how == "all-reduce")
+        model.set_requires_all_reduce(False)
+        for one in (model, reference):
+            one.skips = uses == "some" and dist.get_rank() == 0
+            one(own_input(iteration)).square().sum().backward()
+            one.skips = False
+        for module in frozen:
+            module.requires_grad_(False)
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
+        for one in (model, reference):
+            x = own_input(10 + iteration)
+            if part is everything:
+                x.requires_grad_(how == "inputs")
+            loss = one(x).square().sum()
+            if loss.requires_grad:
+                loss.backward()
+        if part is everything and how != "inputs":
+            model.synchronize_gradients()
+        average(reference)
+        assert_gradients(model, reference)
+        for module in frozen:
+            module.requires_grad_(True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(param), expected, rtol=1e-5, atol=1e-6)
+            with torch.no_grad():
+                expected.copy_(full(param))
+
+
+def average(reference: nn.Module) -> None:
+    """Average gradients over the ranks; one that only some ranks have is averaged, too."""
+    for param in reference.parameters():
+        has = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(has)
+        if has.item() and param.grad is None:
+            param.grad = torch.zeros_like(param)
+    average_gradients(reference.parameters())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("part", "how"), [(everything, "inputs"), *((p, "sync") for p in PARTS)])
+@pytest.mark.parametrize("uses", ["all", "some"])
+@pytest.mark.parametrize("kind", ["plain", "offloaded", "mixed"])
+def test_what_was_accumulated_and_frozen_is_reduced(
+    kind: str, uses: str, part: Callable[[Net], list[nn.Module]], how: str, num_ranks: int
+) -> None:
+    run_ranks(frozen_with_unsynced, num_ranks, part, kind, how, uses)
+
+
+@pytest.mark.parametrize("uses", ["all", "some"])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("how", ["sync", "all-reduce"])
+def test_what_was_accumulated_and_frozen_is_reduced_over_replicas(
+    how: str, part: Callable[[Net], list[nn.Module]], uses: str
+) -> None:
+    run_ranks(frozen_with_unsynced, 4, part, "hybrid", how, uses)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_an_extension_that_was_accumulated_and_frozen() -> None:
+    """Gradients that are tensor subclasses, of a parameter that is frozen before the sync."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False)]
+    reference = nn.Sequential(*copy.deepcopy(layers))
+    model = nn.Sequential(*layers)
+    with two_tensor_hooks():
+        weight = model[0].weight.detach()
+        model[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
+        for module in (model[0], model[1], model):
+            fully_shard(module)
+        for step in range(2):
+            with model.no_sync():
+                model(own_input(step)).sum().backward()
+            reference(own_input(step)).sum().backward()
+            for one in (model, reference):
+                one[0].requires_grad_(False)
+                one(own_input(20 + step)).sum().backward()
+            average_gradients(reference.parameters())
+            got = model[0].weight.grad
+            assert got.placements == model[0].weight.placements
+            whole = got.full_tensor()
+            inner = whole.a if isinstance(whole, TwoTensor) else whole
+            torch.testing.assert_close(inner, reference[0].weight.grad, rtol=1e-5, atol=1e-6)
+            for one in (model, reference):
+                one[0].requires_grad_(True)
+                one.zero_grad()
+
+
+@on_ranks(2)
+def test_cleared_gradients_of_what_was_frozen_stay_cleared() -> None:
+    """Cleared gradients of a frozen parameter do not come back, and it takes no more part."""
+    reference, model = two_nets(1)
+    with model.no_sync():
+        loss_of(model).backward()
+    for one in (model, reference):
+        one.out.requires_grad_(False)
+        one.zero_grad()
+        loss_of(one, 1).backward()
+    average_gradients(reference.parameters())
+    assert_gradients(model, reference)
+    assert model.out.weight.grad is None
+
+
+# Zeroed, not dropped ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreach", ["single", "foreach", "fused"])
+@pytest.mark.parametrize("by", ["optimizer", "module"])
+@pytest.mark.parametrize(("num_ranks", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
+@on_ranks("num_ranks")
+def test_unsynced_gradients_are_zeroed(by: str, hybrid: bool, foreach: str) -> None:
+    """Zero gradients between microbatches; accumulation goes on from there."""
+    options = options_of("hybrid") if hybrid else {}
+    reference, model = two_nets(2, **options)
+    optimizers = []
+    for one in (model, reference):
+        made = {
+            "foreach": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, foreach=True),
+            "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
+            "single": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, foreach=False),
+        }[foreach](one)
+        optimizers.append(made)
+    for step in range(4):
+        for micro in range(4):
+            is_last = micro == 3
+            if hybrid:
+                model.set_requires_all_reduce(is_last)
+            else:
+                model.set_requires_gradient_sync(is_last)
+            for one, optimizer in zip((model, reference), optimizers, strict=True):
+                if micro == 1 or (micro == 0 and step):
+                    if by == "optimizer":
+                        optimizer.zero_grad(set_to_none=False)
+                    else:
+                        one.zero_grad(set_to_none=False)
+                    for param in one.parameters():
+                        grad = param.grad
+                        local = grad.to_local() if isinstance(grad, DTensor) else grad
+                        assert local is not None and not local.any()
+                loss_of(one, 10 * step + micro).backward()
+        average(reference)
+        assert_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5)
+            with torch.no_grad():
+                expected.copy_(full(param))

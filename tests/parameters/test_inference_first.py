@@ -1,0 +1,160 @@
+"""The first forward of all, or after parameters were replaced, runs under inference mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from nets import Net, average_gradients, full, own_input, shard_net
+from on_ranks import on_ranks
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from two_tensors import two_tensor_hooks
+
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard.testing import run_ranks
+
+Change = Callable[[nn.Module], None]
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def to_empty(model: nn.Module) -> None:
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+
+
+def load_by_assignment(model: nn.Module) -> None:
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def to_double(model: nn.Module) -> None:
+    model.double()
+
+
+CHANGES: list[Change] = [
+    nothing,
+    to_empty,
+    load_by_assignment,
+    to_double,
+]
+
+
+def evaluate(model: nn.Module, step: int) -> torch.Tensor:
+    dtype = next(iter(model.parameters())).dtype
+    with torch.inference_mode():
+        output: torch.Tensor = model(own_input(step).to(dtype))
+    return output.clone().to(dtype)
+
+
+def train(model: nn.Module, step: int, is_reference: bool) -> float:
+    dtype = next(iter(model.parameters())).dtype
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loss = model(own_input(step).to(dtype)).square().sum()
+    loss.backward()
+    if is_reference:
+        average_gradients(model.parameters())
+    optimizer.step()
+    model.zero_grad()
+    return float(loss.detach())
+
+
+def run(change: Change, options: dict[str, Any], trains_before: bool) -> None:
+    reference = Net(2)
+    model = shard_net(copy.deepcopy(reference), **options)
+    if trains_before:
+        for one in (model, reference):
+            train(one, 30, one is reference)
+            one.zero_grad()
+    for one in (model, reference):
+        change(one)
+    for step in range(3):
+        got, expected = evaluate(model, step), evaluate(reference, step)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        losses = [train(one, step, one is reference) for one in (model, reference)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5), step
+        for (name, param), expected in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert not param.is_inference(), name
+            torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5, msg=name)
+        if step == 1:
+            for one in (model, reference):
+                change(one)
+    for one in (model, reference):
+        one.zero_grad()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept": {"reshard_after_forward": False},
+    "number": {"reshard_after_forward": 2},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "mixed": {"mp_policy": MixedPrecisionPolicy(torch.float64)},
+}
+
+
+@pytest.mark.parametrize("trains_before", [False, True])
+@pytest.mark.parametrize(
+    ("options", "num_ranks"),
+    [("number", 4), *product(("plain", "kept", "offloaded", "mixed"), (1, 2, 3))],
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_inference_comes_first(
+    change: Change, options: str, num_ranks: int, trains_before: bool
+) -> None:
+    run_ranks(run, num_ranks, change, OPTIONS[options], trains_before)
+
+
+@pytest.mark.parametrize("trains_before", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_inference_comes_first_with_an_extension(trains_before: bool) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3))
+    model = copy.deepcopy(reference)
+    weight = model[0].weight.detach()
+    model[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
+    with two_tensor_hooks():
+        fully_shard(model[0])
+        fully_shard(model)
+        for step in range(3):
+            if step or not trains_before:
+                outputs = []
+                for one in (model, reference):
+                    with torch.inference_mode():
+                        output = one(own_input(step))
+                        outputs.append(output.a if isinstance(output, TwoTensor) else output)
+                torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+            for one in (model, reference):
+                one(own_input(step)).square().sum().backward()
+            average_gradients(reference.parameters())
+            got = model[2].weight.grad.full_tensor()
+            got = got.a if isinstance(got, TwoTensor) else got
+            torch.testing.assert_close(got, reference[2].weight.grad, rtol=1e-5, atol=1e-6)
+            model.zero_grad()
+            reference.zero_grad()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_unshard_under_inference_mode() -> None:
+    """Gather by hand under inference mode, and train with what was gathered."""
+    reference = Net(1)
+    model = shard_net(copy.deepcopy(reference))
+    with torch.inference_mode():
+        handles = [one.unshard(async_op=True) for one in (model, *model.blocks)]
+        for handle in handles:
+            handle.wait()
+    for one in (model, reference):
+        train(one, 0, one is reference)
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,213 @@
+"""Unsharded parameters whose memory stays: every gather fills the same, with the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch_versions import needs_kept_storage
+from two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
+
+from composable_shard import MixedPrecisionPolicy, explain, fully_shard
+from composable_shard.module import group_of
+from composable_shard.testing import fake_ranks, run_ranks
+
+Pointers = list[int]
+
+
+def pointers(model: nn.Module) -> Pointers:
+    """Return where the unsharded parameters lie, which must be registered."""
+    params = list(model.parameters())
+    assert not any(hasattr(param, "placements") for param in params)
+    return [param.data_ptr() for param in params]
+
+
+def gather(model: nn.Module) -> Pointers:
+    """Gather everything, note where it lies, and free it."""
+    sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    found = pointers(model)
+    for module in sharded:
+        module.reshard()
+    return found
+
+
+def nbytes_of(model: nn.Module) -> list[int]:
+    """Return the bytes behind the unsharded parameters."""
+    groups = dict.fromkeys(group_of(module) for module in model.modules())
+    params = [param for group in groups if group is not None for param in group.params]
+    return [param.unsharded.untyped_storage().nbytes() for param in params]  # type: ignore[union-attr]
+
+
+class Noting:
+    """Notes where a model's parameters lie when they compute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: list[Pointers] = []
+        for module in (model, *model.blocks):
+            module.register_forward_pre_hook(self._note, prepend=False)
+
+    def _note(self, module: nn.Module, args: object) -> None:
+        self.seen.append([param.data_ptr() for param in module.parameters(recurse=False)])
+
+
+def train(reshard: bool | int | None, dtypes: tuple[torch.dtype | None, ...]) -> list[bool]:
+    policy = MixedPrecisionPolicy(*dtypes)
+    reference, model = two_nets(2, reshard_after_forward=reshard, mp_policy=policy)
+    model.set_keep_unsharded_storage(True)
+    first = gather(model)
+    noting = Noting(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, model)]
+    for step in range(4):
+        with torch.no_grad():
+            model(own_input(step))  # also after a step, when shards have new values
+        for one in (reference, model):
+            one(own_input(step)).square().sum().backward()
+        average_gradients(reference.parameters())
+        if not dtypes:
+            assert_parity(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    own = [seen for seen in noting.seen if len(seen) == len(noting.seen[0])]
+    kept = [len(set(map(tuple, own))) == 1, gather(model) == first, min(nbytes_of(model)) > 0]
+    model.set_keep_unsharded_storage(False)
+    return [*kept, max(nbytes_of(model)) == 0, len(gather(model)) == len(first)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("reshard", [None, True, 2])
+def test_pointers_stay_and_numbers_are_those_of_the_unsharded_model(
+    reshard: bool | int | None, ranks: int
+) -> None:
+    if ranks == 2 and reshard == 2:
+        reshard = False  # of two ranks there is no smaller number
+    assert run_ranks(train, ranks, reshard, ()) == [[True] * 5] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pointers_stay_under_mixed_precision_and_on_one_rank(ranks: int) -> None:
+    dtypes = (torch.bfloat16, torch.float32)
+    assert run_ranks(train, ranks, True, dtypes) == [[True] * 5] * ranks
+
+
+def one_of_two() -> list[bool]:
+    model = shard_net(Net(2))
+    model.blocks[0].set_keep_unsharded_storage(True)
+    model(own_input()).sum().backward()
+    kept = [min(nbytes_of(model.blocks[0])) > 0, max(nbytes_of(model.blocks[1])) == 0]
+    model.set_keep_unsharded_storage(True, recurse=False)
+    model(own_input()).sum().backward()
+    root = group_of(model)
+    assert root is not None
+    at_root = min(p.unsharded.untyped_storage().nbytes() for p in root.params)  # type: ignore[union-attr]
+    return [*kept, at_root > 0, max(nbytes_of(model.blocks[1])) == 0]
+
+
+def test_one_module_may_keep_its_memory() -> None:
+    assert run_ranks(one_of_two, 2) == [[True] * 4] * 2
+
+
+@on_ranks(2)
+def test_memory_that_stays_is_not_read_while_sharded() -> None:
+    """Memory that stays is not read: autograd refuses parameters that are sharded."""
+    model = fully_shard(nn.Linear(4, 4))
+    model.set_keep_unsharded_storage(True)
+    model.unshard()
+    product = torch.ones(2, 4, requires_grad=True) @ model.weight
+    model.reshard()
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def subclasses() -> list[bool]:
+    with two_tensor_hooks():
+        torch.manual_seed(2)
+        model = two_tensor_mlp()
+        references = inner_models(model)
+        for mlp in model:
+            fully_shard(mlp)
+        fully_shard(model)
+        model.set_keep_unsharded_storage(True)
+        seen = []
+        for _ in range(3):
+            for mlp in model:
+                mlp.unshard()
+                weights = (mlp.in_proj.weight, mlp.out_proj.weight)
+                seen.append([w.data_ptr() for weight in weights for w in (weight.a, weight.b)])
+                mlp.reshard()
+            with torch.no_grad():
+                x = torch.ones(3, 8)
+                assert torch.equal(model(x).a, references[0](x))
+        return [seen[:3] == seen[3:6], seen[:3] == seen[6:]]
+
+
+def test_tensor_subclasses_keep_their_memory() -> None:
+    assert run_ranks(subclasses, 2) == [[True, True]] * 2
+
+
+def test_explain_says_that_memory_is_kept() -> None:
+    with fake_ranks(2):
+        model = shard_net(Net(2))
+        before = str(explain(model))
+        model.set_keep_unsharded_storage(True)
+        after = str(explain(model))
+    said = "the parameters are gathered again for backward, into memory that is kept"
+    assert said not in before and said in after
+
+
+# As torch's own ------------------------------------------------------------------------------
+
+
+def losses_of(shard: Any) -> tuple[list[float], bool]:
+    torch.manual_seed(4)
+    model = Net(2)
+    for block in model.blocks:
+        shard(block)
+    shard(model, reshard_after_forward=True)
+    model.set_keep_unsharded_storage(True)
+    first = gather(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = model(own_input(step)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, gather(model) == first
+
+
+def both() -> list[object]:
+    theirs, ours = losses_of(fsdp.fully_shard), losses_of(fully_shard)
+    return [ours[0] == theirs[0], ours[1], theirs[1]]
+
+
+@needs_kept_storage
+def test_losses_are_those_of_torch_bit_by_bit() -> None:
+    assert run_ranks(both, 2) == [[True, True, True]] * 2
+
+
+def hybrid_and_copied() -> list[bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard_net(Net(1), mesh=mesh)
+    model.set_keep_unsharded_storage(True)
+    first = gather(model)
+    copied = copy.deepcopy(model)
+    model(own_input()).sum().backward()
+    own = gather(copied)
+    return [gather(model) == first, gather(copied) == own, not set(own) & set(first)]
+
+
+def test_a_copy_keeps_memory_of_its_own_on_a_hybrid_mesh() -> None:
+    assert run_ranks(hybrid_and_copied, 4) == [[True] * 3] * 4

@@ -1,0 +1,261 @@
+"""What the module holds outside of compute, and how it is saved, loaded, moved and initialized."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from launches import counted
+from nets import (
+    Net,
+    assert_parity,
+    average_gradients,
+    own_input,
+    shard_net,
+    train_step,
+    two_nets,
+)
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.insight.events import record_events
+from composable_shard.testing import run_ranks
+
+
+def assert_sharded(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert a Shard(0) DTensor whose local rows are this rank's of ``expected``."""
+    assert isinstance(tensor, DTensor), name
+    assert tensor.placements == (Shard(0),) and tensor.shape == expected.shape, name
+    chunks = expected.detach().chunk(dist.get_world_size())
+    rank = dist.get_rank()
+    own = chunks[rank] if rank < len(chunks) else expected.detach()[:0]
+    assert torch.equal(tensor.to_local().detach(), own), name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_parameters_are_sharded_and_lie_together_for_each_group() -> None:
+    reference, model = two_nets(2)
+    for _ in range(2):
+        names = [name for name, _ in model.named_parameters()]
+        assert names == [name for name, _ in reference.named_parameters()]
+        for name, param in model.named_parameters():
+            assert isinstance(param, nn.Parameter) and param.is_leaf and param.requires_grad
+            assert_sharded(name, param, reference.get_parameter(name))
+        for params in (
+            [*model.inp.parameters(), *model.out.parameters()],
+            list(model.blocks[0].parameters()),
+            list(model.blocks[1].parameters()),
+        ):
+            locals_ = [param.to_local() for param in params]
+            assert all(local.storage_offset() == 0 for local in locals_)
+            places = [local.data_ptr() for local in locals_ if local.numel()]
+            nbytes = sum(local.nbytes for local in locals_)
+            assert max(places) - min(places) <= 2 * nbytes + 64 * len(places)
+        model(own_input()).sum().backward()
+    for param in model.parameters():
+        assert param.grad.placements == param.placements
+
+
+def alone() -> None:
+    """One rank sends nothing, and computes with the very storage that the optimizer sees."""
+    _, model = two_nets(1)
+    stored = {name: param.to_local().data_ptr() for name, param in model.named_parameters()}
+    used: dict[str, int] = {}
+
+    def note(*_: object) -> None:
+        used.update({name: param.data_ptr() for name, param in model.named_parameters()})
+
+    model.blocks[0].up.register_forward_pre_hook(note)
+    with counted() as launched:
+        model(own_input()).sum().backward()
+    assert launched == []
+    assert used == stored
+
+
+def test_one_rank_communicates_and_copies_nothing() -> None:
+    run_ranks(alone, 1)
+
+
+@on_ranks(2)
+def test_parameters_are_plain_during_compute() -> None:
+    reference, model = two_nets(1)
+    seen: dict[str, nn.Parameter] = {}
+    block = model.blocks[0]
+    block.up.register_forward_pre_hook(lambda *_: seen.update(block.named_parameters()))
+    model(own_input())
+    assert list(seen) == [name for name, _ in reference.blocks[0].named_parameters()]
+    for name, param in seen.items():
+        assert type(param) is nn.Parameter and param.is_leaf
+        assert param.shape == reference.blocks[0].get_parameter(name).shape
+
+
+@on_ranks(2)
+def test_state_dict_is_sharded_and_needs_no_communication() -> None:
+    reference, model = two_nets(2)
+    for before in ("nothing", "forward", "backward"):
+        if before != "nothing":
+            loss = model(own_input()).sum()
+            if before == "backward":
+                loss.backward()
+        with counted() as launched, record_events(model) as recorded:
+            state = model.state_dict()
+        assert launched == []
+        # After a forward the root is unsharded: it is freed, not gathered.
+        assert recorded == []
+        expected = reference.state_dict()
+        assert list(state) == list(expected)
+        for name, tensor in state.items():
+            assert_sharded(name, tensor, expected[name])
+        assert len(model.blocks[1].state_dict()) == 6
+    with counted() as launched, record_events(model) as recorded:
+        model(own_input())
+        state["out.weight"].full_tensor()
+    assert len(launched) > 0 and len(recorded) > 0  # the counts count
+
+
+def loaded(kind: str, assign: bool, after_forward: bool) -> None:
+    """Load the weights of another model into a sharded one; train both on."""
+    reference, model = two_nets(2)
+    torch.manual_seed(1)
+    reference = Net(2)
+    if after_forward:
+        model(own_input())
+        with torch.no_grad():
+            model(own_input())
+    state: dict[str, torch.Tensor] = reference.state_dict()
+    if kind == "distributed":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        state = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in state.items()}
+    elif kind == "sharded":
+        state = copy_of_sharded(reference)
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    result = model.load_state_dict(state, assign=assign)
+    assert result.missing_keys == result.unexpected_keys == []
+    assert_parity(model, reference)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    for step in range(2):
+        losses = [
+            train_step(one, step, optimizer)
+            for one, optimizer in zip((model, reference), optimizers, strict=True)
+        ]
+        assert losses[0] == losses[1]
+    model.reshard()
+    assert_parity(model, reference)
+
+
+def copy_of_sharded(reference: Net) -> dict[str, torch.Tensor]:
+    return shard_net(copy.deepcopy(reference)).state_dict()
+
+
+@pytest.mark.parametrize("after_forward", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", ["distributed", "sharded", "full"])
+def test_load_state_dict(kind: str, assign: bool, after_forward: bool) -> None:
+    run_ranks(loaded, 2, kind, assign, after_forward)
+
+
+class Affine(nn.Module):
+    """A layer whose initial values depend on its shapes alone."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+        self.register_buffer("offset", torch.empty(outputs))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1 / self.weight.shape[1])
+        nn.init.constant_(self.bias, 1 / self.bias.shape[0])
+        nn.init.constant_(self.offset, 0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight.T + self.bias + self.offset)
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(Affine(4, 5), nn.LayerNorm(5), Affine(5, 1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_initialization_from_the_meta_device_equals_the_eager_one() -> None:
+    reference = stack()
+    with torch.device("meta"):
+        model = stack()
+    for layer in (*model, model):
+        fully_shard(layer)
+    assert all(param.is_meta and isinstance(param, DTensor) for param in model.parameters())
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert_parity(model, reference)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, reference)]
+    for step in range(2):
+        losses = [
+            train_step(one, step, optimizer)
+            for one, optimizer in zip((model, reference), optimizers, strict=True)
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("before_forward", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(2)
+def test_to_another_dtype_after_sharding(before_forward: bool, dtype: torch.dtype) -> None:
+    reference, model = two_nets(1)
+    if not before_forward:
+        model(own_input()).sum().backward()
+        model.zero_grad()
+        model.reshard()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.125) for one in (model, reference)]
+    model.to(dtype)
+    reference.to(dtype)
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    assert_parity(model, reference)
+    for one in (model, reference):
+        one(own_input().to(dtype)).square().sum().backward()
+    average_gradients(reference.parameters())
+    assert_parity(model, reference)
+    assert {param.grad.dtype for param in model.parameters()} == {dtype}
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(model(own_input().to(dtype)), reference(own_input().to(dtype)))
+
+
+@on_ranks(2)
+def test_ignored_params_stay_as_they_are() -> None:
+    reference = Net(1)
+    model = copy.deepcopy(reference)
+    ignored = {model.inp.weight, model.blocks[0].norm.bias}
+    fully_shard(model.blocks[0], ignored_params=ignored)
+    fully_shard(model, ignored_params=ignored)
+    assert model.inp.weight in ignored and type(model.inp.weight) is nn.Parameter
+    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    assert plain == ["inp.weight", "blocks.0.norm.bias"]
+    for one in (reference, model):
+        one(own_input()).square().sum().backward()
+    for name, param in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        if name in plain:  # this rank's own gradient, reduced by nobody
+            assert torch.equal(param.grad, expected), name
+        else:
+            dist.all_reduce(expected)
+            assert torch.equal(param.grad.full_tensor(), expected / 2), name
+
+
+def with_policy_kept_in_storage_dtype() -> set[torch.dtype]:
+    model = shard_net(Net(1), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model(own_input())
+    return {tensor.dtype for tensor in model.state_dict().values()}
+
+
+def test_state_dict_has_the_storage_dtype_under_mixed_precision() -> None:
+    assert run_ranks(with_policy_kept_in_storage_dtype, 2) == [{torch.float32}] * 2

@@ -1,0 +1,273 @@
+"""Hooks for gradients that do what they must not: refused on all ranks, in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from composable_shard import (
+    CommunicationError,
+    ExtensionError,
+    fully_shard,
+)
+from composable_shard.core.extension import has_grad_extension
+from composable_shard.testing import RankError, fake_ranks, run_ranks
+from int8_gradients import Int8Gradients
+from subclasses.lossless import POST, PRE, Lossless, as_type
+
+
+def broken(pre: Callable[..., Any], post: Any = None, steps: int = 1) -> None:
+    """Train a weight whose hooks are those given."""
+    names = {PRE: pre, POST: post or Lossless.fsdp_post_reduce_scatter}
+    layer = as_type(nn.Linear(2, 4, bias=False), type("Broken", (Lossless,), names))
+    fully_shard(layer)
+    for _ in range(steps):
+        layer(torch.ones(1, 2)).sum().backward()
+
+
+def no_tuple(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
+    return grad
+
+
+def one_tensor(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
+    return grad, None
+
+
+def no_rows(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
+    return (grad, grad.sum()), None
+
+
+def another_later(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
+    self.num_calls += 1
+    return (grad if self.num_calls == 1 else grad.half(),), None
+
+
+def fails_on_one(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise ValueError("no")
+    return (grad,), None
+
+
+def differs(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
+    return (grad if dist.get_rank() == 0 else grad.half(),), None
+
+
+RETURN = f"Expected {PRE} of weight to return "
+REFUSED = {
+    no_tuple: f"{PRE} of weight failed: ExtensionError: {RETURN}(tensors, metadata), got Tensor",
+    one_tensor: f"{PRE} of weight failed: ExtensionError: {RETURN}a tuple of tensors and metadata, "
+    "got Tensor",
+    no_rows: f"{PRE} of weight failed: ExtensionError: {RETURN}tensors with a row for each of 2 "
+    "ranks, got [[2, 4], []]",
+    another_later: f"{RETURN}[torch.float32 [4]] as before, got [torch.float16 [4]]",
+    fails_on_one: f"{PRE} of weight failed: ValueError: no",
+    differs: f"Expected {PRE} of weight to return the same on all ranks, got [torch.float32 [4]] "
+    "on rank 0 and [torch.float16 [4]] on rank 1",
+}
+
+
+@pytest.mark.parametrize("hook", REFUSED, ids=lambda hook: hook.__name__)
+def test_what_hooks_must_not_do_is_refused_on_all_ranks(hook: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(broken, 2, hook, summed, 2)
+    failure = caught.value.agreed()
+    assert failure.exception_type is ExtensionError
+    assert failure.message == REFUSED[hook]
+
+
+def summed(self: Any, received: Any, metadata: Any, out: torch.Tensor) -> None:
+    out.copy_(received[0].sum(0))
+
+
+def gathers_on_one(self: Any, mesh: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise ValueError("no")
+    return (self.full,), None
+
+
+def broken_gather() -> None:
+    kind = type("Broken", (Lossless,), {"fsdp_pre_all_gather": gathers_on_one})
+    fully_shard(as_type(nn.Linear(2, 4, bias=False), kind))(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "hook"),
+    [(broken, (fails_on_one,), "fails_on_one"), (broken_gather, (), "gathers_on_one")],
+)
+def test_the_rank_on_which_a_hook_fails_shows_where(
+    fn: Callable[..., None], args: tuple[Any, ...], hook: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, 2, *args)
+    shows = [f", in {hook}" in failure.traceback for failure in caught.value.failures]
+    assert shows == [False, True]
+
+
+def gathers_on_last(self: Any, mesh: Any) -> Any:
+    if dist.get_rank() == 3:
+        raise ValueError("no")
+    return (self.full[: 1 + (dist.get_rank() == 1)].t(),), None
+
+
+def broken_replica() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    kind = type("Broken", (Lossless,), {"fsdp_pre_all_gather": gathers_on_last})
+    fully_shard(as_type(nn.Linear(2, 4, bias=False), kind), mesh=mesh)(torch.ones(1, 2))
+
+
+def test_ranks_of_replicas_are_numbered_over_the_whole_job() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(broken_replica, 4)
+    differs = (
+        "Expected fsdp_pre_all_gather of weight to return tensors of the same number, dtypes and "
+        "trailing dims on all ranks, got [torch.float32 [2, 1]] on rank 0 and [torch.float32 "
+        "[2, 2]] on rank 1"
+    )
+    fails = "fsdp_pre_all_gather failed on rank 3: ValueError: no"
+    assert [failure.message for failure in caught.value.failures] == [differs] * 2 + [fails] * 2
+
+
+def lost_rank(weight: torch.Tensor, in_forward: bool) -> None:
+    """Let the exchange of what hooks return fail, as it does when a rank dies."""
+    layer = nn.Linear(2, 4, bias=False)
+    layer.weight = nn.Parameter(weight)
+    fully_shard(layer)
+    failing = mock.patch.object(dist, "all_gather_object", side_effect=RuntimeError("closed"))
+    with failing if in_forward else nullcontext():
+        loss = layer(torch.ones(1, 2)).sum()
+    with failing:
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("weight", "in_forward", "act"),
+    [
+        (Lossless(torch.ones(4, 2)), True, "tensor subclasses send"),
+        (Lossless(torch.ones(4, 2)), False, "gradients are on the wire"),
+        (TwoTensor(torch.ones(4, 2), torch.ones(4, 2)), False, "gradients are made of"),
+    ],
+)
+def test_a_rank_lost_when_the_ranks_first_agree_is_told_as_such(
+    weight: torch.Tensor, in_forward: bool, act: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(lost_rank, 2, weight, in_forward)
+    assert {failure.exception_type for failure in caught.value.failures} == {CommunicationError}
+    assert [failure.message for failure in caught.value.failures] == [
+        f"Rank {rank} failed while agreeing on what {act}: closed" for rank in range(2)
+    ]
+
+
+def test_one_hook_alone_is_refused() -> None:
+    kind = type("Half", (torch.Tensor,), {PRE: summed})
+    tensor = torch.randn(4, 2).as_subclass(kind)
+    with pytest.raises(TypeError) as caught:
+        has_grad_extension(tensor)
+    assert str(caught.value) == (
+        f"Expected both {PRE} and {POST} on Half, got only {PRE}; define {POST} too"
+    )
+
+
+class Spreads(Lossless):
+    """Makes tensors of its own of all that is computed with it, gradients too."""
+
+    fsdp_pre_all_gather = property()
+    fsdp_post_all_gather = property()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        plain, named = tree_map_only(cls, lambda one: one.full, (args, kwargs or {}))
+        out = tree_map_only(torch.Tensor, cls, func(*plain, **named))
+        return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def subclass_gradient() -> None:
+    layer = as_type(nn.Linear(2, 4, bias=False), Spreads)
+    fully_shard(layer)
+    layer(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_gradient_that_is_a_subclass_is_refused() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(subclass_gradient, 2)
+    assert caught.value.agreed().message == (
+        f"Expected a plain gradient of weight to pass to {PRE}, got Spreads; let "
+        "fsdp_post_all_gather return a plain tensor"
+    )
+
+
+def hooks_on_one_rank() -> None:
+    kind = Lossless if dist.get_rank() else Int8Rows
+    layer = as_type(nn.Linear(2, 4, bias=False), kind)
+    fully_shard(layer)
+    layer(torch.ones(1, 2))
+
+
+class Int8Rows(Int8Gradients):
+    """Brings no hooks for gradients."""
+
+    fsdp_pre_reduce_scatter = property()
+    fsdp_post_reduce_scatter = property()
+
+
+def test_hooks_on_one_rank_alone_are_refused_on_all() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(hooks_on_one_rank, 2)
+    fact = (
+        "parameter 'weight' of the root group: shape [4, 2], torch.float32, Shard(0), trainable, "
+    )
+    fact += "on cpu, with its own all-gather"
+    assert caught.value.agreed().message == (
+        f"Expected the same model on all ranks, got on rank 0: {fact}; on rank 1: {fact}, with its "
+        "own reduce-scatter"
+    )
+
+
+class Forgets(TwoTensor):
+    """Its parts are of another class."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is not torch.ops.aten.split.Tensor:
+            return out
+        return [TwoTensor(part.a, part.b) for part in out]
+
+
+class Forgetful(Forgets):
+    """With hooks for its gradient."""
+
+    fsdp_pre_reduce_scatter = no_tuple
+    fsdp_post_reduce_scatter = summed
+
+
+class ForgetfulGather(Forgets):
+    """With hooks for its gather."""
+
+    fsdp_pre_all_gather = no_tuple
+    fsdp_post_all_gather = summed
+
+
+@pytest.mark.parametrize("kind", [Forgetful, ForgetfulGather])
+def test_shards_that_lose_the_hooks_are_refused(kind: type[TwoTensor]) -> None:
+    layer = nn.Linear(2, 4, bias=False)
+    layer.weight = nn.Parameter(kind(torch.ones(4, 2), torch.ones(4, 2)))
+    hook = PRE if kind is Forgetful else "fsdp_pre_all_gather"
+    with fake_ranks(2), pytest.raises(ExtensionError) as caught:
+        fully_shard(layer)
+    assert str(caught.value) == (
+        f"Expected a shard of weight to bring {hook} as {kind.__name__} does, got TwoTensor; let "
+        f"split and slice of {kind.__name__} return their own kind"
+    )
+    assert type(layer) is nn.Linear

@@ -1,0 +1,216 @@
+"""What extensions may send: several tensors of several dtypes and row counts, with metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import assert_same, average_gradients
+from on_ranks import on_ranks
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from two_tensors import two_tensor_hooks
+
+from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.testing import run_ranks
+
+COLUMNS = 4
+
+
+def int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize to int8 with one scale for all rows; no rows have the scale 1."""
+    scale = weight.abs().max() / 127 if weight.numel() else torch.ones(())
+    return (weight / scale).round().to(torch.int8), scale
+
+
+class Int8Weight:
+    """The protocol for one weight: int8 rows, a scale per shard, and metadata that is not sent."""
+
+    def __init__(self, scalar_scale: bool) -> None:
+        self.scalar_scale = scalar_scale
+        self.given: list[object] = []
+        self.received: list[object] = []
+        self.outs: list[torch.Tensor | None] = []
+        self.local: torch.Tensor
+
+    def patch(self, local: torch.Tensor) -> None:
+        self.local = local
+        local.fsdp_pre_all_gather = self.pre_all_gather
+        local.fsdp_post_all_gather = self.post_all_gather
+
+    def pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        rows, scale = int8_rows(self.local)
+        self.given.append(object())
+        return (rows, scale if self.scalar_scale else scale.view(1, 1)), self.given[-1]
+
+    def post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        rows, scales = outputs
+        num_ranks = dist.get_world_size()
+        assert rows.dtype == torch.int8 and scales.dtype == torch.float32
+        assert scales.shape == ((num_ranks,) if self.scalar_scale else (num_ranks, 1))
+        self.received.append(metadata)
+        self.outs.append(out)
+        chunk = -(-rows.shape[0] // num_ranks)
+        weight = rows.to(param_dtype)
+        weight *= scales.reshape(-1, 1).repeat_interleave(chunk, 0)[: rows.shape[0]]
+        if out is None:
+            return weight, (rows, scales)
+        out.copy_(weight)
+        return None
+
+
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """What all ranks together make of a weight: each quantizes its own rows."""
+    pairs = [int8_rows(rows) for rows in weight.chunk(dist.get_world_size())]
+    return torch.cat([rows.float() * scale for rows, scale in pairs])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("num_rows", "scalar_scale"), [(6, False), (5, True), (1, False)])
+@on_ranks("num_ranks", timeout=60)
+def test_int8_rows_with_a_scale_for_each_shard(num_rows: int, scalar_scale: bool) -> None:
+    model = nn.Sequential(nn.Linear(COLUMNS, num_rows), nn.Tanh())
+    weight = model[0].weight.detach().clone().requires_grad_()
+    bias = model[0].bias.detach().clone().requires_grad_()
+    fully_shard(model)
+    extension = Int8Weight(scalar_scale)
+    extension.patch(model[0].weight._local_tensor)
+    optimizers = [
+        torch.optim.SGD(params, lr=0.1) for params in (list(model.parameters()), [weight, bias])
+    ]
+    x = torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(3):
+        out = model(x)
+        out.square().sum().backward()
+        used = dequantized(weight.detach()).requires_grad_()
+        expected = torch.tanh(nn.functional.linear(x, used, bias))
+        expected.square().sum().backward()
+        weight.grad = used.grad
+        average_gradients([weight, bias])
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
+        for param, plain in zip(model.parameters(), (weight, bias), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), plain.grad, rtol=1e-5, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert extension.received == extension.given and len(extension.given) == 3
+    assert extension.outs[0] is None
+    unsharded = extension.outs[1]
+    assert unsharded is not None and all(out is unsharded for out in extension.outs[1:])
+
+
+def gathered_rows(counts: tuple[int, ...]) -> torch.Tensor:
+    """Send, beside the weight, a tensor with as many rows as ``counts`` says for this rank."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(COLUMNS, 4, bias=False))
+    fully_shard(model)
+    local, arrived = model[0].weight._local_tensor, []
+
+    def pre_all_gather(mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        rows = torch.arange(counts[rank], dtype=torch.float64) + 10 * rank
+        return (local, rows), None
+
+    def post_all_gather(
+        outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        arrived.append(outputs[1].clone())
+        return outputs[0], outputs
+
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather
+    model(torch.ones(1, COLUMNS))
+    return arrived[0]
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (1, 3), (0, 2), (0, 0), (2, 1, 3), (0, 3, 0)])
+def test_any_number_of_rows_on_any_rank(counts: tuple[int, ...]) -> None:
+    rows = [10.0 * rank + row for rank, count in enumerate(counts) for row in range(count)]
+    for got in run_ranks(gathered_rows, len(counts), counts):
+        assert got.dtype == torch.float64
+        assert got.tolist() == rows
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Compare bit by bit on two ranks; on three, sums are taken in another order."""
+    if dist.get_world_size() <= 2:
+        assert torch.equal(got, want)
+    else:
+        torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [6, 5, 2])
+@on_ranks("num_ranks")
+def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
+    num_rows: int, param_dtype: torch.dtype | None
+) -> None:
+    """Take two SGD steps on one TwoTensor weight, and on its inner tensors as plain weights."""
+    layer = nn.Linear(COLUMNS, num_rows, bias=False)
+    plain = [nn.Parameter(layer.weight.detach().clone()), nn.Parameter(torch.randn(num_rows, 4))]
+    layer.weight = nn.Parameter(TwoTensor(*[inner.detach().clone() for inner in plain]))
+    model = nn.Sequential(layer)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=policy)
+    optimizers = [torch.optim.SGD(params, lr=0.1) for params in (list(model.parameters()), plain)]
+    x = torch.randn(2, COLUMNS, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        out = model(x)
+        out.square().sum().backward()
+        for param, got in zip(plain, (out.a, out.b), strict=True):
+            low = param.detach().to(param_dtype or param.dtype).requires_grad_()
+            expected = nn.functional.linear(x.to(low.dtype), low)
+            expected.square().sum().backward()
+            param.grad = low.grad.float()
+            average_gradients([param])
+            assert_near(got, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+        rank, chunk = dist.get_rank(), -(-num_rows // dist.get_world_size())
+        local = layer.weight.to_local()
+        for got, param in zip((local.a, local.b), plain, strict=True):
+            assert_near(got, param[rank * chunk : (rank + 1) * chunk])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def subclass_beside_plain(num_rows: int) -> None:
+    """One group with a TwoTensor weight and a plain bias: the bias gets both gradients' sum."""
+    layer = nn.Linear(COLUMNS, num_rows, bias=False)
+    plain = nn.Parameter(torch.randn(num_rows))
+    weight = layer.weight.detach().clone()
+    layer.weight = nn.Parameter(TwoTensor(weight.clone(), weight / 2))
+    layer.register_parameter("scale", nn.Parameter(plain.detach().clone()))
+    model = fully_shard(nn.Sequential(layer))
+    x = torch.randn(2, COLUMNS, generator=torch.Generator().manual_seed(dist.get_rank()))
+    (model(x).sum() + layer.scale.square().sum()).backward()
+    plain.square().sum().backward()
+    assert_same(layer.scale.grad, plain.grad)
+    grad = layer.weight.grad.to_local()
+    expected = x.sum(0).expand(num_rows, -1).clone()
+    dist.all_reduce(expected)
+    start = dist.get_rank() * -(-num_rows // dist.get_world_size())
+    own = expected[start : start + grad.shape[0]] / dist.get_world_size()
+    assert torch.equal(grad.a, own) and torch.equal(grad.b, own)
+
+
+def subclass_beside_plain_with_hooks(num_rows: int) -> None:
+    with two_tensor_hooks():
+        subclass_beside_plain(num_rows)
+
+
+@pytest.mark.parametrize("fn", [subclass_beside_plain, subclass_beside_plain_with_hooks])
+def test_subclass_and_plain_parameters_in_one_group(fn: Any) -> None:
+    run_ranks(fn, 2, 5)

@@ -1,0 +1,406 @@
+"""The kit passes what is right, and says of each planted fault exactly what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.two_tensor import TwoTensor
+from two_tensors import post_all_gather, pre_all_gather, two_tensor_hooks
+
+from composable_shard.testing.extension_kit import Finding, check_extension
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+Hook = Callable[..., Any]
+CHECKS = [
+    *("hooks", "sent", "shard", "gathered", "out"),
+    *("training", "fewer ranks", "offload", "mixed precision", "meta device"),
+    *("sharded state dict", "full state dict", "deepcopy"),
+]
+
+
+def make(shape: tuple[int, ...]) -> TwoTensor:
+    first = torch.randn(shape)
+    return TwoTensor(first, 2 * first)
+
+
+@pytest.fixture(autouse=True)
+def hooks() -> Iterator[None]:
+    with two_tensor_hooks():
+        yield
+
+
+# The fewest ranks that are halved, and so many that the last has no rows.
+FOUR_RANKS = {"world_sizes": [4], "shapes": [(5, 4)]}
+
+
+@pytest.mark.parametrize(
+    "arguments", [FOUR_RANKS, pytest.param({}, marks=pytest.mark.matrix)], ids=["four", "default"]
+)
+def test_a_right_subclass_keeps_every_promise(arguments: dict[str, Any]) -> None:
+    report = check_extension(make, **arguments)
+    assert [finding.check for finding in report] == CHECKS
+    assert report.ok and report.failures == ()
+    assert str(report).startswith("TwoTensor: all 13 checks pass\n  ok    hooks: Both hooks exist")
+
+
+def pre_with_all_arguments(
+    self: TwoTensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> Any:
+    assert outer_stride == (outer_size[1], 1) and tuple(outer_size) in ((8, 4), (5, 4))
+    assert module.weight.shape == outer_size
+    assert mp_policy.param_dtype in (None, torch.float32, torch.bfloat16)
+    assert mesh.size() == dist.get_world_size()
+    return (self.a, self.b), (mesh.size(), {"scale": torch.ones(2)})
+
+
+def post_with_metadata(self: TwoTensor, outputs: Any, metadata: Any, *more: Any, **out: Any) -> Any:
+    assert metadata[0] == dist.get_world_size()
+    return post_all_gather(self, outputs, None, *more, **out)
+
+
+def test_the_other_signature_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TwoTensor, PRE, pre_with_all_arguments)
+    monkeypatch.setattr(TwoTensor, POST, post_with_metadata)
+    assert check_extension(make, world_sizes=[1, 3], skip=["training", "offload"]).ok
+
+
+def test_a_subclass_that_does_not_train() -> None:
+    assert check_extension(make, world_sizes=[2], shapes=[(5, 4)], trains=False).ok
+
+
+def test_a_subclass_without_hooks_travels_by_its_inner_tensors() -> None:
+    del TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather
+    report = check_extension(make, world_sizes=[2], shapes=[(5, 4)])
+    assert [finding.check for finding in report] == ["hooks", *CHECKS[5:]]
+    TwoTensor.fsdp_pre_all_gather = TwoTensor.fsdp_post_all_gather = None
+
+
+# Faults of the first hook
+
+
+def one_row(self: TwoTensor, mesh: Any) -> Any:
+    return (self.a[:1], self.b[:1]), None
+
+
+def one_tensor(self: TwoTensor, mesh: Any) -> Any:
+    return (self.a,), None
+
+
+def rank_as_metadata(self: TwoTensor, mesh: Any) -> Any:
+    return (self.a, self.b), {"scale": torch.tensor(float(mesh.get_local_rank()))}
+
+
+def doubled_in_place(self: TwoTensor, mesh: Any) -> Any:
+    return (self.a, self.b.mul_(2)), None
+
+
+def half_precision_of_odd_ranks(self: TwoTensor, mesh: Any) -> Any:
+    return (self.a, self.b.half() if mesh.get_local_rank() % 2 else self.b), None
+
+
+def flat_where_there_are_no_rows(self: TwoTensor, mesh: Any) -> Any:
+    return (self.a, self.b if len(self.b) else torch.empty(0)), None
+
+
+def no_metadata(self: TwoTensor, mesh: Any) -> Any:
+    return self.a
+
+
+def no_tuple(self: TwoTensor, mesh: Any) -> Any:
+    return self.a, None
+
+
+def two_arguments(self: TwoTensor, mesh: Any, size: Any) -> Any:
+    raise AssertionError("must not be called")
+
+
+def failing_on_one_rank(self: TwoTensor, mesh: Any) -> Any:
+    if mesh.get_local_rank() == 1:
+        raise KeyError("scale")
+    return (self.a, self.b), None
+
+
+# Faults of the second
+
+
+def forgets_out(
+    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
+) -> Any:
+    return None if out is not None else (TwoTensor(*(t.to(dtype) for t in outputs)), outputs)
+
+
+def never_fills(
+    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
+) -> Any:
+    copies = [t.to(dtype, copy=True) for t in outputs]
+    return None if out is not None else (TwoTensor(*copies), outputs)
+
+
+def fills_one(self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+    if out is None:
+        return TwoTensor(*(t.to(dtype, copy=True) for t in outputs)), outputs
+    return out.a.copy_(outputs[0])
+
+
+def replaces(self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+    if out is None:
+        return TwoTensor(*(t.to(dtype) for t in outputs)), outputs
+    out.a, out.b = (t.to(dtype, copy=True) for t in outputs)
+    return None
+
+
+def first_twice(
+    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
+) -> Any:
+    first = outputs[0].to(dtype)
+    return (TwoTensor(first, first), outputs) if out is None else None
+
+
+def loses_dtype(
+    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
+) -> Any:
+    return None if out is not None else (TwoTensor(*outputs), outputs)
+
+
+def scales_shard(
+    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
+) -> Any:
+    self.b.div_(2)
+    return post_all_gather(self, outputs, metadata, dtype, out=out)
+
+
+def tensor_alone(
+    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
+) -> Any:
+    return TwoTensor(*outputs)
+
+
+ONE, TWO = " (1 rank, shape [8, 4])", " (2 ranks, shape [8, 4])"
+FILL = (
+    f"Expected {POST} to write into out the values that arrived, got {{}}; fill out where it is "
+    "not the all-gather outputs themselves"
+)
+ALIKE = (
+    "Expected tensors of the same number, dtypes and trailing dims from all ranks, got {} on rank 0"
+)
+UNCHANGED = (
+    "Expected {} to leave the shard as it is, got inner tensor 1 of it changed in place; work on "
+    "a copy"
+)
+FAULTS: list[tuple[Hook, Hook, str, str]] = [
+    (
+        one_row,
+        post_all_gather,
+        "gathered",
+        f"Expected {POST} to return a tensor of shape [8, 4], got [1, 4]{ONE}",
+    ),
+    (
+        one_tensor,
+        post_all_gather,
+        "shard",
+        "Expected no error, got ValueError on rank 0: not enough values to unpack "
+        f"(expected 2, got 1){ONE}",
+    ),
+    (
+        one_tensor,
+        first_twice,
+        "gathered",
+        "Expected to compute with the gathered tensor what the unsharded one gives, "
+        f"got values that are off by 5.0e-01 of the largest, where 1e-05 is allowed{ONE}",
+    ),
+    (
+        rank_as_metadata,
+        post_all_gather,
+        "sent",
+        "Expected equal metadata on all ranks, since each rank gets its own back, got "
+        f"{{'scale': tensor(0.)}} on rank 0 and {{'scale': tensor(1.)}} on rank 1; send "
+        f"what differs{TWO}",
+    ),
+    (doubled_in_place, post_all_gather, "shard", UNCHANGED.format(PRE) + ONE),
+    (
+        half_precision_of_odd_ranks,
+        post_all_gather,
+        "sent",
+        f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and "
+        f"torch.float32 [rows, 4], torch.float16 [rows, 4] on rank 1{TWO}",
+    ),
+    (
+        flat_where_there_are_no_rows,
+        post_all_gather,
+        "sent",
+        f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and "
+        "torch.float32 [rows, 4], torch.float32 [rows] on rank 3 (4 ranks, shape [5, "
+        "4])",
+    ),
+    (
+        no_metadata,
+        post_all_gather,
+        "sent",
+        f"Expected {PRE} to return (tensors, metadata), got Tensor{ONE}",
+    ),
+    (
+        no_tuple,
+        post_all_gather,
+        "sent",
+        f"Expected {PRE} to return a tuple of tensors and metadata, got Tensor as its "
+        f"first element{ONE}",
+    ),
+    (
+        two_arguments,
+        post_all_gather,
+        "hooks",
+        f"Expected {PRE} to take (mesh) or (mesh, outer_size, outer_stride, module, "
+        f"mp_policy), got 2 parameters: (mesh: 'Any', size: 'Any') -> 'Any'{ONE}",
+    ),
+    (
+        failing_on_one_rank,
+        post_all_gather,
+        "sent",
+        f"Expected no error, got KeyError on rank 1: 'scale'{TWO}",
+    ),
+    (pre_all_gather, forgets_out, "out", FILL.format("those of the gather before") + ONE),
+    (pre_all_gather, never_fills, "out", FILL.format("those of the gather before") + ONE),
+    (pre_all_gather, fills_one, "out", FILL.format("others") + ONE),
+    (
+        pre_all_gather,
+        replaces,
+        "out",
+        f"Expected {POST} to keep the storages of out, which are freed and refilled, "
+        f"got another one; copy into out instead of replacing what it is made of{ONE}",
+    ),
+    (
+        pre_all_gather,
+        loses_dtype,
+        "gathered",
+        f"Expected {POST} to return a tensor of param_dtype, torch.bfloat16, got "
+        f"torch.float32{ONE}",
+    ),
+    (pre_all_gather, scales_shard, "shard", UNCHANGED.format(POST) + ONE),
+    (
+        pre_all_gather,
+        tensor_alone,
+        "gathered",
+        f"Expected {POST} to return (tensor, inner tensors) when out is None, got TwoTensor{ONE}",
+    ),
+]
+
+
+def where_it_shows(sentence: str) -> dict[str, Any]:
+    """Return the number of ranks and the shape that a sentence ends with, as arguments."""
+    found = re.search(r"\((\d) ranks?, shape \[(\d), 4\]\)$", sentence)
+    assert found is not None
+    return {"world_sizes": [int(found[1])], "shapes": [(int(found[2]), 4)]}
+
+
+@pytest.mark.parametrize(("pre", "post", "check", "sentence"), FAULTS)
+def test_a_planted_fault_gives_its_sentence(
+    monkeypatch: pytest.MonkeyPatch, pre: Hook, post: Hook, check: str, sentence: str
+) -> None:
+    monkeypatch.setattr(TwoTensor, PRE, pre)
+    monkeypatch.setattr(TwoTensor, POST, post)
+    report = check_extension(make, **where_it_shows(sentence), strict=False)
+    assert report.failures == (Finding(check, False, sentence),)
+    assert [finding.check for finding in report] == CHECKS[: CHECKS.index(check) + 1]
+
+
+def test_a_fault_is_reported_alone_and_where_it_shows_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TwoTensor, PRE, failing_on_one_rank)
+    with pytest.raises(AssertionError) as caught:
+        check_extension(make)
+    first, *_, last = str(caught.value).splitlines()
+    assert first == "TwoTensor: 1 of 2 checks fail"
+    assert last == f"  FAILS sent: Expected no error, got KeyError on rank 1: 'scale'{TWO}"
+
+
+@pytest.mark.parametrize(("there", "missing"), [(PRE, POST), (POST, PRE)])
+def test_one_hook_alone(monkeypatch: pytest.MonkeyPatch, there: str, missing: str) -> None:
+    monkeypatch.delattr(TwoTensor, missing)
+    (finding,) = check_extension(make, strict=False)
+    assert finding == ("hooks", False, f"Expected {PRE} and {POST}, got {there} alone{ONE}")
+    setattr(TwoTensor, missing, None)
+
+
+def test_a_plain_tensor() -> None:
+    (finding,) = check_extension(torch.randn, strict=False)
+    assert finding == ("hooks", False, f"Expected {PRE} and {POST}, got neither{ONE}")
+
+
+# What only a model shows
+
+
+class UnevenGradient(torch.autograd.Function):
+    """Passes a gradient on that depends on the rank."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (1 + dist.get_rank())
+
+
+def uneven(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return UnevenGradient.apply(torch.nn.functional.linear(x, weight))
+
+
+def in_full_precision(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x.float(), weight.float())
+
+
+def never_on_meta(shape: tuple[int, ...]) -> TwoTensor:
+    return TwoTensor(torch.randn(shape, device="cpu"), torch.ones(shape, device="cpu"))
+
+
+OFF = r"got values that are off by \S+ of the largest, where 1e-05 is allowed"
+MODEL_FAULTS = [
+    (
+        {"compute": uneven},
+        {
+            check: rf"Expected outputs as of the unsharded model in step 1, {OFF}"
+            for check in ("training", "offload")
+        },
+    ),
+    (
+        {"compute": in_full_precision, "trains": False},
+        {"mixed precision": r"Expected outputs of torch\.bfloat16, got torch\.float32"},
+    ),
+    (
+        {"make_tensor": never_on_meta, "trains": False},
+        {"meta device": "Expected a tensor on the meta device from make_tensor, got one on cpu"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentences"), MODEL_FAULTS)
+def test_faults_that_only_a_model_shows(
+    arguments: dict[str, Any], sentences: dict[str, str]
+) -> None:
+    report = check_extension(
+        **{"make_tensor": make, **arguments}, world_sizes=[2], shapes=[(8, 4)], strict=False
+    )
+    assert [finding.check for finding in report] == CHECKS
+    assert [finding.check for finding in report.failures] == list(sentences)
+    for finding in report.failures:
+        pattern = sentences[finding.check] + re.escape(TWO)
+        assert re.fullmatch(pattern, finding.sentence), finding.sentence
+
+
+def test_what_is_skipped_is_said() -> None:
+    skip = ["sent", "training", "offload", "deepcopy"]
+    report = check_extension(make, world_sizes=[1], shapes=[(8, 4)], skip=skip)
+    assert [finding.check for finding in report if finding.sentence == "skipped"] == skip
+
+
+def test_skipping_what_is_no_check() -> None:
+    with pytest.raises(ValueError) as caught:
+        check_extension(make, skip=["copies"])
+    known = [*CHECKS[:5], "gradient sent", "gradient summed", "no gradient", *CHECKS[5:]]
+    assert str(caught.value) == f"Expected skip to name checks out of {known}, got ['copies']"

@@ -1,0 +1,459 @@
+"""Backward that a call finishes: gradients as of the unsharded model, and as of torch's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch_versions import needs_finalize_backward
+
+from composable_shard import (
+    CPUOffloadPolicy,
+    GradientReductionHandle,
+    MixedPrecisionPolicy,
+    ShardError,
+    fully_shard,
+    share_comm_ctx,
+)
+from composable_shard.insight.events import record_events
+from composable_shard.testing import fake_ranks, run_ranks
+
+# Numbers -------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "always resharded": {"reshard_after_forward": True},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def finish(model: Net, async_op: bool) -> None:
+    if async_op:
+        handle = model.finalize_backward(async_op=True)
+        assert isinstance(handle, GradientReductionHandle)
+        handle.wait()
+        handle.wait()
+    else:
+        assert model.finalize_backward() is None
+
+
+def train(
+    option: str, num_without_sync: int, async_op: bool, bound: int, num_forwards: int
+) -> None:
+    """Train three steps of two microbatches; only the call leaves gradients to step with."""
+    reference, model = two_nets(2, **OPTIONS[option])
+    model.set_manual_backward_finalization(True)
+    model.set_reduce_scatter_max_input_buffers(bound)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (reference, model)]
+    for step in range(3):
+        xs = [own_input(2 * step), own_input(2 * step + 1)]
+        for one in (reference, model):
+            losses = []
+            for index, x in enumerate(xs):
+                unsynced = one is model and index < num_without_sync
+                if num_forwards == 2:  # all forwards before any backward
+                    losses.append(one(x).square().sum())
+                    continue
+                with model.no_sync() if unsynced else nullcontext():
+                    one(x).square().sum().backward()
+            for index, loss in enumerate(losses):
+                with (
+                    model.no_sync() if one is model and index < num_without_sync else nullcontext()
+                ):
+                    loss.backward()
+        average_gradients(reference.parameters())
+        finish(model, async_op)
+        assert all(hasattr(param, "placements") for param in model.parameters())
+        if num_without_sync != 1:  # a sum of means has its own rounding
+            assert_parity(model, reference)
+        else:
+            for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+                assert param.grad.placements == param.placements
+                torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
+            for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+                wanted.grad.copy_(param.grad.full_tensor())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.set_manual_backward_finalization(False)
+    for one in (reference, model):
+        one(own_input(9)).square().sum().backward()
+    average_gradients(reference.parameters())
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_microbatches_without_sync_are_reduced_by_the_call(option: str, async_op: bool) -> None:
+    run_ranks(train, 2, option, 2, async_op, 1, 1)
+
+
+@pytest.mark.parametrize(("num_without_sync", "bound", "num_forwards"), [(1, 1, 1), (2, 3, 2)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_microbatches_with_sync_and_all_forwards_first(
+    num_without_sync: int, bound: int, num_forwards: int, ranks: int
+) -> None:
+    run_ranks(train, ranks, "default", num_without_sync, True, bound, num_forwards)
+
+
+def over_replicas(together: bool) -> list[str]:
+    """Reduce over the shards by two backwards, over the replicas by the call; torch refuses it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    reference, model = two_nets(2, mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    seen = []
+    for step in range(2):
+        model.set_requires_all_reduce(False)
+        for microbatch in range(2):
+            for one in (reference, model):
+                one(own_input(2 * step + microbatch)).square().sum().backward()
+        model.finalize_backward()  # nothing is to be done: over the replicas it is switched off
+        seen += [str(param.grad.placements) for param in model.parameters()]
+        if together:
+            with model.no_sync():
+                model(own_input(8)).square().sum().backward()
+            reference(own_input(8)).square().sum().backward()
+        model.set_requires_all_reduce(True)
+        model.finalize_backward(async_op=True).wait()
+        average_gradients(reference.parameters())
+        assert_parity(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+    return sorted(set(seen))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_reduction_over_the_replicas_that_was_left_is_made_by_the_call(together: bool) -> None:
+    assert run_ranks(over_replicas, 4, together) == [["(Partial(avg), Shard(dim=0))"]] * 4
+
+
+class Chosen(nn.Module):
+    """A rank goes through the layers that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        for index in range(3):
+            y = self.layers[index](x)
+            x = x + (y if index in chosen else 0 * x)
+        return x
+
+
+def different_layers() -> list[bool]:
+    reference = Chosen()
+    model = copy.deepcopy(reference)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_manual_backward_finalization(True)
+    chosen = (0,) if dist.get_rank() == 0 else (0, 1)
+    for one in (reference, model):
+        for microbatch in range(2):
+            with model.no_sync() if one is model else nullcontext():
+                one(own_input(microbatch), chosen).square().sum().backward()
+    model.finalize_backward()
+    for param in reference.layers[1].parameters():  # type: ignore[union-attr]
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    average_gradients(reference.parameters())
+    assert_parity(model, reference)
+    return [param.grad is None for param in model.parameters()]
+
+
+def test_ranks_that_use_different_layers_finish_alike() -> None:
+    assert run_ranks(different_layers, 2) == [[False] * 4 + [True] * 2] * 2
+
+
+# As of torch's own ---------------------------------------------------------------------------
+
+
+def losses_of(shard: Callable[..., Any], policy: Any, async_op: bool) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = Net(2)
+    for block in model.blocks:
+        shard(block, mp_policy=policy)
+    shard(model, mp_policy=policy)
+    model.set_manual_backward_finalization(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(False)
+            loss = model(own_input(2 * step + microbatch)).float().square().sum()
+            loss.backward()
+            losses.append(loss.detach())
+        model.set_requires_gradient_sync(True)
+        finish_like_torch(model, async_op)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def finish_like_torch(model: Any, async_op: bool) -> None:
+    handle = model.finalize_backward(async_op=async_op)
+    if async_op:
+        handle.wait()
+
+
+def both(dtypes: tuple[torch.dtype | None, ...], async_op: bool) -> bool:
+    theirs = losses_of(fsdp.fully_shard, fsdp.MixedPrecisionPolicy(*dtypes), async_op)
+    ours = losses_of(fully_shard, MixedPrecisionPolicy(*dtypes), async_op)
+    assert not torch.equal(ours[0], ours[2]), "nothing was learnt"
+    return torch.equal(torch.stack(ours), torch.stack(theirs))
+
+
+@needs_finalize_backward
+@pytest.mark.parametrize("dtypes", [(), (torch.bfloat16,), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_losses_are_those_of_torch_bit_by_bit(
+    dtypes: tuple[torch.dtype | None, ...], async_op: bool
+) -> None:
+    assert run_ranks(both, 2, dtypes, async_op) == [True] * 2
+
+
+# When what happens ---------------------------------------------------------------------------
+
+
+def events_of(is_last: bool, without_sync: bool) -> list[list[tuple[str, str]]]:
+    model = shard_net(Net(2))
+    model.set_manual_backward_finalization(True)
+    model.set_is_last_backward(is_last)
+    kinds = ("accumulate", "reduce_scatter", "wait_for_reduce_scatter")
+    seen = []
+    for act in ("backward", "finalize", "wait"):
+        with record_events(model, *kinds) as events:
+            if act == "backward":
+                with model.no_sync() if without_sync else nullcontext():
+                    model(own_input()).sum().backward()
+            elif act == "finalize":
+                handle = model.finalize_backward(async_op=True)
+            else:
+                handle.wait()
+        seen.append(list(events))
+    return seen
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_only_the_wait_waits_for_the_last_reduction(is_last: bool) -> None:
+    backward = [
+        ("reduce_scatter", "blocks.1"),
+        ("wait_for_reduce_scatter", "blocks.1"),
+        ("reduce_scatter", "blocks.0"),
+        ("wait_for_reduce_scatter", "blocks.0"),
+        ("reduce_scatter", ""),
+    ]
+    wanted = [backward, [], [("wait_for_reduce_scatter", "")]]
+    assert run_ranks(events_of, 2, is_last, False) == [wanted] * 2
+
+
+def test_what_was_accumulated_is_launched_by_the_call() -> None:
+    names = ["blocks.1", "blocks.0", ""]
+    launched = [
+        ("reduce_scatter", ""),
+        ("wait_for_reduce_scatter", ""),
+        ("reduce_scatter", "blocks.0"),
+        ("wait_for_reduce_scatter", "blocks.0"),
+        ("reduce_scatter", "blocks.1"),
+    ]
+    wanted = [
+        [("accumulate", name) for name in names],
+        launched,
+        [("wait_for_reduce_scatter", "blocks.1")],
+    ]
+    assert run_ranks(events_of, 2, True, True) == [wanted] * 2
+
+
+def registered() -> list[bool]:
+    """Whether the sharded parameters are registered: after backward, and after the call."""
+    model = shard_net(Net(1))
+    model.set_manual_backward_finalization(True)
+    model.set_reshard_after_backward(False)
+    model(own_input()).sum().backward()
+    group_is_unsharded = [model.blocks[0]._get_fsdp_state()._fsdp_param_group.is_unsharded]
+    model.set_reshard_after_backward(True)
+    model.finalize_backward()
+    return [
+        *group_is_unsharded,
+        *(hasattr(param, "placements") for param in model.blocks[0].parameters()),
+    ]
+
+
+def test_the_call_reshards_as_is_set() -> None:
+    assert run_ranks(registered, 2) == [[True] * 7] * 2
+
+
+# Wrong calls ---------------------------------------------------------------------------------
+
+
+def text_of(call: Callable[[], object]) -> str:
+    with pytest.raises(ShardError) as caught:
+        call()
+    assert isinstance(caught.value, RuntimeError)
+    return str(caught.value)
+
+
+def wrong_calls() -> list[str]:
+    reference, model = two_nets(1)
+    assert model.finalize_backward() is None  # before the first forward
+    assert isinstance(model.finalize_backward(async_op=True), GradientReductionHandle)
+    model.finalize_backward(async_op=True).wait()
+    model(own_input()).sum().backward()
+    texts = [text_of(model.finalize_backward), text_of(model.blocks[0].finalize_backward)]
+    texts.append(text_of(lambda: model.blocks[0].set_manual_backward_finalization(True)))
+    model.zero_grad()
+    model.set_manual_backward_finalization(True)
+    loss = model(own_input()).square().sum()
+    inside: list[str] = []
+
+    def within_backward(_: torch.Tensor) -> None:
+        inside.append(text_of(model.finalize_backward))
+        inside.append(text_of(lambda: model.set_manual_backward_finalization(False)))
+
+    loss.register_hook(within_backward)
+    loss.backward()
+    texts += inside
+    texts.append(text_of(lambda: model.set_manual_backward_finalization(False)))
+    handle = model.finalize_backward(async_op=True)
+    texts.append(text_of(lambda: model(own_input())))
+    texts.append(text_of(model.finalize_backward))
+    assert text_of(lambda: model.set_manual_backward_finalization(False)) == texts[-3]
+    handle.wait()
+    reference(own_input()).square().sum().backward()
+    average_gradients(reference.parameters())
+    assert_parity(model, reference)
+    model(own_input()).sum().backward()
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    texts.append(text_of(handle.wait))
+    model.set_manual_backward_finalization(False)
+    model.zero_grad()
+    reference.zero_grad()
+    for one in (model, reference):
+        one(own_input(3)).square().sum().backward()
+    average_gradients(reference.parameters())
+    assert_parity(model, reference)
+    return texts
+
+
+NOT_WAITED = (
+    "Expected the gradients of the last backward before another forward or finalize_backward(), "
+    "got a GradientReductionHandle that was not waited for; call its wait()"
+)
+
+
+def test_wrong_calls_say_what_to_do() -> None:
+    wanted = [
+        "Expected finalize_backward() where backward is finalized by hand, got a root that does it "
+        "at the end of backward; call set_manual_backward_finalization(True) first",
+        "Expected finalize_backward() of the root, got it of group 'blocks.0'; call it on the "
+        "outermost sharded module",
+        "Expected set_manual_backward_finalization() on the root, got it on group 'blocks.0'; call "
+        "it on the outermost sharded module",
+        "Expected finalize_backward() of the root group outside of forward and backward, got it "
+        "within one; call it between iterations",
+        "Expected set_manual_backward_finalization() to change outside of backward, got it within "
+        "one; call it between iterations",
+        "Expected set_manual_backward_finalization() to change between iterations, got a backward "
+        "that is not finished; end it by finalize_backward(), or drop it by reset_iter_state()",
+        NOT_WAITED,
+        NOT_WAITED,
+        "Expected the reductions that finalize_backward() launched, got none, since they were "
+        "dropped by reset_iter_state() or after a failure; run the iteration again",
+    ]
+    assert run_ranks(wrong_calls, 2) == [wanted] * 2
+
+
+def set_before_the_root_was_made() -> str:
+    model = Net(1)
+    fully_shard(model.blocks[0])
+    model.blocks[0].set_manual_backward_finalization(True)
+    fully_shard(model)
+    text = text_of(lambda: model(own_input()))
+    model.blocks[0].set_manual_backward_finalization(False)
+    model(own_input()).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+    return text
+
+
+def test_a_root_that_ends_up_inside_of_another_says_so() -> None:
+    text = (
+        "Expected set_manual_backward_finalization() on the root alone, got it on group "
+        "'blocks.0'; set it to False there and to True on the root"
+    )
+    assert run_ranks(set_before_the_root_was_made, 2) == [text] * 2
+
+
+@on_ranks(2)
+def test_a_failed_backward_needs_no_call() -> None:
+    """A backward that fails leaves nothing that the next iteration would have to finish."""
+    reference, model = two_nets(1)
+    model.set_manual_backward_finalization(True)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    output = model(own_input())
+    output.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        output.sum().backward()
+    model.set_manual_backward_finalization(False)
+    model.zero_grad()
+    for one in (model, reference):
+        one(own_input(3)).square().sum().backward()
+    average_gradients(reference.parameters())
+    assert_parity(model, reference)
+
+
+@on_ranks(2)
+def test_roots_that_share_finish_each_by_itself() -> None:
+    """Trees that share their bound on reductions finish each by itself."""
+    pairs = [two_nets(1) for _ in range(2)]
+    share_comm_ctx([model for _, model in pairs])
+    for _, model in pairs:
+        model.set_manual_backward_finalization(True)
+    for reference, model in pairs:
+        for one in (reference, model):
+            with model.no_sync() if one is model else nullcontext():
+                one(own_input()).square().sum().backward()
+        average_gradients(reference.parameters())
+    handles = [model.finalize_backward(async_op=True) for _, model in pairs]
+    for handle in reversed(handles):
+        handle.wait()
+    for reference, model in pairs:
+        assert_parity(model, reference)
+
+
+def test_a_choice_that_is_no_bool_is_refused() -> None:
+    with fake_ranks(2):
+        model = fully_shard(nn.Linear(4, 4))
+        for name in ("set_manual_backward_finalization", "set_keep_unsharded_storage"):
+            with pytest.raises(ValueError, match="to be a bool, got int: 1"):
+                getattr(model, name)(1)
+
+
+def test_a_deep_copy_leaves_reductions_under_way_as_its_source_does() -> None:
+    with fake_ranks(2):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model).set_is_last_backward(False)
+        seen = []
+        for one in (copy.deepcopy(model), model):
+            with record_events(one, "reduce_scatter", "wait_for_reduce_scatter") as events:
+                one(torch.ones(2, 4)).sum().backward()
+            seen.append([event for event, _ in events])
+    assert seen[0] == seen[1]
+    assert seen[0].count("reduce_scatter") == seen[0].count("wait_for_reduce_scatter") + 1

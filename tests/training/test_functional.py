@@ -1,0 +1,325 @@
+"""Sharded modules under ``torch.func``: other parameters for a call, and its transforms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import (
+    Net,
+    assert_parity,
+    assert_same,
+    average_gradients,
+    full,
+    own_input,
+    shard_net,
+    train_step,
+)
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
+
+from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
+from composable_shard.insight.events import record_events
+from composable_shard.testing import run_ranks
+
+Same = Callable[[Any], Any]
+
+
+def pair(reshard: bool | None, warm: bool) -> tuple[Net, Net]:
+    """Return an unsharded and a sharded model; the order of the latter is known if it is warm."""
+    torch.manual_seed(0)
+    reference = Net(2)
+    model = shard_net(copy.deepcopy(reference), reshard_after_forward=reshard)
+    if warm:
+        model(own_input()).sum().backward()
+        model.zero_grad()
+    return reference, model
+
+
+def trains_on(reference: Net, model: Net) -> None:
+    """Check that nothing of what was done before stays."""
+    for step in range(2):
+        for one in (model, reference):
+            train_step(one, step, None)
+        assert_parity(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+# functional_call ----------------------------------------------------------------------------------
+
+
+def loss_of(model: nn.Module, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return functional_call(model, params, (x,)).square().sum()
+
+
+def doubled(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach() * 2 for name, param in model.named_parameters()}
+
+
+def per_sample(model: nn.Module, params: dict[str, torch.Tensor]) -> Any:
+    return vmap(grad(partial(loss_of, model)), in_dims=(None, 0))(params, own_input())
+
+
+def through_autograd(model: nn.Module, params: dict[str, torch.Tensor]) -> Any:
+    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
+    loss = loss_of(model, leaves, own_input())
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def one_step_ahead(model: nn.Module, params: dict[str, torch.Tensor]) -> Any:
+    """Differentiate through a step of gradient descent."""
+
+    def after_a_step(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        grads = grad(partial(loss_of, model))(params, own_input(0))
+        ahead = {name: param - 0.01 * grads[name] for name, param in params.items()}
+        return loss_of(model, ahead, own_input(1))
+
+    return grad(after_a_step)(params)
+
+
+FULL: list[Callable[[nn.Module, dict[str, torch.Tensor]], Any]] = [
+    lambda model, params: {"loss": loss_of(model, params, own_input())},
+    lambda model, params: grad(partial(loss_of, model))(params, own_input()),
+    per_sample,
+    through_autograd,
+    one_step_ahead,
+]
+
+
+def call_with_full(index: int, reshard: bool | None, warm: bool) -> int:
+    reference, model = pair(reshard, warm)
+    params = doubled(reference)
+    with record_events(model) as recorded:
+        got = FULL[index](model, params)
+    for name, wanted in FULL[index](reference, params).items():
+        torch.testing.assert_close(got[name], wanted)
+    assert all(isinstance(p, DTensor) for p in model.parameters()) or reshard is not True
+    trains_on(reference, model)
+    return len(recorded)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_functional_call_with_full_tensors(reshard: bool | None, warm: bool) -> None:
+    """Computes with what it is given; nothing is gathered."""
+    for index in range(len(FULL)):
+        assert run_ranks(call_with_full, 2, index, reshard, warm) == [0, 0]
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
+def test_functional_call_between_forward_and_backward(reshard: bool | None) -> None:
+    """Between forward and backward, while the root is unsharded."""
+    reference, model = pair(reshard, True)
+    losses = [one(own_input()).square().sum() for one in (model, reference)]
+    params = doubled(reference)
+    got, wanted = (functional_call(one, params, (own_input(1),)) for one in (model, reference))
+    assert_same(got, wanted)
+    for loss in losses:
+        loss.backward()
+    average_gradients(reference.parameters())
+    assert_parity(model, reference)
+    model.zero_grad()
+    reference.zero_grad()
+    trains_on(reference, model)
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
+def test_functional_call_for_one_group(reshard: bool | None) -> None:
+    """Replace the parameters of one group; the others are gathered as ever."""
+    reference, model = pair(reshard, True)
+    params = {n: p for n, p in doubled(reference).items() if n.startswith("blocks.1.")}
+    for _ in range(2):
+        for one in (model, reference):
+            functional_call(one, params, (own_input(1),)).square().sum().backward()
+        average_gradients(reference.parameters())
+        model.reshard()
+        for (name, param), wanted in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            if name in params:
+                assert param.grad is None and wanted.grad is None, name
+            else:
+                torch.testing.assert_close(full(param.grad), wanted.grad)
+        model.zero_grad()
+        reference.zero_grad()
+    trains_on(reference, model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks("ranks")
+def test_functional_call_with_sharded_tensors(reshard: bool | None, warm: bool) -> None:
+    """Evaluate with other sharded parameters, such as an average of the model's own."""
+    reference, model = pair(reshard, warm)
+    for _ in range(2):
+        with torch.no_grad():
+            got = functional_call(model, doubled(model), (own_input(),))
+            wanted = functional_call(reference, doubled(reference), (own_input(),))
+        assert_same(got, wanted)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    trains_on(reference, model)
+
+
+PARTLY = (
+    "Expected torch.func.functional_call to replace all parameters of {} by plain tensors, or "
+    "none, got {}; pass all as full tensors, or call reshard() before passing sharded ones"
+)
+FOREIGN = (
+    "Expected the parameters of {} as fully_shard made them, got others for {}; change values by "
+    "load_state_dict or in place"
+)
+TEXTS = {
+    "partly": PARTLY.format("group 'blocks.0'", ["up.weight"]),
+    "sharded": PARTLY.format("group 'blocks.0'", ["up.weight", "up.bias"]),
+    "foreign": FOREIGN.format("group 'blocks.0'", ["up.weight"]),
+}
+
+
+def refused(kind: str) -> str:
+    reference, model = pair(None, True)
+    block, own = model.blocks[0], model.blocks[0].up.weight
+    with pytest.raises(ShardError) as caught:
+        if kind == "partly":
+            functional_call(model, {"blocks.0.up.weight": torch.ones(13, 6)}, (own_input(),))
+        elif kind == "sharded":
+            params = {f"blocks.0.{n}": p for n, p in doubled(block).items() if n.startswith("up")}
+            block.unshard()
+            functional_call(model, params, (own_input(),))
+        else:
+            block.up.weight = nn.Parameter(torch.ones(13, 6))
+            model(own_input())
+    if kind == "foreign":
+        block.up.weight = own
+    model.reset_iter_state()
+    trains_on(reference, model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_parameters_of_somebody_else_are_refused(kind: str) -> None:
+    assert run_ranks(refused, 2, kind) == [TEXTS[kind]] * 2
+
+
+# Transforms ---------------------------------------------------------------------------------------
+
+
+def row(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
+
+
+TRANSFORMS: list[Callable[[nn.Module], Any]] = [
+    lambda model: grad(partial(row, model))(own_input()),
+    lambda model: grad_and_value(partial(row, model))(own_input())[1],
+    lambda model: vmap(grad(partial(row, model)))(own_input()),
+    lambda model: vjp(model, own_input())[1](torch.ones(3, 3))[0],
+    lambda model: jacrev(partial(row, model))(own_input()),
+    lambda model: vmap(model)(own_input().unsqueeze(1)).detach(),
+    lambda model: grad(lambda x: grad(partial(row, model))(x).square().sum())(own_input()),
+]
+
+
+def transform(index: int, reshard: bool | None, warm: bool) -> None:
+    reference, model = pair(reshard, warm)
+    torch.testing.assert_close(TRANSFORMS[index](model), TRANSFORMS[index](reference))
+    trains_on(reference, model)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_transforms_of_sharded_modules(reshard: bool | None, warm: bool) -> None:
+    for index in range(len(TRANSFORMS)):
+        run_ranks(transform, 2, index, reshard, warm)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
+def test_training_through_vmap(reshard: bool | None, warm: bool) -> None:
+    reference, model = pair(reshard, warm)
+    for step in range(2):
+        for one in (model, reference):
+            vmap(one)(own_input(step).unsqueeze(1)).square().sum().backward()
+        average_gradients(reference.parameters())
+        model.reshard()
+        for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(param.grad), wanted.grad)
+        model.zero_grad()
+        reference.zero_grad()
+    trains_on(reference, model)
+
+
+class Sensitive(nn.Module):
+    """Adds to its output how it changes with its input, by a transform inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def of_row(x: torch.Tensor) -> torch.Tensor:
+            return (torch.tanh(self.inner(x)) * self.scale).sum()
+
+        return x + vmap(grad(of_row))(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.block = Sensitive()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.first(x))
+
+
+def train_sensitive(nested: bool, reshard: bool | None) -> list[int]:
+    torch.manual_seed(0)
+    reference = Model()
+    model = copy.deepcopy(reference)
+    if nested:
+        fully_shard(model.block.inner, reshard_after_forward=reshard)
+    fully_shard(model.block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    counts = []
+    for step in range(3):
+        with record_events(model, "reduce_scatter") as recorded:
+            model(own_input(step)).square().sum().backward()
+        reference(own_input(step)).square().sum().backward()
+        average_gradients(reference.parameters())
+        model.reshard()
+        for (name, param), wanted in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            torch.testing.assert_close(full(param.grad), wanted.grad, msg=name)
+        model.zero_grad()
+        reference.zero_grad()
+        counts.append(len(recorded))
+    return counts
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("nested", [False, True])
+def test_transforms_inside_forward(nested: bool, reshard: bool | None) -> None:
+    counts = [2 + nested] * 3
+    assert run_ranks(train_sensitive, 2, nested, reshard) == [counts] * 2
+
+
+@on_ranks(2)
+def test_functional_call_casts_nothing() -> None:
+    """What is given is used as it is: the policy is about parameters of ours."""
+    model = fully_shard(nn.Linear(4, 3), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    params = {"weight": torch.ones(3, 4), "bias": torch.zeros(3)}
+    output = functional_call(model, params, (own_input(),))
+    assert torch.equal(output, F.linear(own_input(), params["weight"], params["bias"]))

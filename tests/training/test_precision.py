@@ -1,0 +1,292 @@
+"""Under a mixed precision policy, training is what the same casts by hand would make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from near import Apart
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.testing import run_ranks
+from composable_shard.testing.strategies import AccumulationStep, accumulation_programs, uses
+from training.cases import reproducible
+from training.compare import Comparison
+from training.oracle import Unsharded
+from training.programs import NUM_PARAMS, Program, assert_same, follow
+from training.trees import WIDTH, inputs_for
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+POLICIES = {
+    "bf16": MixedPrecisionPolicy(BF16),
+    "bf16, reduced in bf16": MixedPrecisionPolicy(BF16, BF16),
+    "bf16, reduced in fp32": MixedPrecisionPolicy(BF16, FP32),
+    "bf16, output in fp32": MixedPrecisionPolicy(BF16, output_dtype=FP32),
+    "fp32, reduced in bf16": MixedPrecisionPolicy(reduce_dtype=BF16),
+    "fp32, reduced in fp64": MixedPrecisionPolicy(reduce_dtype=FP64),
+    "fp32, output in bf16": MixedPrecisionPolicy(output_dtype=BF16),
+    "fp16": MixedPrecisionPolicy(FP16),
+    "fp16, reduced in fp16": MixedPrecisionPolicy(FP16, FP16),
+    "fp16, reduced in fp32": MixedPrecisionPolicy(FP16, FP32),
+    "fp32, reduced in fp16": MixedPrecisionPolicy(reduce_dtype=FP16),
+    "bf16, inputs not cast": MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False),
+    "bf16 gradients": MixedPrecisionPolicy(BF16, FP32, grad_dtype=BF16),
+    "fp64 gradients": MixedPrecisionPolicy(grad_dtype=FP64),
+}
+SYNC: tuple[AccumulationStep, ...] = ("sync", "step", "zero_grad", "sync", "step", "eval")
+NO_SYNC: tuple[AccumulationStep, ...] = ("no_sync", "no_sync", "sync", "step", "zero_grad", "sync")
+FOLDED: tuple[AccumulationStep, ...] = ("sync", "no_sync", "sync", "step", "sync")
+UNREDUCED: tuple[AccumulationStep, ...] = ("no_sync", "step", "sync")
+
+
+@pytest.mark.parametrize(
+    ("steps", "ranks"),
+    [(SYNC, 1), (SYNC, 2), (NO_SYNC, 2), (FOLDED, 2), (FOLDED, 3), (UNREDUCED, 2)],
+)
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_policy_trains_as_casts_by_hand(
+    policy: str, steps: tuple[AccumulationStep, ...], ranks: int
+) -> None:
+    assert_same(Program(steps, policy=POLICIES[policy]), ranks)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Program, int]:
+    ranks = draw(st.integers(1, 3))
+    steps = draw(accumulation_programs(max_steps=6))
+    used = draw(uses(len(steps), NUM_PARAMS))
+    program = Program(
+        tuple(steps),
+        tuple((of_step,) * ranks for of_step in used),
+        draw(st.sampled_from([None, True, False])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        POLICIES[draw(st.sampled_from(list(POLICIES)))],
+    )
+    return program, ranks
+
+
+@reproducible(50)
+@given(programs())
+def test_any_program_under_any_policy_is_that_of_the_oracle(case: tuple[Program, int]) -> None:
+    assert_same(*case)
+
+
+@st.composite
+def programs_of_differing_ranks(draw: st.DrawFn) -> tuple[Program, int]:
+    ranks = draw(st.integers(2, 3))
+    steps = draw(accumulation_programs(max_steps=5, without=("step", "reset")))
+    used = tuple(draw(uses(ranks, NUM_PARAMS)) for _ in steps)
+    policy = POLICIES[draw(st.sampled_from(list(POLICIES)))]
+    return Program(tuple(steps), used, policy=policy), ranks
+
+
+@reproducible(40)
+@given(programs_of_differing_ranks())
+def test_ranks_that_use_different_parameters_agree_on_dtypes(case: tuple[Program, int]) -> None:
+    assert_same(*case)
+
+
+def test_a_parameter_first_used_after_others_were_accumulated_joins_them() -> None:
+    first = (True, True, False, False, False, False)
+    used = ((first,) * 2, ((True,) * NUM_PARAMS,) * 2)
+    for name in ("bf16, reduced in fp32", "fp32, reduced in bf16"):
+        assert_same(Program(("no_sync", "sync"), used, policy=POLICIES[name]), 2)
+        assert_same(Program(("sync", "no_sync", "sync")[:2], used, policy=POLICIES[name]), 2)
+
+
+@pytest.mark.parametrize(
+    "policy", ["bf16, reduced in bf16", "fp32, reduced in bf16", "fp64 gradients"]
+)
+def test_ranks_agree_on_the_dtype_in_which_a_reduced_gradient_is_reduced_again(
+    policy: str,
+) -> None:
+    everything, one = (True,) * NUM_PARAMS, (True,) + (False,) * (NUM_PARAMS - 1)
+    used = ((everything,) * 3, (everything, one, one), (one, one, everything))
+    for ranks in (2, 3):
+        of_ranks = tuple(of_step[-ranks:] for of_step in used)
+        program = Program(("sync", "no_sync", "sync"), of_ranks, policy=POLICIES[policy])
+        assert_same(program, ranks)
+
+
+# Dtypes -------------------------------------------------------------------------------------
+
+
+class Noting(nn.Module):
+    """Notes the dtypes that its forward sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH))
+        self.register_buffer("offset", torch.full((4,), 1 / 3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(self.offset, torch.Tensor)
+        self.seen = [x.dtype, ids.dtype, self.weight.dtype, self.offset.dtype]
+        self.offset += 1
+        self.count += 1
+        return (x.unsqueeze(1) * self.weight).sum(2) + self.offset, ids
+
+
+def dtypes_of(policy: MixedPrecisionPolicy) -> dict[str, list[torch.dtype]]:
+    model = fully_shard(Noting(), mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    output, ids = model(inputs_for(0, 0), torch.arange(3))
+    output.sum().backward()
+    partial = model.weight.grad.dtype
+    model.set_requires_gradient_sync(True)
+    model(inputs_for(0, 0), torch.arange(3))[0].sum().backward()
+    after = [model.weight.dtype, model.offset.dtype, model.count.dtype, model.weight.grad.dtype]
+    return {
+        "forward": model.seen,
+        "output": [output.dtype, ids.dtype],
+        "partial": [partial],
+        "after": after,
+    }
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        (
+            MixedPrecisionPolicy(),
+            {
+                "forward": [FP32, torch.int64, FP32, FP32],
+                "output": [FP32, torch.int64],
+                "partial": [FP32],
+                "after": [FP32, FP32, torch.int64, FP32],
+            },
+        ),
+        (
+            MixedPrecisionPolicy(BF16, FP32, FP16, buffer_dtype=BF16),
+            {
+                "forward": [BF16, torch.int64, BF16, BF16],
+                "output": [FP16, torch.int64],
+                "partial": [FP32],
+                "after": [FP32, FP32, torch.int64, FP32],
+            },
+        ),
+        (
+            MixedPrecisionPolicy(BF16, cast_forward_inputs=False, grad_dtype=BF16),
+            {
+                "forward": [FP32, torch.int64, BF16, FP32],
+                "output": [FP32, torch.int64],
+                "partial": [BF16],
+                "after": [FP32, FP32, torch.int64, BF16],
+            },
+        ),
+    ],
+    ids=["none", "all", "inputs as they are"],
+)
+def test_every_tensor_has_the_dtype_of_the_policy(
+    policy: MixedPrecisionPolicy, wanted: dict[str, list[torch.dtype]]
+) -> None:
+    assert run_ranks(dtypes_of, 2, policy) == [wanted] * 2
+
+
+# Sums that must not be rounded once more ----------------------------------------------------
+
+
+def reduced_again(policy: MixedPrecisionPolicy) -> list[bool]:
+    """Whether a reduced gradient is the same after a zero was accumulated and reduced with it."""
+    model = nn.Linear(WIDTH, 5)
+    fully_shard(model, mp_policy=policy)
+    for step in range(2):
+        model(inputs_for(step, dist.get_rank())).float().square().sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    assert all(isinstance(grad, DTensor) for grad in grads)
+    before = [grad.to_local().clone() for grad in grads]
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        (model(inputs_for(2, 0)) * 0).sum().backward()
+    after = [param.grad.to_local() for param in model.parameters()]
+    return [torch.equal(*pair) for pair in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        MixedPrecisionPolicy(reduce_dtype=BF16),
+        MixedPrecisionPolicy(BF16, BF16),
+        MixedPrecisionPolicy(BF16, FP32),
+        MixedPrecisionPolicy(BF16, grad_dtype=FP64),
+    ],
+    ids=["reduced in bf16", "bf16", "bf16, reduced in fp32", "bf16, fp64 gradients"],
+)
+def test_a_reduced_gradient_is_not_rounded_by_the_next_reduction(
+    policy: MixedPrecisionPolicy, ranks: int
+) -> None:
+    assert run_ranks(reduced_again, ranks, policy) == [[True, True]] * ranks
+
+
+# Buffers ------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 7)
+        self.norm = nn.BatchNorm1d(7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x)).relu()
+
+
+def train_normed(policy: MixedPrecisionPolicy) -> list[str]:
+    model = Normed()
+    oracle = Unsharded(model, policy)
+    fully_shard(model.inner, mp_policy=replace(policy, output_dtype=None))
+    fully_shard(model, mp_policy=policy)
+    comparison = Comparison(model, oracle, exact=dist.get_world_size() <= 2)
+    for step in range(3):
+        x = inputs_for(step, dist.get_rank())
+        losses = [m(x).float().square().mean() for m in (model, oracle)]
+        comparison.tensor(f"step {step}: loss", *losses)
+        for loss in losses:
+            loss.backward()
+        oracle.after_backward()
+        comparison.grads(f"step {step}")
+        wanted = dict(oracle.model.named_buffers())
+        for name, buffer in model.named_buffers():
+            comparison.tensor(f"step {step}: {name}", buffer, wanted[name])
+    for m in (model, oracle.model):
+        m.eval()
+    comparison.tensor("eval", model(x), oracle(x))
+    return comparison.differences
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(BF16, FP32, FP32, buffer_dtype=BF16),
+        MixedPrecisionPolicy(FP16, FP32, FP32, buffer_dtype=FP16),
+    ],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_batch_norm_trains_as_unsharded(policy: MixedPrecisionPolicy, ranks: int) -> None:
+    assert run_ranks(train_normed, ranks, policy) == [[]] * ranks
+
+
+# Ranks that send, as those on other hosts do ----------------------------------------------------
+
+
+@pytest.mark.usefixtures("readable")
+@pytest.mark.parametrize(("steps", "ranks"), [(SYNC, 2), (NO_SYNC, 2), (FOLDED, 3)])
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_policy_trains_as_casts_by_hand_on_ranks_that_send(
+    policy: str, steps: tuple[AccumulationStep, ...], ranks: int
+) -> None:
+    program = Program(steps, policy=POLICIES[policy])
+    assert run_ranks(Apart(follow), ranks, program, timeout=30) == [[]] * ranks

@@ -1,0 +1,234 @@
+"""What a training loop may set costs time or memory, never exactness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import FSDPModule, fully_shard
+from composable_shard.testing import run_ranks
+from training.cases import reproducible
+from training.compare import Comparison
+from training.oracle import Unsharded
+from training.scenarios import STACK_GROUPS, Stack, loss_of
+from training.trees import inputs_for
+
+Setting = tuple[str, str, bool]
+"""Name of a module, of a setter, and what to set."""
+
+
+def sharded_stack() -> tuple[Stack, Unsharded]:
+    torch.manual_seed(3)
+    model = Stack()
+    oracle = Unsharded(model)
+    for name in STACK_GROUPS:
+        fully_shard(model.get_submodule(name))
+    return model, oracle
+
+
+def one_step(model: nn.Module, oracle: Unsharded, step: int) -> list[torch.Tensor]:
+    x = inputs_for(step, dist.get_rank())
+    losses = [loss_of(m(x)) for m in (model, oracle)]
+    for loss in losses:
+        loss.backward()
+    return losses
+
+
+# Microbatches whose reductions overlap ------------------------------------------------------
+
+
+def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
+    """Gradients are complete after the last of several backwards."""
+    model, oracle = sharded_stack()
+    assert isinstance(model, FSDPModule)
+    comparison = Comparison(model, oracle, exact=dist.get_world_size() <= 2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
+    for step in range(3):
+        for microbatch in range(num_microbatches):
+            is_last = microbatch == num_microbatches - 1
+            model.set_is_last_backward(is_last)
+            syncs = is_last or not alternates or microbatch % 2 == 0
+            model.set_requires_gradient_sync(syncs)
+            losses = one_step(model, oracle, 10 * step + microbatch)
+            oracle.after_backward(sync=syncs)
+            comparison.tensor(f"step {step}: loss {microbatch}", *losses)
+        comparison.grads(f"step {step}")
+        comparison.exact &= not oracle.has_folded
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        oracle.step(optimizers[1])
+        oracle.clear()
+        comparison.params(f"step {step}")
+    return comparison.differences
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("alternates", [False, True])
+def test_gradients_are_complete_after_the_last_of_several_backwards(
+    alternates: bool, ranks: int
+) -> None:
+    for num_microbatches in (1, 2, 4):
+        differences = run_ranks(
+            train_in_microbatches, ranks, num_microbatches, alternates, timeout=20
+        )
+        assert differences == [[]] * ranks, differences
+
+
+def zeroed_while_under_way() -> list[bool]:
+    model, oracle = sharded_stack()
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(False)
+    one_step(model, oracle, 0)
+    model.zero_grad()
+    none_left = all(param.grad is None for param in model.parameters())
+    oracle.refresh()
+    oracle.leaves()
+    model.set_is_last_backward(True)
+    one_step(model, oracle, 1)
+    oracle.after_backward()
+    comparison = Comparison(model, oracle, exact=True)
+    comparison.grads("after")
+    return [none_left, comparison.differences == []]
+
+
+def test_zero_grad_clears_reductions_under_way() -> None:
+    assert run_ranks(zeroed_while_under_way, 2) == [[True, True]] * 2
+
+
+# Any settings at any time -------------------------------------------------------------------
+
+SETTERS = ("set_reshard_after_forward", "set_reshard_after_backward")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """For each step, what is set before its forward, and what between forward and backward."""
+
+    before: tuple[tuple[Setting, ...], ...]
+    between: tuple[tuple[Setting, ...], ...]
+    prefetch: tuple[tuple[int, ...], ...]
+
+
+def train_with(settings: Settings) -> list[str]:
+    model, oracle = sharded_stack()
+    comparison = Comparison(model, oracle, exact=dist.get_world_size() <= 2)
+    params = list(model.parameters())
+    optimizers = [torch.optim.SGD(p, lr=0.1) for p in (params, oracle.model.parameters())]
+    groups = [model.get_submodule(name) for name in STACK_GROUPS]
+    for step in range(len(settings.before)):
+        for group, targets in zip(groups, settings.prefetch, strict=False):
+            assert isinstance(group, FSDPModule)
+            modules = [groups[target] for target in targets]
+            group.set_modules_to_forward_prefetch(modules)  # type: ignore[arg-type]
+            group.set_modules_to_backward_prefetch(modules[::-1])  # type: ignore[arg-type]
+        apply(model, settings.before[step])
+        x = inputs_for(step, dist.get_rank())
+        losses = [loss_of(m(x)) for m in (model, oracle)]
+        comparison.tensor(f"step {step}: loss", *losses)
+        apply(model, settings.between[step])
+        for loss in losses:
+            loss.backward()
+        oracle.after_backward()
+        comparison.grads(f"step {step}")
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        oracle.step(optimizers[1])
+        oracle.clear()
+        comparison.params(f"step {step}")
+    return comparison.differences
+
+
+def apply(model: nn.Module, settings: tuple[Setting, ...]) -> None:
+    for name, setter, value in settings:
+        getattr(model.get_submodule(name), setter)(value, recurse=name == "")
+
+
+setting = st.tuples(st.sampled_from(STACK_GROUPS), st.sampled_from(SETTERS), st.booleans())
+
+
+@st.composite
+def any_settings(draw: st.DrawFn) -> tuple[Settings, int]:
+    num_steps = draw(st.integers(2, 4))
+    for_one_step = st.lists(setting, max_size=3).map(tuple)
+    targets = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+    settings = Settings(
+        tuple(draw(for_one_step) for _ in range(num_steps)),
+        tuple(draw(for_one_step) for _ in range(num_steps)),
+        tuple(draw(st.lists(targets, max_size=4))),
+    )
+    return settings, draw(st.integers(1, 3))
+
+
+@reproducible(40)
+@given(any_settings())
+def test_any_settings_give_the_gradients_of_the_oracle(case: tuple[Settings, int]) -> None:
+    settings, ranks = case
+    differences = run_ranks(train_with, ranks, settings, timeout=20)
+    assert differences == [[]] * ranks, differences
+
+
+# What a user may do by hand -----------------------------------------------------------------
+
+
+def full_values(model: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def unsharded_by_hand(async_op: bool) -> list[bool]:
+    """Whether unsharded parameters are the full ones, and sharded again afterwards."""
+    model, oracle = sharded_stack()
+    groups = [model.get_submodule(name) for name in STACK_GROUPS]
+    handles = [group.unshard(async_op) for group in groups]  # type: ignore[operator]
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
+    full = [
+        torch.equal(*pair)
+        for pair in zip(full_values(model), full_values(oracle.model), strict=True)
+    ]
+    plain = not any(isinstance(param, DTensor) for param in model.parameters())
+    for group in groups:
+        group.reshard()  # type: ignore[operator]
+    sharded = all(isinstance(param, DTensor) for param in model.parameters())
+    losses = one_step(model, oracle, 0)
+    oracle.after_backward()
+    comparison = Comparison(model, oracle, exact=True)
+    comparison.grads("after")
+    return [all(full), plain, sharded, torch.equal(*losses), comparison.differences == []]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_unshard_gives_the_full_parameters(async_op: bool, ranks: int) -> None:
+    assert run_ranks(unsharded_by_hand, ranks, async_op) == [[True] * 5] * ranks
+
+
+def gathered_long_before() -> list[str]:
+    """Groups unsharded by hand before forward stay usable through a step."""
+    model, oracle = sharded_stack()
+    comparison = Comparison(model, oracle, exact=True)
+    params = list(model.parameters())
+    optimizers = [torch.optim.SGD(p, lr=0.1) for p in (params, oracle.model.parameters())]
+    for step in range(3):
+        for name in STACK_GROUPS[:2]:
+            model.get_submodule(name).unshard(async_op=True)  # type: ignore[operator]
+        losses = one_step(model, oracle, step)
+        comparison.tensor(f"step {step}: loss", *losses)
+        oracle.after_backward()
+        comparison.grads(f"step {step}")
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        oracle.step(optimizers[1])
+        oracle.clear()
+    return comparison.differences
+
+
+def test_a_gather_by_hand_before_forward_changes_no_number() -> None:
+    assert run_ranks(gathered_long_before, 2) == [[], []]

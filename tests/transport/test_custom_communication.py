@@ -1,0 +1,332 @@
+"""Custom collectives, hooks on the reduction, process groups and buffers of one's own choice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes.compare import Oracle, gradient_differences, value_differences
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
+from training.programs import TREE
+from training.trees import build, inputs_for, shard
+
+from composable_shard import FSDPModule, fully_shard
+from composable_shard.core.group import group_of
+from composable_shard.core.transport.collectives import Memory
+from composable_shard.insight.events import record_events
+from composable_shard.testing import run_ranks
+from transport.own_collectives import CopyingAllGather, SummingReduceScatter
+
+
+class TorchsAllGather(TorchAllGather):
+    """One written against torch's interface."""
+
+    allocate = CopyingAllGather.allocate
+    __call__ = CopyingAllGather.__call__
+    __init__ = CopyingAllGather.__init__
+
+
+Choose = Callable[[FSDPModule], None]
+
+
+def custom(module: FSDPModule) -> None:
+    module.set_custom_all_gather(CopyingAllGather())
+    module.set_custom_reduce_scatter(SummingReduceScatter())
+
+
+def torchs(module: FSDPModule) -> None:
+    module.set_custom_all_gather(TorchsAllGather())
+
+
+def in_memory_of_a_backend(module: FSDPModule) -> None:
+    def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(tuple(shape), 7, dtype=dtype, device=device)
+
+    group = group_of(module)  # type: ignore[arg-type]
+    assert group is not None
+    for channel in group.channels.values():
+        channel.use_memory(Memory(allocate))
+
+
+def apart(module: FSDPModule) -> None:
+    module.set_separate_reduce_scatter_group()
+
+
+def apart_and_back(module: FSDPModule) -> None:
+    module.set_separate_reduce_scatter_group(True)
+    module.set_separate_reduce_scatter_group(False)
+
+
+def sums(module: FSDPModule) -> None:
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def three_at_once(module: FSDPModule) -> None:
+    module.set_reduce_scatter_max_input_buffers(3)
+
+
+def without_effect(module: FSDPModule) -> None:
+    module.set_reduce_scatter_unused_params(True)
+
+
+CHOICES: list[Choose] = [
+    custom,
+    torchs,
+    in_memory_of_a_backend,
+    apart,
+    apart_and_back,
+    sums,
+    three_at_once,
+    without_effect,
+]
+
+
+def train(choose: Choose, when: int, hybrid: bool) -> list[str]:
+    """Train the tree; choose before the first forward or after it."""
+    model = build(TREE)
+    oracle = Oracle(model)
+    mesh = None
+    if hybrid:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shard(model, TREE, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
+    found: list[str] = []
+    for step in range(3):
+        if step == when:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    choose(module)
+        x = inputs_for(step, dist.get_rank())
+        for either in (model, oracle.model):
+            either(x).square().mean().backward()
+        oracle.take()
+        oracle.reduce()
+        found += gradient_differences(dict(model.named_parameters()), oracle)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        oracle.step(optimizers[1])
+        found += value_differences(model.named_parameters(), oracle)
+    return found
+
+
+@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize("choose", CHOICES, ids=lambda choose: choose.__name__)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_training_equals_that_of_the_oracle(ranks: int, choose: Choose, when: int) -> None:
+    assert run_ranks(train, ranks, choose, when, False, timeout=30) == [[]] * ranks
+
+
+@pytest.mark.parametrize("choose", [custom, sums, three_at_once])
+def test_training_on_a_hybrid_mesh_equals_that_of_the_oracle(choose: Choose) -> None:
+    assert run_ranks(train, 4, choose, 0, True, timeout=30) == [[]] * 4
+
+
+def what_custom_ones_get() -> list[object]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    gather, reduce = CopyingAllGather(), SummingReduceScatter()
+    fully_shard(model[0])
+    fully_shard(model)
+    model[0].set_custom_all_gather(gather)  # type: ignore[operator]
+    model[0].set_custom_reduce_scatter(reduce)  # type: ignore[operator]
+    model(torch.ones(2, 8)).sum().backward()
+    return [gather.allocated, reduce.ops]
+
+
+def test_custom_communication_acts_on_its_own_group_alone() -> None:
+    own = (8 * 8 + 8) // 2
+    expected = [[own, 2 * own, own, 2 * own], [dist.ReduceOp.SUM]]
+    for seen in run_ranks(what_custom_ones_get, 2):
+        assert seen == expected
+
+
+# Hooks on the reduction ----------------------------------------------------------------------
+
+
+def replicas_by_hand() -> list[str]:
+    """Shard over pairs of ranks; reduce between the pairs by a hook instead of a hybrid mesh."""
+    model = build(TREE)
+    oracle = Oracle(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shard(model, TREE, mesh=mesh["shard"])
+    between = mesh.get_group("replicate")
+
+    def hook(grads: torch.Tensor) -> None:
+        dist.all_reduce(grads, group=between)
+        grads.div_(2)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(hook)
+    for either in (model, oracle.model):
+        either(inputs_for(0, dist.get_rank())).square().mean().backward()
+    oracle.take()
+    oracle.reduce()
+    return gradient_differences(dict(model.named_parameters()), oracle)
+
+
+def test_an_all_reduce_hook_makes_replicas() -> None:
+    assert run_ranks(replicas_by_hand, 4) == [[]] * 4
+
+
+def hook_on_unused() -> list[object]:
+    """Pairs that use different parameters: the hook brings gradients from the other pair."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+            return self.parts[name](x)
+
+    either = fully_shard(Either(), mesh=mesh["shard"])
+    either.set_all_reduce_hook(lambda g: dist.all_reduce(g, group=mesh.get_group("replicate")))
+    name = "ab"[mesh["replicate"].get_local_rank()]
+    either(torch.ones(2, 4), name).sum().backward()
+    return [param.grad is not None for param in either.parameters()]
+
+
+def test_a_hook_may_bring_gradients_that_no_rank_here_has() -> None:
+    assert run_ranks(hook_on_unused, 4) == [[True] * 4] * 4
+
+
+# Buffers in flight ---------------------------------------------------------------------------
+
+
+def reductions_in_flight(max_input_buffers: int) -> list[str]:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_reduce_scatter_max_input_buffers(max_input_buffers)  # type: ignore[operator]
+    with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as events:
+        model(torch.ones(2, 4)).sum().backward()
+    return [("launch " if event == "reduce_scatter" else "wait ") + name for event, name in events]
+
+
+def test_so_many_reductions_are_under_way_at_once() -> None:
+    assert run_ranks(reductions_in_flight, 2, 1)[0] == [
+        *("launch 3", "wait 3", "launch 2", "wait 2", "launch 1", "wait 1", "launch 0", "wait 0")
+    ]
+    assert run_ranks(reductions_in_flight, 2, 3)[0] == [
+        *("launch 3", "launch 2", "launch 1", "wait 3", "launch 0", "wait 2", "wait 1", "wait 0")
+    ]
+
+
+def without_unsharding_in_backward() -> list[object]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
+    oracle = Oracle(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model[0].set_unshard_in_backward(False)  # type: ignore[operator]
+    found: list[object] = []
+    for step in range(2):
+        tokens = torch.tensor([1, 2, dist.get_rank() + step])
+        with record_events(model, "all_gather") as events:
+            for either in (model, oracle.model):
+                either(tokens).square().sum().backward()
+        oracle.take()
+        oracle.reduce()
+        found += gradient_differences(dict(model.named_parameters()), oracle)
+        found.append([name for _, name in events])
+    return found
+
+
+def test_a_group_that_backward_does_not_read_is_not_gathered_for_it() -> None:
+    # The last layer stays from its forward to its backward once the order is known.
+    expected = [["0", "1", "1"], ["0", "1"]]
+    assert run_ranks(without_unsharding_in_backward, 2) == [expected] * 2
+
+
+class StandIn:
+    """An event of a user's own, or of a backend: what it is, it alone knows."""
+
+    def __init__(self, at_wait: Callable[[], object] = lambda: None) -> None:
+        self.waits: list[tuple[object, ...]] = []
+        self._at_wait = at_wait
+
+    def wait(self, *stream: object) -> None:
+        self.waits.append(stream)
+        self._at_wait()
+
+
+class OneWhoseWaitFails:
+    def wait(self) -> None:
+        raise RuntimeError("the optimizer has failed")
+
+
+def steps_beside(reshard: bool) -> list[object]:
+    """Let the event's ``wait`` change the shard, as the end of an optimizer on a thread does."""
+    model: Any = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=reshard)
+    x, weight = torch.ones(2, 4), model.weight
+
+    def step() -> None:
+        with torch.no_grad():
+            weight.to_local().fill_(2.0)
+
+    event = StandIn(step)
+    with torch.no_grad():
+        model(x)
+        model.set_post_optim_event(event)
+        before = list(event.waits)
+        outputs = [model(x).sum().item(), model(x).sum().item()]
+    return [before, event.waits, *outputs]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gather_waits_for_the_event_after_the_optimizer(ranks: int, reshard: bool) -> None:
+    """Once, without an argument, before anything of the parameters is sent."""
+    assert run_ranks(steps_beside, ranks, reshard) == [[[], [()], 64.0, 64.0]] * ranks
+
+
+def with_events() -> list[object]:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    done = threading.Event()
+    done.set()
+    seen: list[object] = []
+    for event in (torch.Event("cpu"), torch.cpu.Event(), done, None):
+        model.set_post_optim_event(event)
+        seen.append(model(torch.ones(2, 4)).shape)
+    replaced, event = StandIn(), StandIn()
+    model.set_post_optim_event(replaced)
+    model.set_post_optim_event(event)
+    model(torch.ones(2, 4))
+    seen += [replaced.waits, event.waits]
+    model.set_post_optim_event(event)
+    model.set_post_optim_event(None)
+    model(torch.ones(2, 4))
+    model.set_post_optim_event(OneWhoseWaitFails())
+    with pytest.raises(RuntimeError, match="the optimizer has failed"):
+        model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    return [*seen, event.waits, model.weight.grad.full_tensor().sum().item()]
+
+
+def test_whatever_can_be_waited_for_is_an_event() -> None:
+    shape = torch.Size([2, 4])
+    expected = [*[shape] * 4, [], [()], [()], 32.0]
+    assert run_ranks(with_events, 2) == [expected] * 2
+
+
+def deprecated_name() -> float:
+    model: Any = fully_shard(nn.Linear(4, 1, bias=False))
+    with pytest.warns(FutureWarning, match="call set_gradient_divide_factor"):
+        model.set_reduce_scatter_divide_factor(0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    return float(model.weight.grad.full_tensor()[0, 0])
+
+
+def test_the_older_name_of_the_divide_factor() -> None:
+    assert run_ranks(deprecated_name, 2) == [4.0, 4.0]

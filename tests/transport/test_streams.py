@@ -1,0 +1,162 @@
+"""What a device needs of the communication: right waits, and memory that lives long enough."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import assert_parity, average_gradients, own_input, two_nets
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_shard import AllGather, ReduceScatter, _torch, fully_shard
+from composable_shard.core import group as group_module
+from composable_shard.core import hooks
+from composable_shard.core.hooks import owner_of
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.pending import compute_stream
+from composable_shard.mesh import resolve_mesh
+from composable_shard.testing import run_ranks
+
+
+def chosen() -> list[list[str]]:
+    mesh = resolve_mesh(init_device_mesh("cpu", (2,)))
+    on_device = dataclasses.replace(mesh, device=torch.device("cuda", 0))
+    channels = [Channel(one) for one in (mesh, on_device)]
+    return [[type(c).__name__ for c in (one.all_gather, one.reduce_scatter)] for one in channels]
+
+
+def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
+    direct = ["DirectAllGather", "DirectReduceScatter"]
+    coalesced = ["CoalescedAllGather", "CoalescedReduceScatter"]
+    assert run_ranks(chosen, 2) == [[direct, coalesced]] * 2
+
+
+# Custom communication -------------------------------------------------------------------------
+
+
+class Work:
+    """A collective on a stream of its own: it reads what is sent when it is waited for."""
+
+    def __init__(self, sent: torch.Tensor, act: Any) -> None:
+        self._sent = weakref.ref(sent)
+        self._act = act
+
+    def wait(self) -> None:
+        sent = self._sent()
+        assert sent is not None, "the memory has been freed"
+        self._act(sent)
+
+
+class Late:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class LateAllGather(Late, AllGather):
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> Work:
+        output = output_tensor
+        return Work(
+            input_tensor, lambda sent: dist.all_gather_into_tensor(output, sent, group=group)
+        )
+
+
+class LateReduceScatter(Late, ReduceScatter):
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Work:
+        def reduce(sent: torch.Tensor) -> None:
+            dist.all_reduce(sent, op, group=group)
+            output_tensor.copy_(sent.chunk(group.size())[group.rank()])
+
+        return Work(input_tensor, reduce)
+
+
+def train_late() -> list[float]:
+    model: Any = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(model.weight)
+    fully_shard(model)
+    model.set_custom_all_gather(LateAllGather())
+    model.set_custom_reduce_scatter(LateReduceScatter())
+    output = model(torch.full((1, 4), 1.0 + dist.get_rank()))
+    output.sum().backward()
+    return [*output[0].tolist(), *model.weight.grad.full_tensor().view(-1).tolist()]
+
+
+def test_what_a_custom_collective_sends_lives_until_it_has_been_waited_for() -> None:
+    expected = [[4.0 * (1 + rank)] * 2 + [1.5] * 8 for rank in range(2)]
+    assert run_ranks(train_late, 2) == expected
+
+
+# Scalars between host and device ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("cuda:0", False)])
+def test_what_comes_to_the_host_is_waited_for(device: str, waits: bool) -> None:
+    there = torch.device(device)
+    assert _torch.carried(Input(pinned=False), there) == (there, not waits)  # type: ignore[arg-type]
+
+
+# Inputs ---------------------------------------------------------------------------------------
+
+
+class Input:
+    """An input of a forward in memory that is pinned or not; says how it was moved."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+
+    def is_pinned(self) -> bool:
+        return self._pinned
+
+    def to(self, device: torch.device, non_blocking: bool) -> tuple[torch.device, bool]:
+        return device, non_blocking
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_forward_waits_until_its_pinned_inputs_may_be_overwritten(pinned: bool) -> None:
+    device, value = torch.device("cuda", 0), Input(pinned)
+    assert hooks._moved(device, value) == (device, not pinned)  # type: ignore[arg-type]
+
+
+# Streams from one iteration to the next -------------------------------------------------------
+
+
+def train_on(streams: list[int]) -> list[list[bool]]:
+    """Train a step on each stream; return which gradients were accumulated by new nodes."""
+    reference, model = two_nets()
+    renewed = []
+    before, group_module.compute_stream = group_module.compute_stream, lambda _: streams[step]
+    try:
+        for step in range(len(streams)):
+            model.zero_grad()
+            reference.zero_grad()
+            model(own_input(step)).square().sum().backward()
+            reference(own_input(step)).square().sum().backward()
+            average_gradients(reference.parameters())
+            assert_parity(model, reference)
+            params = owner_of(model.out).params  # nobody else may keep their nodes
+            renewed.append(["known" not in param.accumulator.metadata for param in params])
+            for param in params:
+                param.accumulator.metadata["known"] = True
+    finally:
+        group_module.compute_stream = before
+    return renewed
+
+
+def test_on_another_stream_gradients_are_accumulated_by_other_nodes() -> None:
+    expected = [[is_new] * 4 for is_new in (True, False, True, False, True)]
+    assert run_ranks(train_on, 2, [0, 0, 7, 7, 0]) == [expected] * 2
+
+
+def test_the_stream_of_a_host_is_always_the_same() -> None:
+    assert compute_stream(torch.device("cpu")) == 0
