@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from checkpoint.models import Model, State, assert_equal, shard, train
+from checkpoint.models import Model, State, assert_equal, plain_values, shard, train
 from checkpoint.optimizers import OPTIMIZERS
-from checkpoint.test_resume import plain_values
 from composable_shard.testing import run_ranks
 
 

@@ -12,9 +12,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from checkpoint.models import State, assert_equal, same_on_all_ranks
+from checkpoint.models import (
+    State,
+    assert_equal,
+    plain_model,
+    same_on_all_ranks,
+    sharded_model,
+)
 from checkpoint.optimizers import OPTIMIZERS
-from checkpoint.test_plain import plain_model, sharded_model
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks

@@ -16,9 +16,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from checkpoint.models import Model, assert_equal, is_exact, shard, train
+from checkpoint.models import (
+    Model,
+    assert_equal,
+    evaluate,
+    is_exact,
+    plain_model,
+    shard,
+    sharded_model,
+    tensors,
+    train,
+)
 from checkpoint.optimizers import OPTIMIZERS
-from checkpoint.test_plain import evaluate, plain_model, sharded_model, tensors
 from composable_shard.testing import run_ranks
 
 all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -22,10 +22,14 @@ from checkpoint.models import (
     Model,
     State,
     assert_equal,
+    evaluate,
     is_exact,
+    plain_model,
     same_on_all_ranks,
     shard,
+    sharded_model,
     structure,
+    tensors,
     train,
 )
 from checkpoint.optimizers import INEXACT, OPTIMIZERS
@@ -50,11 +54,6 @@ all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 both_ways = pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 
 
-def plain_model(seed: int = 1, columns: int = 7) -> Model:
-    torch.manual_seed(seed)
-    return Model(columns)
-
-
 def evaluate_and_keep(model: nn.Module) -> None:
     """Evaluate; a sharded model then has its sharded parameters registered, whatever it keeps."""
     if isinstance(model, FSDPModule):
@@ -67,14 +66,6 @@ def evaluate_and_keep(model: nn.Module) -> None:
         model.set_reshard_after_forward(False, recurse=False)
 
 
-def sharded_model(seed: int = 0, columns: int = 7, **kwargs: Any) -> Model:
-    return shard(plain_model(seed, columns), **kwargs)
-
-
-def tensors(state: State) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
 def cut_as(model: nn.Module, state: State) -> State:
     """Return the state with DTensors where the model has them."""
     cut = dict(state)
@@ -82,11 +73,6 @@ def cut_as(model: nn.Module, state: State) -> State:
         if isinstance(tensor, DTensor):
             cut[name] = distribute_tensor(state[name], tensor.device_mesh, tensor.placements)
     return cut
-
-
-def evaluate(model: nn.Module, step: int = 0) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(same_on_all_ranks(step))
 
 
 # Out ----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist.models import full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from checkpoint.models import Model, State, assert_equal, shard, train
+from checkpoint.models import Model, State, assert_equal, plain_values, shard, train
 from checkpoint.optimizers import OPTIMIZERS
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
@@ -37,15 +36,6 @@ def new(seed: int, columns: int, make: str, sharded: bool = True) -> tuple[nn.Mo
     if sharded:
         shard(model)
     return model, OPTIMIZERS[make](model)
-
-
-def plain_values(value: Any) -> Any:
-    """Return a copy of a state with full plain tensors."""
-    if isinstance(value, dict):
-        return {key: plain_values(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_values(inner) for inner in value]
-    return full(value).detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def states(model: nn.Module, optimizers: list[Optimizer]) -> State:
