@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from dist.models import full
@@ -18,6 +19,12 @@ FullyShard = Callable[..., Any]
 State = dict[str, Any]
 
 WIDTH = 6
+
+all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
+three_ranks = pytest.mark.parametrize(
+    "num_ranks", [3, *(pytest.param(count, marks=pytest.mark.matrix) for count in (1, 2))]
+)
+"""Three cut everything unevenly; for tests of what does not depend on how many there are."""
 
 
 class Inner(nn.Module):

@@ -16,8 +16,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from checkpoint.models import Model, assert_equal, is_exact, shard, structure, three_models, train
-from checkpoint.optimizers import INEXACT, OPTIMIZERS
+from checkpoint.models import (
+    Model,
+    all_ranks,
+    assert_equal,
+    is_exact,
+    shard,
+    structure,
+    three_models,
+    three_ranks,
+    train,
+)
+from checkpoint.optimizers import INEXACT, OPTIMIZERS, all_optimizers
 from composable_shard.testing import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -38,8 +48,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 FROZEN = "outer.inner.up.weight"
-
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 
 
 def dtensors(state: Any) -> list[DTensor]:
@@ -93,10 +101,10 @@ def of_optimizer(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(num_ranks: int, name: str) -> None:
+@all_optimizers
+def test_optimizers(num_ranks: int, make: str) -> None:
     for option in ("sharded", "full", "full-cpu"):
-        run_ranks(of_optimizer, num_ranks, name, OPTIONS[option])
+        run_ranks(of_optimizer, num_ranks, make, OPTIONS[option])
 
 
 def of_submodules(keep_prefixes: bool, full_state: bool) -> list[str]:
@@ -116,7 +124,7 @@ def of_submodules(keep_prefixes: bool, full_state: bool) -> list[str]:
     return list(ours)
 
 
-@all_ranks
+@three_ranks
 @pytest.mark.parametrize("full_state", [False, True])
 def test_submodules(num_ranks: int, full_state: bool) -> None:
     names = ["up.weight", "up.bias", "down.weight", "down.bias", "gate.weight"]

@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint.models import (
     State,
+    all_ranks,
     assert_equal,
     plain_model,
     same_on_all_ranks,
     sharded_model,
+    three_ranks,
 )
 from checkpoint.optimizers import OPTIMIZERS
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 
 
 def within_compute() -> None:
@@ -130,7 +130,7 @@ def described(kept_unsharded: bool) -> State:
     return {k: full(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
-@all_ranks
+@three_ranks
 @pytest.mark.parametrize("kept_unsharded", [False, True])
 def test_modules_that_save_themselves(num_ranks: int, kept_unsharded: bool) -> None:
     expected = nn.Sequential(Described(), Described()).state_dict()

@@ -35,8 +35,17 @@ EVEN, UNEVEN = 8, 10
 """Hidden units, of which two tensor-parallel ranks hold 4 or 5 each; 2 data-parallel ones cut
 these."""
 
-PLACES = [(name, UNEVEN) for name in CASES] + [("tp", EVEN), ("tp-alone", EVEN)]
-places = pytest.mark.parametrize(("name", "hidden"), PLACES)
+FEW = {"hybrid-inner", "own-mesh", "tp", "hybrid-tp"}
+"""Of these meshes each axis and placement is one."""
+
+
+def place(name: str, hidden: int = UNEVEN, few: set[str] = FEW) -> Any:
+    marks = () if name in few and hidden == UNEVEN else pytest.mark.matrix
+    return pytest.param(name, hidden, marks=marks)
+
+
+EVEN_PLACES = [place("tp", EVEN), place("tp-alone", EVEN)]
+places = pytest.mark.parametrize(("name", "hidden"), [*map(place, CASES), *EVEN_PLACES])
 
 ROUTES = {
     "1-d": ("hybrid", "tp"),
@@ -197,7 +206,10 @@ def read(case: Case | None, hidden: int, folder: Path) -> None:
     assert_is_after(4, model, optimizer, hidden)
 
 
-@pytest.mark.parametrize(("name", "hidden"), [*((name, UNEVEN) for name in ROUTES), ("tp", EVEN)])
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [*(place(name, few={"hybrid-inner", "hybrid-tp"}) for name in ROUTES), place("tp", EVEN)],
+)
 def test_from_mesh_to_mesh(tmp_path: Path, name: str, hidden: int) -> None:
     run_ranks(write, CASES[name].num_ranks, CASES[name], hidden, tmp_path)
     for other in ROUTES[name]:

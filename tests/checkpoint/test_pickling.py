@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint.models import (
     Model,
+    all_ranks,
     assert_equal,
     evaluate,
     is_exact,
@@ -25,12 +26,12 @@ from checkpoint.models import (
     shard,
     sharded_model,
     tensors,
+    three_ranks,
     train,
 )
 from checkpoint.optimizers import OPTIMIZERS
 from composable_shard.testing import run_ranks
 
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 WAYS: dict[str, dict[str, Any]] = {
     "anything": {"weights_only": False},
     "weights-only": {"weights_only": True},
@@ -132,12 +133,12 @@ def copied_parameters() -> None:
     assert_equal(model.state_dict(), plain.state_dict())
 
 
-@all_ranks
+@three_ranks
 def test_deep_copies_of_parameters(num_ranks: int) -> None:
     run_ranks(copied_parameters, num_ranks)
 
 
-@all_ranks
+@three_ranks
 def test_deep_copies(num_ranks: int) -> None:
     run_ranks(copied, num_ranks)
 
@@ -164,7 +165,7 @@ def shards() -> None:
         assert end * local.itemsize <= local.untyped_storage().nbytes(), (begin, end)
 
 
-@all_ranks
+@three_ranks
 def test_shards_are_contiguous_rows(num_ranks: int) -> None:
     run_ranks(shards, num_ranks)
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from checkpoint.models import (
     Model,
     State,
+    all_ranks,
     assert_equal,
     evaluate,
     is_exact,
@@ -30,9 +31,10 @@ from checkpoint.models import (
     sharded_model,
     structure,
     tensors,
+    three_ranks,
     train,
 )
-from checkpoint.optimizers import INEXACT, OPTIMIZERS
+from checkpoint.optimizers import INEXACT, OPTIMIZERS, all_optimizers
 from composable_shard import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -50,7 +52,6 @@ TEXTS = {
     for name, group in {"forward": "group 'outer'", "backward": "the root group"}.items()
 }
 
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 both_ways = pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 
 
@@ -136,7 +137,7 @@ def held() -> None:
     assert torch.equal(evaluate(model), plain(same_on_all_ranks(0))) or not is_exact()
 
 
-@all_ranks
+@three_ranks
 def test_a_state_that_is_held_follows_the_model(num_ranks: int) -> None:
     run_ranks(held, num_ranks)
 
@@ -500,7 +501,7 @@ def optimizers_alone(make: str) -> None:
     assert_equal(target.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@all_optimizers
 def test_optimizers(make: str) -> None:
     run_ranks(optimizers_alone, 2, make)
     run_ranks(optimizers_alone, 3, make)

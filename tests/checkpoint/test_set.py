@@ -27,13 +27,15 @@ from torch_versions import needs_newer_torch
 from checkpoint.models import (
     Model,
     State,
+    all_ranks,
     assert_equal,
     is_exact,
     shard,
     structure,
+    three_ranks,
     train,
 )
-from checkpoint.optimizers import INEXACT, OPTIMIZERS
+from checkpoint.optimizers import INEXACT, OPTIMIZERS, all_optimizers
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 
@@ -49,8 +51,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rank-0-flat": {**FROM_RANK_0, "flatten_optimizer_state_dict": True},
 }
 SHARDERS: dict[str, Callable[..., Any]] = {"ours": fully_shard, "torch": torch_fully_shard}
-
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 
 
 def source(sharder: Callable[..., Any] | None, make: str, columns: int = 6) -> Any:
@@ -134,7 +134,7 @@ def test_options(num_ranks: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@all_optimizers
 def test_optimizers(num_ranks: int, make: str) -> None:
     # torch cannot spread the full state of an optimizer without state: it has no device
     full_too = ("sharded", "full", "rank-0-flat")
@@ -176,7 +176,7 @@ def not_strict(options: dict[str, Any]) -> tuple[list[str], list[str]]:
     return found[1]
 
 
-@all_ranks
+@three_ranks
 def test_not_strict(num_ranks: int) -> None:
     # With full states torch fills in what is missing from the model, so nothing is.
     for first, *others in (run_ranks(not_strict, num_ranks, FULL),):
@@ -200,7 +200,7 @@ def without_frozen(options: dict[str, Any]) -> None:
     assert_equal(target.state_dict(), expected)
 
 
-@all_ranks
+@three_ranks
 @pytest.mark.parametrize("options", [{}, FULL], ids=["sharded", "full"])
 def test_without_frozen_parameters(num_ranks: int, options: dict[str, Any]) -> None:
     run_ranks(without_frozen, num_ranks, options)
@@ -257,7 +257,7 @@ def from_meta(options: dict[str, Any]) -> None:
     assert_equal(get_model_state_dict(model), get_model_state_dict(plain), exact=is_exact())
 
 
-@all_ranks
+@three_ranks
 @pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
 def test_a_model_on_the_meta_device(num_ranks: int, options: dict[str, Any]) -> None:
     run_ranks(from_meta, num_ranks, options)
@@ -339,7 +339,7 @@ def of_submodules(keep_prefixes: bool) -> None:
 EXTRA = "_extra_state"
 
 
-@all_ranks
+@three_ranks
 @pytest.mark.parametrize("keep_prefixes", [False, True])
 def test_submodules(num_ranks: int, keep_prefixes: bool) -> None:
     run_ranks(of_submodules, num_ranks, keep_prefixes)

@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from checkpoint.models import State, assert_equal
+from checkpoint.models import State, all_ranks, assert_equal, three_ranks
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 ROWS = (5, 2)
 DIMS = (1, 0)
 
@@ -110,7 +109,7 @@ def pickled() -> None:
             assert_rows(target.state_dict(), plain.state_dict())
 
 
-@all_ranks
+@three_ranks
 def test_pickling(num_ranks: int) -> None:
     run_ranks(pickled, num_ranks)
 
@@ -191,6 +190,6 @@ def gathered() -> None:
         assert_rows(target.state_dict(), expected)
 
 
-@all_ranks
+@three_ranks
 def test_full_states(num_ranks: int) -> None:
     run_ranks(gathered, num_ranks)

@@ -19,7 +19,10 @@ from loading.comparing import differences, locals_of
 EVEN, UNEVEN = 8, 10
 """Hidden units, of which two tensor-parallel ranks hold 4 or 5 each; 2 others cut these."""
 
-PLACES = [(name, UNEVEN) for name in CASES] + [("tp", EVEN)]
+FEW = {"hybrid-inner", "own-mesh", "hybrid-tp"}
+PLACES = [
+    pytest.param(name, UNEVEN, marks=() if name in FEW else pytest.mark.matrix) for name in CASES
+] + [pytest.param("tp", EVEN, marks=pytest.mark.matrix)]
 
 
 def net(hidden: int, seed: int) -> Net:
