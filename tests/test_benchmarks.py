@@ -267,6 +267,7 @@ def test_the_minimum_is_the_sum_of_its_terms() -> None:
     assert memory.terms(SPEC, 4, 10**9, sharded=False).total() == 12 * num_params + 10**9
 
 
+@pytest.mark.matrix
 def test_memory_prints_the_terms_and_the_peaks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,7 +114,9 @@ def make_groups(num_groups: int) -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_ranks", [1, 3, *(pytest.param(count, marks=pytest.mark.matrix) for count in (2, 4))]
+)
 def test_results_come_in_rank_order(num_ranks: int) -> None:
     assert run_ranks(dist.get_rank, num_ranks) == list(range(num_ranks))
 

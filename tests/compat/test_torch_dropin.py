@@ -396,6 +396,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.matrix
 def test_torchrun_runs_it_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANK_SCRIPT)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

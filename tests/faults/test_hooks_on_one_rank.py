@@ -158,10 +158,10 @@ def fails_in(
     [
         (in_pre_all_gather, None, GATHERING),
         (in_post_all_gather, None, GATHERING),
-        (in_custom_all_gather, None, GATHERING),
+        pytest.param(in_custom_all_gather, None, GATHERING, marks=pytest.mark.matrix),
         (in_custom_reduce_scatter, None, REDUCING),
         (in_all_reduce_hook, None, REDUCING),
-        (in_tensor_hook, None, REDUCING),
+        pytest.param(in_tensor_hook, None, REDUCING, marks=pytest.mark.matrix),
         (in_post_accumulate_hook, None, REDUCING),
         (None, BombBefore, REDUCING),
         (None, BombAfter, REDUCING),

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist.models import Net, assert_same, full, own_input, shard_net, train_step, two_nets
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from parity.cases import reproducible
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -147,7 +148,7 @@ shapes_and_places = st.lists(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@reproducible(12)
 @given(shapes_and_places, st.sampled_from(ORDERS))
 def test_generated_gradients(drawn: list[tuple[Place, tuple[int, int]]], order: float) -> None:
     places, shapes = [place for place, _ in drawn], [shape for _, shape in drawn]

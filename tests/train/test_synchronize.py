@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from dist.models import Net, assert_parity, full, shard_net, train_step
 from dist.two_tensors import two_tensor_mlp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from parity.cases import reproducible
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -83,7 +84,7 @@ def synchronized(src_rank: int, bucket_nbytes: int) -> list[int]:
     return sent
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@reproducible(12)
 @given(st.integers(2, 3), st.integers(1, 3), st.integers(16, 1500))
 def test_buckets_of_any_size(num_ranks: int, from_end: int, bucket_nbytes: int) -> None:
     src_rank = max(num_ranks - from_end, 0)

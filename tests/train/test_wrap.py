@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from dist.models import Block, Net, assert_parity, own_input, train_step
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from parity.cases import reproducible
 from torch import nn
 
 from composable_shard import FSDPModule, apply_fully_shard, fully_shard
@@ -219,7 +220,7 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@reproducible(100)
 @given(trees, st.integers(1, 40))
 def test_generated_trees(tree: Node, budget: int) -> None:
     total = sum(param.numel() for param in tree.parameters())
