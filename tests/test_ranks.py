@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
 import multiprocessing
 import os
@@ -25,7 +24,6 @@ from composable_shard.testing import (
     RankError,
     RankTimeout,
     fake_ranks,
-    ranks,
     run_ranks,
     run_threads,
     stop_ranks,
@@ -355,10 +353,6 @@ def test_fake_ranks_shard_as_real_ones_would() -> None:
         with pytest.raises(RuntimeError, match="Expected no process group"), fake_ranks(2):
             pass
     assert not dist.is_initialized()
-
-
-def test_examples() -> None:
-    assert doctest.testmod(ranks).failed == 0
 
 
 def workers() -> list[int]:
