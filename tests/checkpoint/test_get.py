@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -56,7 +57,10 @@ def dtensors(state: Any) -> list[DTensor]:
     return [state] if isinstance(state, DTensor) else []
 
 
-def got(options: dict[str, Any]) -> None:
+@all_ranks
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@on_ranks("num_ranks")
+def test_options(options: dict[str, Any]) -> None:
     """Get the three states of the three models after two steps of training."""
     states = []
     for model in three_models():
@@ -78,12 +82,6 @@ def got(options: dict[str, Any]) -> None:
         return
     assert bool(dtensors(ours[0])) == bool(dtensors(ours[1])) != is_full
     assert (FROZEN in ours[0]) != options.get("ignore_frozen_params", False)
-
-
-@all_ranks
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_options(num_ranks: int, options: dict[str, Any]) -> None:
-    run_ranks(got, num_ranks, options)
 
 
 def of_optimizer(name: str, options: dict[str, Any]) -> None:
@@ -134,7 +132,9 @@ def test_submodules(num_ranks: int, full_state: bool) -> None:
         assert keys == [f"outer.inner.{name}" for name in names]
 
 
-def uneven() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks("num_ranks")
+def test_uneven_columns() -> None:
     """Seven columns over two and three ranks, which torch's own sharding refuses."""
     torch.manual_seed(0)
     plain = Model(columns=7)
@@ -146,8 +146,3 @@ def uneven() -> None:
         chosen = StateDictOptions(**options)
         states = [get_model_state_dict(one, options=chosen) for one in (model, plain)]
         assert_equal(states[0], states[1], exact=is_exact())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_uneven_columns(num_ranks: int) -> None:
-    run_ranks(uneven, num_ranks)

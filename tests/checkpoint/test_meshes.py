@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist.models import full
 from dist.test_state import counted
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -158,7 +159,9 @@ def test_full_states(name: str, hidden: int) -> None:
     run_ranks(gathered, CASES[name].num_ranks, CASES[name], hidden)
 
 
-def of_tensor_parallel_kind(hidden: int) -> None:
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
+@on_ranks(4)
+def test_states_of_tensor_parallel_models(hidden: int) -> None:
     """A state from before ``fully_shard``, of DTensors on the tensor-parallel axis alone."""
     case = CASES["tp"]
     mesh = init_device_mesh("cpu", case.extents, mesh_dim_names=case.names)
@@ -173,11 +176,6 @@ def of_tensor_parallel_kind(hidden: int) -> None:
             model.load_state_dict(source.state_dict(), assign=assign)
         assert launched == []
         assert_equal(model.state_dict(), expected)
-
-
-@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
-def test_states_of_tensor_parallel_models(hidden: int) -> None:
-    run_ranks(of_tensor_parallel_kind, 4, hidden)
 
 
 # From one to another ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -148,25 +149,22 @@ def test_checkpoints_are_those_of_torch(tmp_path: Path, num_ranks: int) -> None:
         assert_equal(theirs, expected)
 
 
-def into_running(folder: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks("num_ranks")
+def test_a_state_is_read_in_place(tmp_path: Path) -> None:
     """Go back to a checkpoint in the middle of training, in place, and train the same again."""
     model, optimizers = new(0, 7, "groups")
     train(model, optimizers, 0, 1)
     saved = {"model": model.state_dict()}
-    dcp.save(saved, checkpoint_id=folder)
+    dcp.save(saved, checkpoint_id=tmp_path)
     before = plain_values(saved)
     model(torch.ones(3, 4, dtype=torch.float64))  # the root is unsharded now
     train(model, optimizers, 1, 2)
     trained = plain_values(model.state_dict())
     assert not torch.equal(trained["wide.weight"], before["model"]["wide.weight"])
-    dcp.load(saved, checkpoint_id=folder)  # the state still is that of the model
+    dcp.load(saved, checkpoint_id=tmp_path)  # the state still is that of the model
     assert_equal(saved, before)
     out = model(torch.ones(3, 4, dtype=torch.float64))
     plain, _ = new(1, 7, "groups", sharded=False)
     plain.load_state_dict(before["model"])
     assert torch.equal(out, plain(torch.ones(3, 4, dtype=torch.float64)))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_state_is_read_in_place(tmp_path: Path, num_ranks: int) -> None:
-    run_ranks(into_running, num_ranks, tmp_path)

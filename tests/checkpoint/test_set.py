@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist.models import full
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -185,7 +186,10 @@ def test_not_strict(num_ranks: int) -> None:
     assert first == ([], ["extra"]) and others == [([], [])] * (num_ranks - 1)
 
 
-def without_frozen(options: dict[str, Any]) -> None:
+@three_ranks
+@pytest.mark.parametrize("options", [{}, FULL], ids=["sharded", "full"])
+@on_ranks("num_ranks")
+def test_without_frozen_parameters(options: dict[str, Any]) -> None:
     """A state without what is frozen is enough for a model that has it already."""
     model, _ = source(fully_shard, "adam-foreach")
     how = StateDictOptions(ignore_frozen_params=True, **options)
@@ -198,12 +202,6 @@ def without_frozen(options: dict[str, Any]) -> None:
     assert keys.missing_keys == ([] if options else [FROZEN]) and keys.unexpected_keys == []
     expected = {**model.state_dict(), FROZEN: before}
     assert_equal(target.state_dict(), expected)
-
-
-@three_ranks
-@pytest.mark.parametrize("options", [{}, FULL], ids=["sharded", "full"])
-def test_without_frozen_parameters(num_ranks: int, options: dict[str, Any]) -> None:
-    run_ranks(without_frozen, num_ranks, options)
 
 
 def strictly() -> list[str]:
@@ -233,7 +231,10 @@ def test_strict_errors_are_those_of_torch() -> None:
         ]
 
 
-def from_meta(options: dict[str, Any]) -> None:
+@three_ranks
+@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
+@on_ranks("num_ranks")
+def test_a_model_on_the_meta_device(options: dict[str, Any]) -> None:
     """Fill a model that has no memory yet from full tensors; then its optimizer; train on."""
     plain, plain_optimizers = source(None, "adam-foreach")
     expected = get_state_dict(plain, plain_optimizers)
@@ -255,12 +256,6 @@ def from_meta(options: dict[str, Any]) -> None:
     train(model, optimizers, 2, 4)
     train(plain, plain_optimizers, 2, 4)
     assert_equal(get_model_state_dict(model), get_model_state_dict(plain), exact=is_exact())
-
-
-@three_ranks
-@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
-def test_a_model_on_the_meta_device(num_ranks: int, options: dict[str, Any]) -> None:
-    run_ranks(from_meta, num_ranks, options)
 
 
 class Tokens(nn.Module):
@@ -314,7 +309,10 @@ def test_modules_that_rename_their_state(options: dict[str, Any], method: str) -
         assert got == [expected] * num_ranks
 
 
-def of_submodules(keep_prefixes: bool) -> None:
+@three_ranks
+@pytest.mark.parametrize("keep_prefixes", [False, True])
+@on_ranks("num_ranks")
+def test_submodules(keep_prefixes: bool) -> None:
     """A state of one submodule goes to that submodule of another model."""
     model, _ = source(fully_shard, "adam-foreach")
     target, _ = other(fully_shard, "adam-foreach")
@@ -337,9 +335,3 @@ def of_submodules(keep_prefixes: bool) -> None:
 
 
 EXTRA = "_extra_state"
-
-
-@three_ranks
-@pytest.mark.parametrize("keep_prefixes", [False, True])
-def test_submodules(num_ranks: int, keep_prefixes: bool) -> None:
-    run_ranks(of_submodules, num_ranks, keep_prefixes)

@@ -17,6 +17,7 @@ from dist.models import (
     train_step,
     two_nets,
 )
+from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -118,7 +119,10 @@ def test_the_next_iteration_has_the_same_events(
     run_ranks(events_after_failure, 2, break_at, error)
 
 
-def retried_backward(break_at: Break, num_failures: int) -> None:
+@pytest.mark.parametrize("num_failures", [1, 2])
+@pytest.mark.parametrize("break_at", BACKWARD, ids=str)
+@on_ranks(2)
+def test_a_failed_backward_may_be_tried_again(break_at: Break, num_failures: int) -> None:
     """Run the same backward again after it has failed."""
     reference, model = two_nets(2)
     for step in range(2):
@@ -154,12 +158,6 @@ class _Passing:
         FailInBackward.backward = cls.original
 
 
-@pytest.mark.parametrize("num_failures", [1, 2])
-@pytest.mark.parametrize("break_at", BACKWARD, ids=str)
-def test_a_failed_backward_may_be_tried_again(break_at: Break, num_failures: int) -> None:
-    run_ranks(retried_backward, 2, break_at, num_failures)
-
-
 class Checkpointed(Net):
     """Recomputes its blocks in backward."""
 
@@ -172,7 +170,10 @@ class Checkpointed(Net):
         return self.out(x)
 
 
-def failed_recomputation(reentrant: bool, error: type[BaseException]) -> None:
+@pytest.mark.parametrize("error", [Failure, Interrupt])
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_a_recomputation_that_fails(reentrant: bool, error: type[BaseException]) -> None:
     """The second block fails when it is recomputed, and never otherwise."""
     reference, model = two_nets(2, make=Checkpointed)
     model.use_reentrant = reentrant
@@ -191,12 +192,6 @@ def failed_recomputation(reentrant: bool, error: type[BaseException]) -> None:
     assert_parity(model, reference)
 
 
-@pytest.mark.parametrize("error", [Failure, Interrupt])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_that_fails(reentrant: bool, error: type[BaseException]) -> None:
-    run_ranks(failed_recomputation, 2, reentrant, error)
-
-
 # Failures that the model or the loop around it handles -----------------------------------------
 
 
@@ -213,7 +208,10 @@ class Lenient(Net):
         return self.out(x)
 
 
-def caught_within(break_at: Break, error: type[BaseException]) -> None:
+@pytest.mark.parametrize("error", [Failure, Interrupt])
+@pytest.mark.parametrize("break_at", [before_block, within_block], ids=str)
+@on_ranks(2)
+def test_a_failure_that_the_root_catches(break_at: Break, error: type[BaseException]) -> None:
     """The root catches what a block raises; the block then has no gradient."""
     reference, model = two_nets(2, make=Lenient)
     for step in range(3):
@@ -228,12 +226,6 @@ def caught_within(break_at: Break, error: type[BaseException]) -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-@pytest.mark.parametrize("error", [Failure, Interrupt])
-@pytest.mark.parametrize("break_at", [before_block, within_block], ids=str)
-def test_a_failure_that_the_root_catches(break_at: Break, error: type[BaseException]) -> None:
-    run_ranks(caught_within, 2, break_at, error)
-
-
 class Storing(Net):
     """Returns nothing and stores its loss."""
 
@@ -243,7 +235,9 @@ class Storing(Net):
         self.loss = super().forward(x).square().sum()
 
 
-def retried_while_handling(fails: bool) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_a_forward_within_an_exception_handler(fails: bool) -> None:
     """The forward that goes well runs while another exception is being handled."""
     reference, model = two_nets(2, make=Storing)
     for step in range(3):
@@ -265,12 +259,9 @@ def retried_while_handling(fails: bool) -> None:
         reference.zero_grad()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_forward_within_an_exception_handler(fails: bool) -> None:
-    run_ranks(retried_while_handling, 2, fails)
-
-
-def failed_evaluation(break_at: Break) -> None:
+@pytest.mark.parametrize("break_at", [before_root, within_block, after_root], ids=str)
+@on_ranks(2)
+def test_a_failed_evaluation_keeps_reduced_gradients(break_at: Break) -> None:
     """A forward without gradients fails between two training iterations."""
     reference, model = two_nets(2)
     train_step(model, 0, None)
@@ -288,8 +279,3 @@ def failed_evaluation(break_at: Break) -> None:
     train_step(model, 3, None)
     train_step(reference, 3, None)
     assert_parity(model, reference)
-
-
-@pytest.mark.parametrize("break_at", [before_root, within_block, after_root], ids=str)
-def test_a_failed_evaluation_keeps_reduced_gradients(break_at: Break) -> None:
-    run_ranks(failed_evaluation, 2, break_at)

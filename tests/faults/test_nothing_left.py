@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from dist.models import Net, own_input, shard_net, train_step, two_nets
 from near import readable
+from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
 from composable_shard.core.transport import same_host
@@ -135,17 +136,14 @@ def test_reset_frees_what_an_interrupted_forward_left_unsharded() -> None:
     assert run_ranks(freed_by_reset, 2) == [[True, False]] * 2
 
 
-def saved_after_interrupt() -> None:
+@on_ranks(2)
+def test_a_state_dict_taken_after_an_interrupt() -> None:
     """A checkpoint written on an interrupt holds the sharded weights."""
     reference, model = interrupted()
     state = model.state_dict()
     for name, expected in reference.state_dict().items():
         assert isinstance(state[name], DTensor), name
         assert torch.equal(state[name].full_tensor(), expected), name
-
-
-def test_a_state_dict_taken_after_an_interrupt() -> None:
-    run_ranks(saved_after_interrupt, 2)
 
 
 def fail_in_backward(model: Net, index: int) -> None:

@@ -25,6 +25,7 @@ from dist.models import (
     train_step,
     two_nets,
 )
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -292,7 +293,8 @@ def test_unscaled_gradients_can_be_clipped() -> None:
     assert norms[0] == norms[1] > 0.5
 
 
-def kept_unsharded() -> None:
+@on_ranks(2)
+def test_parameters_that_stay_unsharded() -> None:
     """Parameters that stay unsharded over a step are gathered again; those of a skipped one too."""
     reference, model = two_nets()
     model.set_reshard_after_backward(False)
@@ -308,10 +310,6 @@ def kept_unsharded() -> None:
     for module in (model, *model.blocks):
         module.reshard()
     assert_parity(model, reference)
-
-
-def test_parameters_that_stay_unsharded() -> None:
-    run_ranks(kept_unsharded, 2)
 
 
 def rows_on_some_ranks(faulty: int) -> list[Any]:
@@ -432,7 +430,8 @@ OVERLAP = (
 )
 
 
-def overlapping_meshes() -> None:
+@on_ranks(3)
+def test_a_group_that_lacks_ranks_of_overlapping_meshes() -> None:
     alone = dist.new_group([0])
     pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 2])]
     if dist.get_rank() != 0:
@@ -453,14 +452,12 @@ def with_grad(value: torch.Tensor, mesh: DeviceMesh, placement: Any = None) -> n
     return param
 
 
-def test_a_group_that_lacks_ranks_of_overlapping_meshes() -> None:
-    run_ranks(overlapping_meshes, 3)
-
-
 # Gradients that are not reduced yet -------------------------------------------------------------
 
 
-def accumulated() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_accumulated_gradients_count_as_what_they_stand_for() -> None:
     """A step on gradients that are accumulated without sync is that on their mean."""
     reference, model = two_nets()
     scalers, optimizers = (torch_scaler(), our_scaler()), [*adam(reference), *adam(model)]
@@ -476,11 +473,6 @@ def accumulated() -> None:
     for param, other in zip(params(model), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), other.grad)
         torch.testing.assert_close(full(param.detach()), other.detach(), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_accumulated_gradients_count_as_what_they_stand_for(num_ranks: int) -> None:
-    run_ranks(accumulated, num_ranks)
 
 
 def pending_overflow(value: float, kind: str) -> float:
