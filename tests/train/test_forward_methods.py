@@ -149,7 +149,8 @@ def test_evaluation_by_methods() -> None:
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-def low_precision() -> list[str]:
+@on_ranks(2)
+def test_inputs_and_outputs_are_cast() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     reference, model = pair(mp_policy=policy)
     low = copy.deepcopy(reference).bfloat16()
@@ -157,11 +158,10 @@ def low_precision() -> list[str]:
         got = model.encode(own_input())
         inner = low.block(low.inp(own_input().bfloat16()).bfloat16()).double().bfloat16()
     assert torch.equal(got, inner.double() * 1.0)
-    return [str(got.dtype), str(model.decode(own_input()[:, :1].repeat(1, 6))["decoded"].dtype)]
-
-
-def test_inputs_and_outputs_are_cast() -> None:
-    assert run_ranks(low_precision, 2) == [["torch.float64", "torch.float64"]] * 2
+    assert [
+        str(got.dtype),
+        str(model.decode(own_input()[:, :1].repeat(1, 6))["decoded"].dtype),
+    ] == ["torch.float64", "torch.float64"]
 
 
 class Scaled(nn.Module):

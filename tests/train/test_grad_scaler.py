@@ -312,7 +312,9 @@ def test_parameters_that_stay_unsharded() -> None:
     assert_parity(model, reference)
 
 
-def rows_on_some_ranks(faulty: int) -> list[Any]:
+@pytest.mark.parametrize("faulty", [0, 1])
+@on_ranks(3)
+def test_a_rank_without_gradients_skips_too(faulty: int) -> None:
     """A rank without rows, or without any gradient, skips with the others."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(3, 2, bias=False))  # rank 2 of 3 has no row
@@ -327,12 +329,7 @@ def rows_on_some_ranks(faulty: int) -> list[Any]:
         model.weight.grad = None
     scaler.step(optimizer)
     scaler.update()
-    return [torch.equal(full(model.weight.detach()), before), scaler.get_scale()]
-
-
-@pytest.mark.parametrize("faulty", [0, 1])
-def test_a_rank_without_gradients_skips_too(faulty: int) -> None:
-    assert run_ranks(rows_on_some_ranks, 3, faulty) == [[True, 2.0]] * 3
+    assert [torch.equal(full(model.weight.detach()), before), scaler.get_scale()] == [True, 2.0]
 
 
 # Meshes ---------------------------------------------------------------------------------------
@@ -663,17 +660,14 @@ def test_scaled_outputs_keep_their_dtype(dtype: torch.dtype, shape: tuple[int, .
         assert grad.dtype == dtype and torch.equal(grad, torch.full_like(value, 8).detach())
 
 
-def scale_dtensors() -> list[float]:
+@on_ranks(2)
+def test_scaling_dtensors() -> None:
     mesh = init_device_mesh("cpu", (2,))
     losses = []
     for placement in (Replicate(), Partial()):
         loss = DTensor.from_local(torch.tensor(3.0), mesh, [placement], run_check=False)
         losses.append(our_scaler(init_scale=4.0).scale(loss).full_tensor().item())
-    return losses
-
-
-def test_scaling_dtensors() -> None:
-    assert run_ranks(scale_dtensors, 2) == [[12.0, 24.0]] * 2
+    assert losses == [12.0, 24.0]
 
 
 NOT_SCALED = "Expected outputs to be tensors or containers of tensors, got {}: {}"
@@ -709,7 +703,8 @@ def test_its_state_is_that_of_torch() -> None:
         ours.load_state_dict({})
 
 
-def resume() -> list[float]:
+@on_ranks(2)
+def test_a_training_resumes() -> None:
     """A training that is interrupted goes on with the scale it had."""
     scaler = our_scaler(init_scale=8.0, growth_interval=2)
     param = with_grad(torch.ones(2), init_device_mesh("cpu", (2,)))
@@ -722,11 +717,7 @@ def resume() -> list[float]:
         scaler.step(torch.optim.SGD([param], lr=0.0))
         scaler.update()
         scales.append(scaler.get_scale())
-    return scales
-
-
-def test_a_training_resumes() -> None:
-    assert run_ranks(resume, 2) == [[8.0, 16.0, 16.0, 32.0, 32.0]] * 2
+    assert scales == [8.0, 16.0, 16.0, 32.0, 32.0]
 
 
 def test_one_that_is_not_enabled_does_nothing() -> None:

@@ -11,6 +11,7 @@ import torch
 from dist.models import Block, Net, assert_parity, own_input, train_step
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from parity.cases import reproducible
 from torch import nn
 
@@ -111,7 +112,8 @@ def test_a_shared_module_is_one_group(policy: Any, names: list[list[str]]) -> No
         assert names_of(model) == names
 
 
-def overridden() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_arguments_for_some() -> None:
     """The first block and the root keep their parameters, the others do not."""
     model = Net(3)
     first = model.blocks[0]
@@ -124,12 +126,8 @@ def overridden() -> list[tuple[str, str]]:
     apply_fully_shard(model, policy, reshard_after_forward=True)
     with record_events(model, "reshard") as recorded:
         model(own_input())
-    return recorded
-
-
-def test_arguments_for_some() -> None:
     freed = [("reshard", "blocks.1"), ("reshard", "blocks.2")]
-    assert run_ranks(overridden, 2) == [freed] * 2
+    assert recorded == freed
 
 
 # Budgets -------------------------------------------------------------------------------------
