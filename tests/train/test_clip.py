@@ -430,7 +430,6 @@ OUTSIDE = (
     "Expected this rank to be on the mesh of every gradient, got rank {} and {}; "
     "leave its parameter out on this rank"
 )
-TEXTS = [NON_FINITE.format(2.0, math.inf), PRODUCT, SUBCLASS, OUTSIDE.format(1, "mesh")]
 
 
 def non_finite(order: float, value: float, method: bool, error: bool) -> tuple[float, list[Any]]:

@@ -309,7 +309,6 @@ def test_no_result_is_no_failure() -> None:
 # What is registered --------------------------------------------------------------------------
 
 NO_METHOD = "Expected FSDPEncoder to have a method '{}', got none; register a method that it has"
-TEXTS = [NO_METHOD.format("generate")]
 
 
 def test_what_is_not_there() -> None:

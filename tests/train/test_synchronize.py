@@ -205,13 +205,6 @@ MISMATCH = (
     "Expected the same parameters and buffers on all ranks, got on rank 0: {}; on rank {}: {}"
 )
 WEIGHT = "'weight' of shape [{}, 4], torch.float32"
-TEXTS = [
-    OUTSIDE,
-    NO_BUCKET,
-    SHARDED.format("FSDPNet", "inp.weight", 0),
-    ON_META.format("1.bias", 1),
-    MISMATCH.format(WEIGHT.format(4), 1, WEIGHT.format(5)),
-]
 
 
 def on_meta_on_the_last() -> None:

@@ -506,16 +506,6 @@ ON_META = (
 )
 NOT_A_MODULE = "Expected module to be an nn.Module, got list"
 ROOT, BLOCK = "the root group", "group 'blocks.0'"
-TEXTS = [
-    IN_FORWARD.format("forward", ROOT),
-    NESTED.format(ROOT),
-    WITH_GRADIENTS.format(ROOT),
-    STILL_SHARDED.format(ROOT, "inp.bias"),
-    GATHERED.format(BLOCK),
-    SHAPE,
-    ON_META,
-    NOT_A_MODULE,
-]
 
 
 def open_it(module: nn.Module, **kwargs: bool) -> None:
