@@ -381,15 +381,18 @@ def load(folder: Path, makes_other_groups_first: bool) -> list[float]:
     return losses
 
 
+ALL_IN_ANOTHER_PROCESS = [
+    *(("nested", 2, True), ("nested", 2, False), ("hybrid", 4, True), ("hybrid", 4, False)),
+    ("with_hooks", 2, True),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "makes_other_groups_first"),
     [
         ("hybrid", 2, True),
         ("with_hooks", 2, False),
-        *(
-            pytest.param(*case, marks=pytest.mark.matrix)
-            for case in [("nested", 2, True), ("nested", 2, False), ("hybrid", 4, True)]
-        ),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in ALL_IN_ANOTHER_PROCESS),
     ],
 )
 def test_another_process_with_the_same_mesh_trains_on(
