@@ -195,10 +195,9 @@ def test_a_failure_does_not_wait_for_ranks_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("composable_shard.testing.processes.GRACE", 0.5)
-    start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(fail_while_others_wait, 2)
-    assert time.monotonic() - start < 30
+    assert not isinstance(caught.value, RankTimeout)
     assert caught.value.failures[0].message == "first"
     assert caught.value.unfinished == (1,)
     assert "in fail_while_others_wait" in caught.value.stacks[1]

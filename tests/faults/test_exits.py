@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import zlib
 from pathlib import Path
 
@@ -124,8 +123,7 @@ def test_threads_that_never_sleep_are_not_waited_for_long() -> None:
 
     thread = threading.Thread(target=spin)
     thread.start()
-    start = time.monotonic()
     _torch.wait_for_idle_threads(0.2)
+    assert thread.is_alive()
     stop.set()
     thread.join()
-    assert time.monotonic() - start < 30
