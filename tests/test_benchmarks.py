@@ -291,7 +291,7 @@ def test_a_ratio_to_a_growth_of_nothing(ours: int, other: int, cell: str) -> Non
 def test_host_time_is_shown_raw_and_beyond_the_plain_module(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--ranks", "2", "64", "--blocks", "2", "--rounds", "3", "--steps-per-round", "1"]
+    sizes = ["--ranks", "2", "64", "--blocks", "2", "--rounds", "2", "--steps-per-round", "1"]
     figures = main(host, tmp_path, *sizes)
     rows = rows_of(capsys.readouterr().out)
     assert [row[:2] for row in rows] == [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from pathlib import Path
 
 import torch
@@ -95,12 +95,12 @@ HELD_BY: dict[str, list[str]] = {
 
 
 def test_every_row_of_the_contract_has_its_tests() -> None:
-    names = set()
-    for path in Path(__file__).parent.rglob("test_*.py"):
-        found = (node for node in ast.walk(ast.parse(path.read_text())))
-        names |= {node.name for node in found if isinstance(node, ast.FunctionDef)}
-    missing = {row: [t for t in tests if t not in names] for row, tests in HELD_BY.items()}
-    assert {row: tests for row, tests in missing.items() if tests} == {}
+    texts = [path.read_text() for path in Path(__file__).parent.rglob("test_*.py")]
+    names = {
+        name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.MULTILINE)
+    }
+    missing = [(row, test) for row, tests in HELD_BY.items() for test in tests if test not in names]
+    assert missing == []
 
 
 def test_a_parameter_that_is_first_used_when_others_have_accumulated() -> None:
