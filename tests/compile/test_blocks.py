@@ -68,7 +68,8 @@ def by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 def compile_first_on_one_rank(form: str, backend: str) -> None:
     """Let the others find on disk what one rank has compiled: inductor compiles for long."""
     if dist.get_rank() == 0:
-        model = Net(1)
+        with torch.random.fork_rng():  # ranks draw the same weights afterwards
+            model = Net(1)
         compile_blocks(model, form, True, Recorder(backend))
         model(own_input(0)).square().sum().backward()
         with torch.no_grad():
