@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +22,7 @@ import train_lm
 from composable_shard.testing import run_ranks, stop_ranks
 from lm.ranks import Job, Place
 
+ROOT = Path(__file__).parents[1]
 SMALL = [
     *("--width", "32", "--context", "32", "--batch", "4", "--sample-bytes", "4"),
     *("--steps", "8", "--checkpoint-every", "3"),
@@ -52,3 +56,18 @@ def at_its_place(job: Job) -> None:
 def lines(folder: Path) -> list[dict[str, float]]:
     """Return what a run has written about its steps."""
     return [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+
+
+def run(script: str, *arguments: str, timeout: float = 240) -> str:
+    """Run a program of the repository to its end and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout

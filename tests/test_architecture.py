@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import composable_shard
 
 ROOT = Path(composable_shard.__file__).parent
@@ -110,17 +108,17 @@ def test_every_module_has_a_layer() -> None:
         assert layer_of(name_of(module)) in LAYERS, module
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_imports_run_downward(module: Path) -> None:
-    own = layer_of(name_of(module))
-    if module == Path("__init__.py"):
-        return  # the public names of all layers
-    for imported in own_imports(module):
-        target = layer_of(imported)
-        if target == "api":
-            assert own in {"api"} | MAY_IMPORT_API, f"{module} imports {imported}"
-        else:
-            assert LAYERS.index(target) >= LAYERS.index(own), f"{module} imports {imported}"
+def test_imports_run_downward() -> None:
+    for module in MODULES:
+        own = layer_of(name_of(module))
+        if module == Path("__init__.py"):
+            continue  # the public names of all layers
+        for imported in own_imports(module):
+            target = layer_of(imported)
+            if target == "api":
+                assert own in {"api"} | MAY_IMPORT_API, f"{module} imports {imported}"
+            else:
+                assert LAYERS.index(target) >= LAYERS.index(own), f"{module} imports {imported}"
 
 
 def test_the_core_imports_in_no_circle() -> None:
@@ -240,24 +238,22 @@ SHARED_NAMES = {"_parameters", "_buffers", "_version", "_base", "_fields", "_app
 SHARED_NAMES |= {"_replace"}  # of a NamedTuple, as _fields is
 
 
-@pytest.mark.parametrize(
-    "module",
-    [module for module in MODULES if module.parts[0] not in ("_torch", "testing")],
-    ids=str,
-)
-def test_private_names_stay_where_they_are(module: Path) -> None:
+def test_private_names_stay_where_they_are() -> None:
     """Those of torch in ``_torch``, those of a class in its methods."""
-    for name, members in imports(module):
-        if name.split(".")[0] == "torch":
-            parts = [*name.split("."), *members]
-            assert not any(map(is_private, parts)), f"{module} imports {name} {members}"
     strangers = []
-    for node in ast.walk(tree(module)):
-        if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+    for module in MODULES:
+        if module.parts[0] in ("_torch", "testing"):
             continue
-        owner = ast.unparse(node.value)
-        if owner not in ("self", "cls", "super()") and node.attr not in SHARED_NAMES:
-            strangers.append(f"{module}:{node.lineno} {ast.unparse(node)}")
+        for name, members in imports(module):
+            if name.split(".")[0] == "torch":
+                parts = [*name.split("."), *members]
+                assert not any(map(is_private, parts)), f"{module} imports {name} {members}"
+        for node in ast.walk(tree(module)):
+            if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+                continue
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "super()") and node.attr not in SHARED_NAMES:
+                strangers.append(f"{module}:{node.lineno} {ast.unparse(node)}")
     assert strangers == []
 
 
@@ -265,28 +261,28 @@ def test_private_names_stay_where_they_are(module: Path) -> None:
 COMES_AND_GOES = {"empty", "empty_like", "empty_strided", "new_empty", "resize_"}
 
 
-@pytest.mark.parametrize(
-    "module", [module for module in MODULES if module.parts[0] in ("core", "train")], ids=str
-)
-def test_memory_comes_and_goes_in_one_place(module: Path) -> None:
+def test_memory_comes_and_goes_in_one_place() -> None:
     """There it can be poisoned; see ``_torch/memory.py``."""
-    calls = [
-        ast.unparse(node)
-        for node in ast.walk(tree(module))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in COMES_AND_GOES
-        and ast.unparse(node.func.value) != "_torch"
-    ]
-    poisoned = "_torch.without_values(torch.empty_like("
-    text = ast.unparse(tree(module))
-    assert [
-        call
-        for call in calls
-        if "device='meta'" not in call
-        and not call.startswith("torch.empty(0,")
-        and poisoned not in text
-    ] == []
+    for module in MODULES:
+        if module.parts[0] not in ("core", "train"):
+            continue
+        calls = [
+            ast.unparse(node)
+            for node in ast.walk(tree(module))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in COMES_AND_GOES
+            and ast.unparse(node.func.value) != "_torch"
+        ]
+        poisoned = "_torch.without_values(torch.empty_like("
+        text = ast.unparse(tree(module))
+        assert [
+            call
+            for call in calls
+            if "device='meta'" not in call
+            and not call.startswith("torch.empty(0,")
+            and poisoned not in text
+        ] == [], module
 
 
 # Budgets -------------------------------------------------------------------------------------
@@ -308,59 +304,58 @@ def num_code_lines(module: Path) -> int:
     return len(code - docstrings)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_files_and_functions_stay_small(module: Path) -> None:
-    assert num_code_lines(module) <= MAX_CODE_LINES
-    for where, function, _ in functions(module):
-        body = function.body
-        start = function.lineno
-        assert function.end_lineno is not None
-        num_lines = function.end_lineno - start + 1
-        if ast.get_docstring(function) is not None:
-            docstring = body[0]
-            assert docstring.end_lineno is not None
-            num_lines -= docstring.end_lineno - docstring.lineno + 1
-        assert num_lines <= MAX_FUNCTION_LINES, f"{where}: {num_lines} lines"
+def test_files_and_functions_stay_small() -> None:
+    for module in MODULES:
+        assert num_code_lines(module) <= MAX_CODE_LINES, module
+        for where, function, _ in functions(module):
+            assert function.end_lineno is not None
+            num_lines = function.end_lineno - function.lineno + 1
+            if ast.get_docstring(function) is not None:
+                docstring = function.body[0]
+                assert docstring.end_lineno is not None
+                num_lines -= docstring.end_lineno - docstring.lineno + 1
+            assert num_lines <= MAX_FUNCTION_LINES, f"{where}: {num_lines} lines"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_functions_take_few_parameters(module: Path) -> None:
-    for where, function, owner in functions(module):
-        arguments = function.args
-        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        names = [argument.arg for argument in named if argument.arg not in ("self", "cls")]
-        is_interface = (
-            module.stem in API
-            or module.parts[0] == "testing"
-            or name_of(module) in {f"{PACKAGE}.insight.{name}" for name in composable_shard.__all__}
-        )
-        is_public = is_interface and owner is None and not is_private(function.name)
-        is_given = owner is not None and (str(module), owner.name, function.name) in GIVEN
-        if not is_public and not is_given:
-            assert len(names) <= MAX_PRIVATE_PARAMETERS, f"{where}: {names}"
+def test_functions_take_few_parameters() -> None:
+    for module in MODULES:
+        for where, function, owner in functions(module):
+            arguments = function.args
+            named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            names = [argument.arg for argument in named if argument.arg not in ("self", "cls")]
+            is_interface = (
+                module.stem in API
+                or module.parts[0] == "testing"
+                or name_of(module)
+                in {f"{PACKAGE}.insight.{name}" for name in composable_shard.__all__}
+            )
+            is_public = is_interface and owner is None and not is_private(function.name)
+            is_given = owner is not None and (str(module), owner.name, function.name) in GIVEN
+            if not is_public and not is_given:
+                assert len(names) <= MAX_PRIVATE_PARAMETERS, f"{where}: {names}"
 
 
 # Words ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_nothing_is_left_to_do(module: Path) -> None:
-    text = (ROOT / module).read_text()
-    found = re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b", text)
-    assert found == []
+def test_nothing_is_left_to_do() -> None:
+    for module in MODULES:
+        text = (ROOT / module).read_text()
+        found = re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b", text)
+        assert found == [], module
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_everything_public_has_a_docstring(module: Path) -> None:
-    assert ast.get_docstring(tree(module)), module
+def test_everything_public_has_a_docstring() -> None:
     missing = [
         f"{module}:{node.lineno} {node.name}"
+        for module in MODULES
         for node in tree(module).body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
         and not is_private(node.name)
         and ast.get_docstring(node) is None
         and not is_overload(node)
     ]
+    missing += [str(module) for module in MODULES if not ast.get_docstring(tree(module))]
     assert missing == []
 
 

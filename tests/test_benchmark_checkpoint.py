@@ -171,6 +171,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.matrix
 def test_the_program_measures_all_and_cleans_up(
     program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

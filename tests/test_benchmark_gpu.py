@@ -54,6 +54,7 @@ def test_without_a_gpu_it_says_so_and_measures_nothing() -> None:
     assert done.stdout == "There is no CUDA device: nothing was measured.\n"
 
 
+@pytest.mark.matrix
 def test_every_contestant_is_measured_in_every_world(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     flags = ["--device", "cpu", "--rounds", "2", "--steps-per-round", "1", "--json", str(file)]

@@ -2,70 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
 import inspect
-from collections.abc import Iterator
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import composable_shard
-from composable_shard import FSDPModule, fully_shard
+from composable_shard import FSDPModule, fully_shard, trace
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks
 
-MODULES = [
-    "api",
-    "core.transport.collectives",
-    "insight.estimate",
-    "insight.explain",
-    "insight.report",
-    "mesh",
-    "policy",
-    "testing.extension_kit.kit",
-    "train.checkpoint",
-    "train.clip",
-    "train.grad_scaler",
-    "train.synchronize",
-    "train.unsharded",
-    "train.weights.load",
-    "train.weights.save",
-    "train.wrap",
+ROOT = Path(composable_shard.__file__).parent
+ELSEWHERE = {"programs", "strategies", "training"}  # of the kit, in its own tests
+WITH_EXAMPLES = [
+    path
+    for path in sorted(ROOT.rglob("*.py"))
+    if re.search(r"^ *>>> ", path.read_text(), re.M)
+    and not (path.parent.name == "testing" and path.stem in ELSEWHERE)
 ]
 
 
-def examples_of(name: str) -> Iterator[doctest.DocTest]:
-    module = importlib.import_module(f"composable_shard.{name}")
+def names_for(module: str) -> dict[str, object]:
+    """Return what the examples of a module may use besides what it has itself."""
+    names: dict[str, object] = {}
+    if module == "module":
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in model:
+            fully_shard(layer)
+        names = {"model": fully_shard(model), "x": torch.ones(2, 4)}
+        names["record_events"] = record_events
+    if module.startswith(("insight.trace", "insight.timeline")):
+        names = {"torch": torch, "nn": nn, "fully_shard": fully_shard}
+        names |= {"trace": trace, "fake_ranks": fake_ranks}
+    return names
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in WITH_EXAMPLES
+    ],
+)
+def test_examples_run(module: str) -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    return (test for test in finder.find(module) if test.examples)
-
-
-def run(example: doctest.DocTest) -> None:
-    runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
-    runner.run(example)
-    assert runner.summarize(verbose=False).failed == 0
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_of_functions_and_classes(name: str) -> None:
-    examples = list(examples_of(name))
+    found = finder.find(importlib.import_module(f"composable_shard.{module}"))
+    examples = [test for test in found if test.examples]
     assert examples
     for example in examples:
-        run(example)
-
-
-def test_examples_of_methods() -> None:
-    for example in examples_of("module"):
-        with fake_ranks(2):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            for layer in model:
-                fully_shard(layer)
-            x = torch.ones(2, 4)
-            names = {"model": fully_shard(model), "x": x, "record_events": record_events}
-            example.globs.update(names)
-            run(example)
+        with fake_ranks(2) if module == "module" else contextlib.nullcontext():
+            example.globs.update(names_for(module))
+            runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+            runner.run(example)
+            assert runner.summarize(verbose=False).failed == 0
 
 
 def test_every_public_name_has_an_example() -> None:

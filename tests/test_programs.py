@@ -5,31 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import demo
 import pytest
-
-ROOT = Path(__file__).parents[1]
-
-
-def run(script: str, *arguments: str, timeout: float = 240) -> str:
-    """Run a program of the repository to its end and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
@@ -51,7 +31,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The folder of a run from start to end, by the program with all that it does itself."""
     folder = tmp_path_factory.mktemp("run") / "whole"
     traced = ["--trace", str(folder / "timeline")]
-    run("examples/train_lm.py", *options(folder, text, *traced))
+    demo.run("examples/train_lm.py", *options(folder, text, *traced))
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
 import multiprocessing
 import os
@@ -25,7 +24,6 @@ from composable_shard.testing import (
     RankError,
     RankTimeout,
     fake_ranks,
-    ranks,
     run_ranks,
     run_threads,
     stop_ranks,
@@ -114,7 +112,9 @@ def make_groups(num_groups: int) -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_ranks", [1, 3, *(pytest.param(count, marks=pytest.mark.matrix) for count in (2, 4))]
+)
 def test_results_come_in_rank_order(num_ranks: int) -> None:
     assert run_ranks(dist.get_rank, num_ranks) == list(range(num_ranks))
 
@@ -195,10 +195,9 @@ def test_a_failure_does_not_wait_for_ranks_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("composable_shard.testing.processes.GRACE", 0.5)
-    start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(fail_while_others_wait, 2)
-    assert time.monotonic() - start < 30
+    assert not isinstance(caught.value, RankTimeout)
     assert caught.value.failures[0].message == "first"
     assert caught.value.unfinished == (1,)
     assert "in fail_while_others_wait" in caught.value.stacks[1]
@@ -353,10 +352,6 @@ def test_fake_ranks_shard_as_real_ones_would() -> None:
         with pytest.raises(RuntimeError, match="Expected no process group"), fake_ranks(2):
             pass
     assert not dist.is_initialized()
-
-
-def test_examples() -> None:
-    assert doctest.testmod(ranks).failed == 0
 
 
 def workers() -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from dist.models import full
@@ -18,6 +19,12 @@ FullyShard = Callable[..., Any]
 State = dict[str, Any]
 
 WIDTH = 6
+
+all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
+three_ranks = pytest.mark.parametrize(
+    "num_ranks", [3, *(pytest.param(count, marks=pytest.mark.matrix) for count in (1, 2))]
+)
+"""Three cut everything unevenly; for tests of what does not depend on how many there are."""
 
 
 class Inner(nn.Module):
@@ -167,3 +174,30 @@ def assert_equal(got: Any, expected: Any, where: str = "state", exact: bool = Tr
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10, msg=where)
     else:
         assert got == expected, f"{where}: {got} and not {expected}"
+
+
+def plain_model(seed: int = 1, columns: int = 7) -> Model:
+    torch.manual_seed(seed)
+    return Model(columns)
+
+
+def sharded_model(seed: int = 0, columns: int = 7, **kwargs: Any) -> Model:
+    return shard(plain_model(seed, columns), **kwargs)
+
+
+def tensors(state: State) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def evaluate(model: nn.Module, step: int = 0) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(same_on_all_ranks(step))
+
+
+def plain_values(value: Any) -> Any:
+    """Return a copy of a state with full plain tensors."""
+    if isinstance(value, dict):
+        return {key: plain_values(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(inner) for inner in value]
+    return full(value).detach().clone() if isinstance(value, torch.Tensor) else value

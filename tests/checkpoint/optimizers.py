@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -52,3 +53,11 @@ OPTIMIZERS: dict[str, Make] = {
     "groups": groups,
     "several": several,
 }
+
+FEW = {"groups", "several", "sgd-without-state"}
+"""Of these each kind of state is one."""
+
+names = [
+    name if name in FEW else pytest.param(name, marks=pytest.mark.matrix) for name in OPTIMIZERS
+]
+all_optimizers = pytest.mark.parametrize("make", names)

@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from checkpoint.models import Model, State, assert_equal, shard, train
+from checkpoint.models import Model, State, assert_equal, plain_values, shard, three_ranks, train
 from checkpoint.optimizers import OPTIMIZERS
-from checkpoint.test_resume import plain_values
 from composable_shard.testing import run_ranks
 
 
@@ -57,7 +56,7 @@ def saved(folder: Path, stager: str) -> State:
     return before
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@three_ranks
 @pytest.mark.parametrize("stager", ["blocking", "copying", "shared", "async"])
 def test_threads(tmp_path: Path, num_ranks: int, stager: str) -> None:
     first, *others = run_ranks(saved, num_ranks, tmp_path, stager)

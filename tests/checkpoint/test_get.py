@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,8 +17,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from checkpoint.models import Model, assert_equal, is_exact, shard, structure, three_models, train
-from checkpoint.optimizers import INEXACT, OPTIMIZERS
+from checkpoint.models import (
+    Model,
+    all_ranks,
+    assert_equal,
+    is_exact,
+    shard,
+    structure,
+    three_models,
+    three_ranks,
+    train,
+)
+from checkpoint.optimizers import INEXACT, OPTIMIZERS, all_optimizers
 from composable_shard.testing import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,8 +50,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 FROZEN = "outer.inner.up.weight"
 
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
-
 
 def dtensors(state: Any) -> list[DTensor]:
     if isinstance(state, dict):
@@ -48,7 +57,10 @@ def dtensors(state: Any) -> list[DTensor]:
     return [state] if isinstance(state, DTensor) else []
 
 
-def got(options: dict[str, Any]) -> None:
+@all_ranks
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@on_ranks("num_ranks")
+def test_options(options: dict[str, Any]) -> None:
     """Get the three states of the three models after two steps of training."""
     states = []
     for model in three_models():
@@ -72,12 +84,6 @@ def got(options: dict[str, Any]) -> None:
     assert (FROZEN in ours[0]) != options.get("ignore_frozen_params", False)
 
 
-@all_ranks
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_options(num_ranks: int, options: dict[str, Any]) -> None:
-    run_ranks(got, num_ranks, options)
-
-
 def of_optimizer(name: str, options: dict[str, Any]) -> None:
     states = []
     for model in three_models():
@@ -93,10 +99,10 @@ def of_optimizer(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(num_ranks: int, name: str) -> None:
+@all_optimizers
+def test_optimizers(num_ranks: int, make: str) -> None:
     for option in ("sharded", "full", "full-cpu"):
-        run_ranks(of_optimizer, num_ranks, name, OPTIONS[option])
+        run_ranks(of_optimizer, num_ranks, make, OPTIONS[option])
 
 
 def of_submodules(keep_prefixes: bool, full_state: bool) -> list[str]:
@@ -116,7 +122,7 @@ def of_submodules(keep_prefixes: bool, full_state: bool) -> list[str]:
     return list(ours)
 
 
-@all_ranks
+@three_ranks
 @pytest.mark.parametrize("full_state", [False, True])
 def test_submodules(num_ranks: int, full_state: bool) -> None:
     names = ["up.weight", "up.bias", "down.weight", "down.bias", "gate.weight"]
@@ -126,7 +132,9 @@ def test_submodules(num_ranks: int, full_state: bool) -> None:
         assert keys == [f"outer.inner.{name}" for name in names]
 
 
-def uneven() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks("num_ranks")
+def test_uneven_columns() -> None:
     """Seven columns over two and three ranks, which torch's own sharding refuses."""
     torch.manual_seed(0)
     plain = Model(columns=7)
@@ -138,8 +146,3 @@ def uneven() -> None:
         chosen = StateDictOptions(**options)
         states = [get_model_state_dict(one, options=chosen) for one in (model, plain)]
         assert_equal(states[0], states[1], exact=is_exact())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_uneven_columns(num_ranks: int) -> None:
-    run_ranks(uneven, num_ranks)

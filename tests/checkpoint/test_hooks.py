@@ -8,21 +8,29 @@ import pytest
 import torch
 from dist.models import full
 from dist.test_state import counted
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from checkpoint.models import State, assert_equal, same_on_all_ranks
+from checkpoint.models import (
+    State,
+    all_ranks,
+    assert_equal,
+    plain_model,
+    same_on_all_ranks,
+    sharded_model,
+    three_ranks,
+)
 from checkpoint.optimizers import OPTIMIZERS
-from checkpoint.test_plain import plain_model, sharded_model
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 
-
-def within_compute() -> None:
+@all_ranks
+@on_ranks("num_ranks")
+def test_within_compute() -> None:
     """Take the state in every hook of a step: it is sharded, and the step goes on as it was."""
     plain, model, quiet = plain_model(0), sharded_model(0), sharded_model(0)
     values = plain.state_dict()
@@ -62,11 +70,6 @@ def within_compute() -> None:
     for one in (quiet, model):
         OPTIMIZERS["adam-foreach"](one)[0].step()
     assert_equal(model.state_dict(), quiet.state_dict())
-
-
-@all_ranks
-def test_within_compute(num_ranks: int) -> None:
-    run_ranks(within_compute, num_ranks)
 
 
 class Described(nn.Module):
@@ -125,7 +128,7 @@ def described(kept_unsharded: bool) -> State:
     return {k: full(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
-@all_ranks
+@three_ranks
 @pytest.mark.parametrize("kept_unsharded", [False, True])
 def test_modules_that_save_themselves(num_ranks: int, kept_unsharded: bool) -> None:
     expected = nn.Sequential(Described(), Described()).state_dict()
@@ -133,7 +136,8 @@ def test_modules_that_save_themselves(num_ranks: int, kept_unsharded: bool) -> N
         assert_equal(got, expected)
 
 
-def in_order() -> None:
+@on_ranks(2)
+def test_hooks_run_in_their_order() -> None:
     """Hooks from before and after sharding run in the order in which they were registered."""
     calls: list[tuple[str, str]] = []
     linear = nn.Linear(3, 4)
@@ -173,11 +177,9 @@ def in_order() -> None:
     ]
 
 
-def test_hooks_run_in_their_order() -> None:
-    run_ranks(in_order, 2)
-
-
-def split(registered: str) -> None:
+@pytest.mark.parametrize("registered", ["before", "after"])
+@on_ranks(2)
+def test_hooks_that_make_full_tensors(registered: str) -> None:
     """A load hook that makes full tensors of what an older checkpoint holds."""
     module = nn.Linear(3, 4)
 
@@ -203,12 +205,8 @@ def split(registered: str) -> None:
         assert 'While copying the parameter named "weight"' in str(caught.value)
 
 
-@pytest.mark.parametrize("registered", ["before", "after"])
-def test_hooks_that_make_full_tensors(registered: str) -> None:
-    run_ranks(split, 2, registered)
-
-
-def parametrized() -> None:
+@on_ranks(2)
+def test_parametrizations() -> None:
     """Parametrized weights are saved by the names that torch gives them."""
     from torch.nn.utils.parametrizations import weight_norm
 
@@ -229,10 +227,6 @@ def parametrized() -> None:
     set_model_state_dict(model, get_model_state_dict(model))
     x = torch.ones(2, 3)
     assert torch.equal(model(x), plain(x))
-
-
-def test_parametrizations() -> None:
-    run_ranks(parametrized, 2)
 
 
 def given_back() -> None:

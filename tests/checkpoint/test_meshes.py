@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist.models import full
 from dist.test_state import counted
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,8 +36,17 @@ EVEN, UNEVEN = 8, 10
 """Hidden units, of which two tensor-parallel ranks hold 4 or 5 each; 2 data-parallel ones cut
 these."""
 
-PLACES = [(name, UNEVEN) for name in CASES] + [("tp", EVEN), ("tp-alone", EVEN)]
-places = pytest.mark.parametrize(("name", "hidden"), PLACES)
+FEW = {"hybrid-inner", "own-mesh", "tp", "hybrid-tp"}
+"""Of these meshes each axis and placement is one."""
+
+
+def place(name: str, hidden: int = UNEVEN, few: set[str] = FEW) -> Any:
+    marks = () if name in few and hidden == UNEVEN else pytest.mark.matrix
+    return pytest.param(name, hidden, marks=marks)
+
+
+EVEN_PLACES = [place("tp", EVEN), place("tp-alone", EVEN)]
+places = pytest.mark.parametrize(("name", "hidden"), [*map(place, CASES), *EVEN_PLACES])
 
 ROUTES = {
     "1-d": ("hybrid", "tp"),
@@ -149,7 +159,9 @@ def test_full_states(name: str, hidden: int) -> None:
     run_ranks(gathered, CASES[name].num_ranks, CASES[name], hidden)
 
 
-def of_tensor_parallel_kind(hidden: int) -> None:
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
+@on_ranks(4)
+def test_states_of_tensor_parallel_models(hidden: int) -> None:
     """A state from before ``fully_shard``, of DTensors on the tensor-parallel axis alone."""
     case = CASES["tp"]
     mesh = init_device_mesh("cpu", case.extents, mesh_dim_names=case.names)
@@ -164,11 +176,6 @@ def of_tensor_parallel_kind(hidden: int) -> None:
             model.load_state_dict(source.state_dict(), assign=assign)
         assert launched == []
         assert_equal(model.state_dict(), expected)
-
-
-@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
-def test_states_of_tensor_parallel_models(hidden: int) -> None:
-    run_ranks(of_tensor_parallel_kind, 4, hidden)
 
 
 # From one to another ------------------------------------------------------------------------
@@ -197,7 +204,10 @@ def read(case: Case | None, hidden: int, folder: Path) -> None:
     assert_is_after(4, model, optimizer, hidden)
 
 
-@pytest.mark.parametrize(("name", "hidden"), [*((name, UNEVEN) for name in ROUTES), ("tp", EVEN)])
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [*(place(name, few={"hybrid-inner", "hybrid-tp"}) for name in ROUTES), place("tp", EVEN)],
+)
 def test_from_mesh_to_mesh(tmp_path: Path, name: str, hidden: int) -> None:
     run_ranks(write, CASES[name].num_ranks, CASES[name], hidden, tmp_path)
     for other in ROUTES[name]:

@@ -12,16 +12,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 from dist.models import full
+from on_ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from checkpoint.models import Model, assert_equal, is_exact, shard, train
+from checkpoint.models import (
+    Model,
+    all_ranks,
+    assert_equal,
+    evaluate,
+    is_exact,
+    plain_model,
+    shard,
+    sharded_model,
+    tensors,
+    three_ranks,
+    train,
+)
 from checkpoint.optimizers import OPTIMIZERS
-from checkpoint.test_plain import evaluate, plain_model, sharded_model, tensors
 from composable_shard.testing import run_ranks
 
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 WAYS: dict[str, dict[str, Any]] = {
     "anything": {"weights_only": False},
     "weights-only": {"weights_only": True},
@@ -29,13 +40,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def pickled(folder: Path, way: dict[str, Any]) -> None:
+@all_ranks
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+@on_ranks("num_ranks")
+def test_shards_are_pickled(tmp_path: Path, way: dict[str, Any]) -> None:
     """Save each rank's own shards, model's and optimizer's, and load them into other models."""
     model = sharded_model(0)
     optimizers = OPTIMIZERS["groups"](model)
     train(model, optimizers, 0, 2)
     evaluate(model)
-    file = folder / f"{dist.get_rank()}.pt"
+    file = tmp_path / f"{dist.get_rank()}.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizers[0].state_dict()}, file)
     for assign in (False, True):
         target = sharded_model(5)
@@ -52,12 +66,6 @@ def pickled(folder: Path, way: dict[str, Any]) -> None:
         for one, its_optimizers in both:
             train(one.train(), its_optimizers, 2, 3)
         assert_equal(target.state_dict(), model.state_dict())
-
-
-@all_ranks
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-def test_shards_are_pickled(tmp_path: Path, num_ranks: int, way: dict[str, Any]) -> None:
-    run_ranks(pickled, num_ranks, tmp_path, way)
 
 
 def size_of(value: Any) -> int:
@@ -86,7 +94,9 @@ def test_sizes() -> None:
         assert cloned == one < whole
 
 
-def copied() -> None:
+@three_ranks
+@on_ranks("num_ranks")
+def test_deep_copies() -> None:
     """A deep copy of a state stays as it is while the model goes on."""
     plain, model = plain_model(0), sharded_model(0)
     states = []
@@ -105,7 +115,9 @@ def copied() -> None:
     assert_equal(model.state_dict(), plain.state_dict(), exact=is_exact())
 
 
-def copied_parameters() -> None:
+@three_ranks
+@on_ranks("num_ranks")
+def test_deep_copies_of_parameters() -> None:
     """Copies of the parameters themselves, as an average of weights makes them, are their own."""
     plain, model = plain_model(0), sharded_model(0)
     kept = model.state_dict(keep_vars=True).values()
@@ -123,17 +135,9 @@ def copied_parameters() -> None:
     assert_equal(model.state_dict(), plain.state_dict())
 
 
-@all_ranks
-def test_deep_copies_of_parameters(num_ranks: int) -> None:
-    run_ranks(copied_parameters, num_ranks)
-
-
-@all_ranks
-def test_deep_copies(num_ranks: int) -> None:
-    run_ranks(copied, num_ranks)
-
-
-def shards() -> None:
+@three_ranks
+@on_ranks("num_ranks")
+def test_shards_are_contiguous_rows() -> None:
     """What writes local tensors itself (safetensors) finds this rank's rows, contiguous."""
     torch.manual_seed(0)
     plain, model = Model(7), sharded_model(0)
@@ -156,11 +160,8 @@ def shards() -> None:
 
 
 @all_ranks
-def test_shards_are_contiguous_rows(num_ranks: int) -> None:
-    run_ranks(shards, num_ranks)
-
-
-def gathered() -> None:
+@on_ranks("num_ranks")
+def test_full_tensors() -> None:
     """Full tensors that are kept do not follow the model, on more ranks than one."""
     model = sharded_model(0)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -173,8 +174,3 @@ def gathered() -> None:
 
 
 FROZEN = "outer.inner.up.weight"
-
-
-@all_ranks
-def test_full_tensors(num_ranks: int) -> None:
-    run_ranks(gathered, num_ranks)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from dist.models import full
 from dist.test_state import counted
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,14 +22,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from checkpoint.models import (
     Model,
     State,
+    all_ranks,
     assert_equal,
+    evaluate,
     is_exact,
+    plain_model,
     same_on_all_ranks,
     shard,
+    sharded_model,
     structure,
+    tensors,
+    three_ranks,
     train,
 )
-from checkpoint.optimizers import INEXACT, OPTIMIZERS
+from checkpoint.optimizers import INEXACT, OPTIMIZERS, all_optimizers
 from composable_shard import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -46,13 +53,7 @@ TEXTS = {
     for name, group in {"forward": "group 'outer'", "backward": "the root group"}.items()
 }
 
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 both_ways = pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-
-
-def plain_model(seed: int = 1, columns: int = 7) -> Model:
-    torch.manual_seed(seed)
-    return Model(columns)
 
 
 def evaluate_and_keep(model: nn.Module) -> None:
@@ -67,14 +68,6 @@ def evaluate_and_keep(model: nn.Module) -> None:
         model.set_reshard_after_forward(False, recurse=False)
 
 
-def sharded_model(seed: int = 0, columns: int = 7, **kwargs: Any) -> Model:
-    return shard(plain_model(seed, columns), **kwargs)
-
-
-def tensors(state: State) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
 def cut_as(model: nn.Module, state: State) -> State:
     """Return the state with DTensors where the model has them."""
     cut = dict(state)
@@ -84,15 +77,12 @@ def cut_as(model: nn.Module, state: State) -> State:
     return cut
 
 
-def evaluate(model: nn.Module, step: int = 0) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(same_on_all_ranks(step))
-
-
 # Out ----------------------------------------------------------------------------------------
 
 
-def taken() -> None:
+@all_ranks
+@on_ranks("num_ranks")
+def test_a_state_dict_is_sharded_and_needs_no_communication() -> None:
     """Take the state before, between and after passes; count what is launched, list events."""
     plain, model = plain_model(0), sharded_model(0)
     optimizers = OPTIMIZERS["adam-foreach"](model)
@@ -126,12 +116,9 @@ def taken() -> None:
         assert_equal(state, plain.state_dict(), moment, exact=is_exact())
 
 
-@all_ranks
-def test_a_state_dict_is_sharded_and_needs_no_communication(num_ranks: int) -> None:
-    run_ranks(taken, num_ranks)
-
-
-def held() -> None:
+@three_ranks
+@on_ranks("num_ranks")
+def test_a_state_that_is_held_follows_the_model() -> None:
     """A state that is held follows the model in place, as that of an unsharded model does."""
     plain, model = plain_model(0), sharded_model(0)
     states = []
@@ -148,11 +135,6 @@ def held() -> None:
     assert torch.equal(full(model.wide.weight).detach(), torch.zeros(6, 7, dtype=torch.float64))
     plain.eval()
     assert torch.equal(evaluate(model), plain(same_on_all_ranks(0))) or not is_exact()
-
-
-@all_ranks
-def test_a_state_that_is_held_follows_the_model(num_ranks: int) -> None:
-    run_ranks(held, num_ranks)
 
 
 # In -----------------------------------------------------------------------------------------
@@ -232,7 +214,9 @@ def test_what_does_not_fit_is_said_as_torch_says_it(assign: bool) -> None:
         assert len(texts) == 6
 
 
-def not_strict(assign: bool) -> None:
+@both_ways
+@on_ranks(2)
+def test_not_strict(assign: bool) -> None:
     plain, model, other = plain_model(0), sharded_model(0), plain_model(1)
     state = other.state_dict()
     del state["first.weight"]
@@ -244,11 +228,9 @@ def not_strict(assign: bool) -> None:
 
 
 @both_ways
-def test_not_strict(assign: bool) -> None:
-    run_ranks(not_strict, 2, assign)
-
-
-def one_name_of_a_tied_weight(name: str, assign: bool) -> None:
+@pytest.mark.parametrize("name", ["tied.weight", "head.weight"])
+@on_ranks(2)
+def test_one_name_of_a_tied_weight_is_enough(name: str, assign: bool) -> None:
     """A checkpoint with either name alone fills the parameter, which stays tied."""
     model = sharded_model(0)
     value = torch.arange(24.0, dtype=torch.float64).view(4, 6)
@@ -262,13 +244,9 @@ def one_name_of_a_tied_weight(name: str, assign: bool) -> None:
         assert_equal(model.tied.weight.detach(), state[name])
 
 
-@both_ways
-@pytest.mark.parametrize("name", ["tied.weight", "head.weight"])
-def test_one_name_of_a_tied_weight_is_enough(name: str, assign: bool) -> None:
-    run_ranks(one_name_of_a_tied_weight, 2, name, assign)
-
-
-def of_another_dtype(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@on_ranks(2)
+def test_dtypes(kind: str) -> None:
     """Copying keeps the parameter's dtype, assigning takes that of the state."""
     for assign in (False, True):
         model, other = sharded_model(0), plain_model(1)
@@ -287,12 +265,9 @@ def of_another_dtype(kind: str) -> None:
         assert {p.dtype for p in model.parameters()} == {expected}
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_dtypes(kind: str) -> None:
-    run_ranks(of_another_dtype, 2, kind)
-
-
-def placed_otherwise(assign: bool) -> str:
+@both_ways
+@on_ranks(2)
+def test_dtensors_of_other_placements(assign: bool) -> None:
     """DTensors cut in another way become what the parameter is; on another mesh they are told."""
     model, other = sharded_model(0), plain_model(1)
     mesh = model.wide.weight.device_mesh
@@ -314,11 +289,6 @@ def placed_otherwise(assign: bool) -> str:
         f"on {mesh}, got one on {other_mesh}; pass its full_tensor()."
     )
     return text
-
-
-@both_ways
-def test_dtensors_of_other_placements(assign: bool) -> None:
-    run_ranks(placed_otherwise, 2, assign)
 
 
 def onto_meta(assign: bool, emptied: bool, kind: str) -> list[str]:
@@ -416,7 +386,8 @@ def test_loading_in_the_middle_is_refused(num_ranks: int, when: str) -> None:
     assert run_ranks(within, num_ranks, when) == [TEXTS[when]] * num_ranks
 
 
-def what_is_not_in_use() -> None:
+@on_ranks(2)
+def test_loading_a_group_before_its_forward() -> None:
     """Load a group in the forward of another, before its own: what it computes with is new."""
     model, other = sharded_model(0), plain_model(1)
     inner = model.outer.inner
@@ -426,10 +397,6 @@ def what_is_not_in_use() -> None:
     model.register_forward_pre_hook(lambda *_: inner.load_state_dict(state) and None)
     for _ in range(2):  # in the second forward the group has been gathered ahead
         assert torch.equal(evaluate(model), evaluate(expected))
-
-
-def test_loading_a_group_before_its_forward() -> None:
-    run_ranks(what_is_not_in_use, 2)
 
 
 def swapped() -> None:
@@ -450,7 +417,9 @@ def test_states_are_swapped_by_assignment() -> None:
     run_ranks(swapped, 1)
 
 
-def with_swap_tensors(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@on_ranks(2)
+def test_parameters_that_are_swapped(kind: str) -> None:
     """``torch.__future__.set_swap_module_params_on_conversion`` exchanges what a parameter is."""
     model, other = sharded_model(0), plain_model(1)
     state = tensors(other.state_dict())
@@ -467,12 +436,8 @@ def with_swap_tensors(kind: str) -> None:
     assert torch.equal(evaluate(model), evaluate(other))
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_parameters_that_are_swapped(kind: str) -> None:
-    run_ranks(with_swap_tensors, 2, kind)
-
-
-def module_in_a_module() -> None:
+@on_ranks(2)
+def test_a_plain_root() -> None:
     """The root of the state may be a plain module around sharded ones."""
     plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     other = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
@@ -481,10 +446,6 @@ def module_in_a_module() -> None:
     plain.load_state_dict(state)
     assert_equal(plain.state_dict(), state)
     assert torch.equal(plain(torch.ones(1, 4)), other(torch.ones(1, 4)))
-
-
-def test_a_plain_root() -> None:
-    run_ranks(module_in_a_module, 2)
 
 
 def optimizers_alone(make: str) -> None:
@@ -514,13 +475,15 @@ def optimizers_alone(make: str) -> None:
     assert_equal(target.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@all_optimizers
 def test_optimizers(make: str) -> None:
     run_ranks(optimizers_alone, 2, make)
     run_ranks(optimizers_alone, 3, make)
 
 
-def of_other_strides(assign: bool) -> None:
+@both_ways
+@on_ranks(2)
+def test_channels_last_and_offloaded(assign: bool) -> None:
     """Parameters in another order of memory are saved and loaded by their rows."""
     models = []
     for seed in (0, 1):
@@ -543,12 +506,9 @@ def of_other_strides(assign: bool) -> None:
         torch.testing.assert_close(model(x), other(x))
 
 
-@both_ways
-def test_channels_last_and_offloaded(assign: bool) -> None:
-    run_ranks(of_other_strides, 2, assign)
-
-
-def not_shared() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_full_tensors_are_not_shared() -> None:
     """Full tensors that were loaded do not follow the model, nor the model them."""
     for assign in (False, True):
         model, state = sharded_model(0), plain_model(1).state_dict()
@@ -562,11 +522,6 @@ def not_shared() -> None:
             assert not state[name].any(), name
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_full_tensors_are_not_shared(num_ranks: int) -> None:
-    run_ranks(not_shared, num_ranks)
-
-
 class Scaled(nn.Module):
     """Has a scalar, which old checkpoints may hold as one element."""
 
@@ -578,7 +533,9 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-def scalars(assign: bool) -> None:
+@both_ways
+@on_ranks(2)
+def test_scalars(assign: bool) -> None:
     plain, model = Scaled(), fully_shard(Scaled())
     for state in ({"scale": torch.tensor([3.0])}, {"scale": torch.tensor(4.0)}):
         for one in (plain, model):
@@ -587,12 +544,8 @@ def scalars(assign: bool) -> None:
         assert torch.equal(model(torch.ones(2)), plain(torch.ones(2)))
 
 
-@both_ways
-def test_scalars(assign: bool) -> None:
-    run_ranks(scalars, 2, assign)
-
-
-def interrupted() -> None:
+@on_ranks(2)
+def test_after_an_interrupt() -> None:
     """After Ctrl-C in a forward, a checkpoint can be taken, the optimizer's included."""
     plain, model = plain_model(0), sharded_model(0)
     states = []
@@ -611,11 +564,9 @@ def interrupted() -> None:
     assert_equal(states[1], states[0])
 
 
-def test_after_an_interrupt() -> None:
-    run_ranks(interrupted, 2)
-
-
-def of_a_copy() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_the_state_of_a_copied_model() -> None:
     """The state of a deep copy is its own: loading it leaves the original as it is."""
     model = sharded_model(0)
     evaluate_and_keep(model)
@@ -629,8 +580,3 @@ def of_a_copy() -> None:
         assert_equal(state[name], expected, name)
     for name, param in plain_model(0).named_parameters():
         assert_equal(model.state_dict()[name], param, name)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_state_of_a_copied_model(num_ranks: int) -> None:
-    run_ranks(of_a_copy, num_ranks)

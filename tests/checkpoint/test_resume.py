@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist.models import full
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from checkpoint.models import Model, State, assert_equal, shard, train
-from checkpoint.optimizers import OPTIMIZERS
+from checkpoint.models import Model, State, assert_equal, plain_values, shard, train
+from checkpoint.optimizers import OPTIMIZERS, all_optimizers
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 
@@ -37,15 +37,6 @@ def new(seed: int, columns: int, make: str, sharded: bool = True) -> tuple[nn.Mo
     if sharded:
         shard(model)
     return model, OPTIMIZERS[make](model)
-
-
-def plain_values(value: Any) -> Any:
-    """Return a copy of a state with full plain tensors."""
-    if isinstance(value, dict):
-        return {key: plain_values(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_values(inner) for inner in value]
-    return full(value).detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def states(model: nn.Module, optimizers: list[Optimizer]) -> State:
@@ -116,7 +107,7 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks(
             assert_equal(trained, plain_trained, exact=num_ranks <= 2 and num_others <= 2)
 
 
-@pytest.mark.parametrize("make", [name for name in OPTIMIZERS if name != "groups"])
+@all_optimizers
 def test_optimizers(tmp_path: Path, make: str) -> None:
     saved, *_ = run_ranks(save, 2, tmp_path, 6, make)
     _, plain_trained = uninterrupted(6, make)
@@ -158,25 +149,22 @@ def test_checkpoints_are_those_of_torch(tmp_path: Path, num_ranks: int) -> None:
         assert_equal(theirs, expected)
 
 
-def into_running(folder: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks("num_ranks")
+def test_a_state_is_read_in_place(tmp_path: Path) -> None:
     """Go back to a checkpoint in the middle of training, in place, and train the same again."""
     model, optimizers = new(0, 7, "groups")
     train(model, optimizers, 0, 1)
     saved = {"model": model.state_dict()}
-    dcp.save(saved, checkpoint_id=folder)
+    dcp.save(saved, checkpoint_id=tmp_path)
     before = plain_values(saved)
     model(torch.ones(3, 4, dtype=torch.float64))  # the root is unsharded now
     train(model, optimizers, 1, 2)
     trained = plain_values(model.state_dict())
     assert not torch.equal(trained["wide.weight"], before["model"]["wide.weight"])
-    dcp.load(saved, checkpoint_id=folder)  # the state still is that of the model
+    dcp.load(saved, checkpoint_id=tmp_path)  # the state still is that of the model
     assert_equal(saved, before)
     out = model(torch.ones(3, 4, dtype=torch.float64))
     plain, _ = new(1, 7, "groups", sharded=False)
     plain.load_state_dict(before["model"])
     assert torch.equal(out, plain(torch.ones(3, 4, dtype=torch.float64)))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_state_is_read_in_place(tmp_path: Path, num_ranks: int) -> None:
-    run_ranks(into_running, num_ranks, tmp_path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist.models import full
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,13 +28,15 @@ from torch_versions import needs_newer_torch
 from checkpoint.models import (
     Model,
     State,
+    all_ranks,
     assert_equal,
     is_exact,
     shard,
     structure,
+    three_ranks,
     train,
 )
-from checkpoint.optimizers import INEXACT, OPTIMIZERS
+from checkpoint.optimizers import INEXACT, OPTIMIZERS, all_optimizers
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 
@@ -49,8 +52,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rank-0-flat": {**FROM_RANK_0, "flatten_optimizer_state_dict": True},
 }
 SHARDERS: dict[str, Callable[..., Any]] = {"ours": fully_shard, "torch": torch_fully_shard}
-
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 
 
 def source(sharder: Callable[..., Any] | None, make: str, columns: int = 6) -> Any:
@@ -134,7 +135,7 @@ def test_options(num_ranks: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@all_optimizers
 def test_optimizers(num_ranks: int, make: str) -> None:
     # torch cannot spread the full state of an optimizer without state: it has no device
     full_too = ("sharded", "full", "rank-0-flat")
@@ -176,7 +177,7 @@ def not_strict(options: dict[str, Any]) -> tuple[list[str], list[str]]:
     return found[1]
 
 
-@all_ranks
+@three_ranks
 def test_not_strict(num_ranks: int) -> None:
     # With full states torch fills in what is missing from the model, so nothing is.
     for first, *others in (run_ranks(not_strict, num_ranks, FULL),):
@@ -185,7 +186,10 @@ def test_not_strict(num_ranks: int) -> None:
     assert first == ([], ["extra"]) and others == [([], [])] * (num_ranks - 1)
 
 
-def without_frozen(options: dict[str, Any]) -> None:
+@three_ranks
+@pytest.mark.parametrize("options", [{}, FULL], ids=["sharded", "full"])
+@on_ranks("num_ranks")
+def test_without_frozen_parameters(options: dict[str, Any]) -> None:
     """A state without what is frozen is enough for a model that has it already."""
     model, _ = source(fully_shard, "adam-foreach")
     how = StateDictOptions(ignore_frozen_params=True, **options)
@@ -198,12 +202,6 @@ def without_frozen(options: dict[str, Any]) -> None:
     assert keys.missing_keys == ([] if options else [FROZEN]) and keys.unexpected_keys == []
     expected = {**model.state_dict(), FROZEN: before}
     assert_equal(target.state_dict(), expected)
-
-
-@all_ranks
-@pytest.mark.parametrize("options", [{}, FULL], ids=["sharded", "full"])
-def test_without_frozen_parameters(num_ranks: int, options: dict[str, Any]) -> None:
-    run_ranks(without_frozen, num_ranks, options)
 
 
 def strictly() -> list[str]:
@@ -233,7 +231,10 @@ def test_strict_errors_are_those_of_torch() -> None:
         ]
 
 
-def from_meta(options: dict[str, Any]) -> None:
+@three_ranks
+@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
+@on_ranks("num_ranks")
+def test_a_model_on_the_meta_device(options: dict[str, Any]) -> None:
     """Fill a model that has no memory yet from full tensors; then its optimizer; train on."""
     plain, plain_optimizers = source(None, "adam-foreach")
     expected = get_state_dict(plain, plain_optimizers)
@@ -255,12 +256,6 @@ def from_meta(options: dict[str, Any]) -> None:
     train(model, optimizers, 2, 4)
     train(plain, plain_optimizers, 2, 4)
     assert_equal(get_model_state_dict(model), get_model_state_dict(plain), exact=is_exact())
-
-
-@all_ranks
-@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
-def test_a_model_on_the_meta_device(num_ranks: int, options: dict[str, Any]) -> None:
-    run_ranks(from_meta, num_ranks, options)
 
 
 class Tokens(nn.Module):
@@ -314,7 +309,10 @@ def test_modules_that_rename_their_state(options: dict[str, Any], method: str) -
         assert got == [expected] * num_ranks
 
 
-def of_submodules(keep_prefixes: bool) -> None:
+@three_ranks
+@pytest.mark.parametrize("keep_prefixes", [False, True])
+@on_ranks("num_ranks")
+def test_submodules(keep_prefixes: bool) -> None:
     """A state of one submodule goes to that submodule of another model."""
     model, _ = source(fully_shard, "adam-foreach")
     target, _ = other(fully_shard, "adam-foreach")
@@ -337,9 +335,3 @@ def of_submodules(keep_prefixes: bool) -> None:
 
 
 EXTRA = "_extra_state"
-
-
-@all_ranks
-@pytest.mark.parametrize("keep_prefixes", [False, True])
-def test_submodules(num_ranks: int, keep_prefixes: bool) -> None:
-    run_ranks(of_submodules, num_ranks, keep_prefixes)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes.compare import whole
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -59,7 +60,9 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
-def resumed_from_full_state() -> list[bool]:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_the_full_optimizer_state_of_a_scalar_is_loaded() -> None:
     """Train, load the full optimizer state into another, train both on."""
     torch.manual_seed(0)
     model = fully_shard(Scaled())
@@ -87,9 +90,4 @@ def resumed_from_full_state() -> list[bool]:
     step(other)
     model.reshard()
     got = [whole(param.detach()) for param in model.parameters()]
-    return [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_full_optimizer_state_of_a_scalar_is_loaded(ranks: int) -> None:
-    assert run_ranks(resumed_from_full_state, ranks) == [[True] * 3] * ranks
+    assert [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)] == [True] * 3

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist.two_tensors import two_tensor_hooks
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,11 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from checkpoint.models import State, assert_equal
+from checkpoint.models import State, all_ranks, assert_equal, three_ranks
 from composable_shard import fully_shard
-from composable_shard.testing import run_ranks
 
-all_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3])
 ROWS = (5, 2)
 DIMS = (1, 0)
 
@@ -73,7 +72,10 @@ def copied(plain: nn.Module) -> State:
     return {name: tensor.detach().clone() for name, tensor in plain.state_dict().items()}
 
 
-def taken_and_loaded(assign: bool) -> None:
+@all_ranks
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@on_ranks("num_ranks")
+def test_plain_state_dicts(assign: bool) -> None:
     with two_tensor_hooks():
         source, plain = sharded_model(0), plain_model(0)
         assert_rows(source.state_dict(), plain.state_dict())
@@ -90,13 +92,9 @@ def taken_and_loaded(assign: bool) -> None:
             assert_rows(target.state_dict(), plain.state_dict())
 
 
-@all_ranks
-@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-def test_plain_state_dicts(num_ranks: int, assign: bool) -> None:
-    run_ranks(taken_and_loaded, num_ranks, assign)
-
-
-def pickled() -> None:
+@three_ranks
+@on_ranks("num_ranks")
+def test_pickling() -> None:
     with two_tensor_hooks():
         source, plain = sharded_model(0), plain_model(0)
         file = io.BytesIO()
@@ -108,11 +106,6 @@ def pickled() -> None:
             target = sharded_model(1)
             target.load_state_dict(state)
             assert_rows(target.state_dict(), plain.state_dict())
-
-
-@all_ranks
-def test_pickling(num_ranks: int) -> None:
-    run_ranks(pickled, num_ranks)
 
 
 def adam(model: nn.Module) -> torch.optim.Adam:
@@ -133,19 +126,21 @@ def of_state(state: State, kind: str) -> State:
     }
 
 
-def distributed(folder: Path) -> None:
+@all_ranks
+@on_ranks("num_ranks")
+def test_distributed_checkpoints(tmp_path: Path) -> None:
     """Save and load with ``torch.distributed.checkpoint``, optimizer and all; train on."""
     with two_tensor_hooks():
         source = sharded_model(0)
         optimizer = adam(source)
         train(source, optimizer, 2)
         states = get_state_dict(source, optimizer)
-        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=tmp_path)
         target = sharded_model(1)
         target_optimizer = adam(target)
         model_state, optimizer_state = get_state_dict(target, target_optimizer)
         with torch.serialization.safe_globals([TwoTensor]):
-            dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+            dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
         set_state_dict(
             target,
             target_optimizer,
@@ -166,12 +161,9 @@ def distributed(folder: Path) -> None:
                     assert_equal(of_state(got[name], kind), of_state(expected[name], kind))
 
 
-@all_ranks
-def test_distributed_checkpoints(tmp_path: Path, num_ranks: int) -> None:
-    run_ranks(distributed, num_ranks, tmp_path)
-
-
-def gathered() -> None:
+@three_ranks
+@on_ranks("num_ranks")
+def test_full_states() -> None:
     """Full states hold whole subclasses; torch's setter can spread them on one rank alone."""
     with two_tensor_hooks():
         source, plain = sharded_model(0), plain_model(0)
@@ -189,8 +181,3 @@ def gathered() -> None:
         else:
             target.load_state_dict(full)
         assert_rows(target.state_dict(), expected)
-
-
-@all_ranks
-def test_full_states(num_ranks: int) -> None:
-    run_ranks(gathered, num_ranks)

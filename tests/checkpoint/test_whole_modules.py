@@ -214,7 +214,7 @@ def plain_root() -> nn.Module:
 KINDS: dict[str, tuple[Build, tuple[int, ...]]] = {
     build.__name__: (build, ranks)
     for build, ranks in (
-        (root_only, (1, 2, 3)),
+        (root_only, (2, 3, 1)),
         (nested, (1, 2, 3)),
         (mixed, (2,)),
         (with_buffer_dtype, (2,)),
@@ -232,7 +232,11 @@ KINDS: dict[str, tuple[Build, tuple[int, ...]]] = {
         (plain_root, (2,)),
     )
 }
-CASES = [(name, ranks) for name, (_, counts) in KINDS.items() for ranks in counts]
+CASES = [
+    pytest.param(name, ranks, marks=() if ranks == counts[-1] else pytest.mark.matrix)
+    for name, (_, counts) in KINDS.items()
+    for ranks in counts
+]
 
 
 # Both train on --------------------------------------------------------------------------------
@@ -377,8 +381,20 @@ def load(folder: Path, makes_other_groups_first: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("makes_other_groups_first", [False, True])
-@pytest.mark.parametrize(("kind", "ranks"), [("nested", 2), ("hybrid", 4), ("with_hooks", 2)])
+ALL_IN_ANOTHER_PROCESS = [
+    *(("nested", 2, True), ("nested", 2, False), ("hybrid", 4, True), ("hybrid", 4, False)),
+    ("with_hooks", 2, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "makes_other_groups_first"),
+    [
+        ("hybrid", 2, True),
+        ("with_hooks", 2, False),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in ALL_IN_ANOTHER_PROCESS),
+    ],
+)
 def test_another_process_with_the_same_mesh_trains_on(
     tmp_path: Path, kind: str, ranks: int, makes_other_groups_first: bool
 ) -> None:

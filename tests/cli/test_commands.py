@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import subprocess
 import sys
 import tomllib
@@ -89,14 +87,6 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "module_to_run.py").write_text("import sys; sys.exit(len(sys.argv))")
     monkeypatch.chdir(tmp_path)
     assert exit_code(["run", "-m", "module_to_run", "--one", "-m"]) == 3
-
-
-def test_examples_run() -> None:
-    results = doctest.testmod(
-        importlib.import_module("composable_shard.cli"),
-        optionflags=doctest.IGNORE_EXCEPTION_DETAIL,
-    )
-    assert results.attempted == 1 and results.failed == 0
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure_to_speak_of() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes.compare import whole
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed._composable import checkpoint, contract
 from torch.distributed._composable.contract import _get_registry
@@ -176,17 +177,6 @@ def test_replicated_modules_accumulate_and_are_clipped_with_the_others(kind: str
         assert found == []
 
 
-def ddp_inside(function: Callable[[nn.Module], Any]) -> list[str]:
-    model, reference = make(), make()
-    model[1] = DistributedDataParallel(model[1])
-    own = list(model[1].parameters())
-    function(model)
-    found = differences(model, reference)
-    if list(map(id, model[1].parameters())) != list(map(id, own)):
-        found.append("the parameters of DDP were replaced")
-    return found
-
-
 def shard_by_blocks(model: nn.Sequential) -> None:
     apply_fully_shard(model, Block)
 
@@ -196,8 +186,16 @@ def shard_by_size(model: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("function", [fully_shard, shard_by_blocks, shard_by_size])
+@on_ranks(2)
 def test_a_module_in_ddp_stays_replicated(function: Callable[[nn.Module], Any]) -> None:
-    assert run_ranks(ddp_inside, 2, function) == [[]] * 2
+    model, reference = make(), make()
+    model[1] = DistributedDataParallel(model[1])
+    own = list(model[1].parameters())
+    function(model)
+    found = differences(model, reference)
+    if list(map(id, model[1].parameters())) != list(map(id, own)):
+        found.append("the parameters of DDP were replaced")
+    assert found == []
 
 
 class Tied(nn.Module):
@@ -215,7 +213,8 @@ class Tied(nn.Module):
         return self.head(self.block(x))
 
 
-def tied_to_a_replicated_one() -> list[str]:
+@on_ranks(2)
+def test_what_is_tied_to_a_replicated_parameter_is_replicated() -> None:
     torch.manual_seed(0)
     model = Tied()
     reference = copy.deepcopy(model)
@@ -226,26 +225,19 @@ def tied_to_a_replicated_one() -> list[str]:
     found = differences(model, reference)
     if model.embedding.weight is not own or model.head.weight is not own:
         found.append("the tied parameter was replaced")
-    return found
+    assert found == []
 
 
-def test_what_is_tied_to_a_replicated_parameter_is_replicated() -> None:
-    assert run_ranks(tied_to_a_replicated_one, 2) == [[]] * 2
-
-
-def sharded_by_torch(arrangement: str) -> list[str]:
+@pytest.mark.parametrize("arrangement", ["by blocks", "root"])
+@on_ranks(2)
+def test_what_torch_has_sharded_is_left_to_it(arrangement: str) -> None:
     model, reference = make(), make()
     torch_fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
     if arrangement == "by blocks":
         shard_by_blocks(model)
     else:
         fully_shard(model)
-    return differences(model, reference)
-
-
-@pytest.mark.parametrize("arrangement", ["by blocks", "root"])
-def test_what_torch_has_sharded_is_left_to_it(arrangement: str) -> None:
-    assert run_ranks(sharded_by_torch, 2, arrangement) == [[]] * 2
+    assert differences(model, reference) == []
 
 
 def refused(case: str) -> str:
@@ -306,8 +298,11 @@ def test_a_refused_module_is_as_it_was() -> None:
 # Others with a state on the module -------------------------------------------------------------
 
 
-def train_with_checkpoints(order: str) -> tuple[list[str], list[int]]:
-    """Checkpoint blocks by torch's composable function; return also how often each ran."""
+@pytest.mark.parametrize("order", ["before", "after", "inside"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_the_composable_checkpoint_computes_again(order: str) -> None:
+    """Each block runs twice in a step: in forward, and again in backward."""
     model, reference = make(), make()
     for index in range(4):
         if order == "before":
@@ -318,14 +313,7 @@ def train_with_checkpoints(order: str) -> tuple[list[str], list[int]]:
             checkpoint(model[index])
     fully_shard(model)
     found = differences(model, reference)
-    return found, [model[index].calls for index in range(4)]
-
-
-@pytest.mark.parametrize("order", ["before", "after", "inside"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_composable_checkpoint_computes_again(ranks: int, order: str) -> None:
-    """Each block runs twice in a step: in forward, and again in backward."""
-    assert run_ranks(train_with_checkpoints, ranks, order) == [([], [2 * STEPS] * 4)] * ranks
+    assert (found, [model[index].calls for index in range(4)]) == ([], [2 * STEPS] * 4)
 
 
 class OwnState:
@@ -345,7 +333,9 @@ def shard_it(module: nn.Module) -> nn.Module:
     return fully_shard(module)
 
 
-def wrapped_in_a_checkpoint(inner_too: bool) -> list[float]:
+@pytest.mark.parametrize("inner_too", [False, True])
+@on_ranks(2)
+def test_a_checkpoint_wrapper_around_a_sharded_module(inner_too: bool) -> None:
     """Shard a wrapper that passes the attributes of its module off as its own; see accelerate."""
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -362,12 +352,7 @@ def wrapped_in_a_checkpoint(inner_too: bool) -> list[float]:
     for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         dist.all_reduce(wanted.grad)
         off.append((whole(param.grad) - wanted.grad / 2).abs().max().item())
-    return off
-
-
-@pytest.mark.parametrize("inner_too", [False, True])
-def test_a_checkpoint_wrapper_around_a_sharded_module(inner_too: bool) -> None:
-    assert run_ranks(wrapped_in_a_checkpoint, 2, inner_too) == [[0.0] * 4] * 2
+    assert off == [0.0] * 4
 
 
 def test_the_states_of_other_functions_survive() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as checkpoint
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -77,7 +78,9 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted.detach())
 
 
-def full_states(strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+@on_ranks(2)
+def test_full_states_are_those_of_the_plain_model(strategy: ShardingStrategy) -> None:
     model, optimizer, reference, plain_optimizer = trained(sharding_strategy=strategy)
     states, wanted = model.state_dict(), reference.state_dict()
     assert list(states) == list(wanted)
@@ -96,11 +99,6 @@ def full_states(strategy: ShardingStrategy) -> None:
         ["scale", "frozen", "inp.weight", "inp.bias", "norm.weight", "norm.bias"],
         ["body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias"],
     ]
-
-
-@pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_full_states_are_those_of_the_plain_model(strategy: ShardingStrategy) -> None:
-    run_ranks(full_states, 2, strategy)
 
 
 def there_and_back(kind: StateDictType, policies: tuple[Any, Any]) -> None:
@@ -225,7 +223,8 @@ def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
     )
 
 
-def with_checkpoint() -> None:
+@on_ranks(2)
+def test_names_in_torch_distributed_checkpoint() -> None:
     """The functions of torch.distributed.checkpoint see the names of the plain model."""
     model, optimizer, reference, plain_optimizer = trained()
     root, around = nn.Sequential(model), nn.Sequential(reference)
@@ -243,17 +242,10 @@ def with_checkpoint() -> None:
         checkpoint.set_optimizer_state_dict(ours, optimizer, mine)
 
 
-def test_names_in_torch_distributed_checkpoint() -> None:
-    run_ranks(with_checkpoint, 2)
-
-
-def in_low_precision() -> set[torch.dtype]:
-    model, *_ = trained(None, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
-    return {value.dtype for value in model.state_dict().values()}
-
-
+@on_ranks(2)
 def test_states_keep_their_own_dtype_under_mixed_precision() -> None:
-    assert run_ranks(in_low_precision, 2) == [{torch.float32, torch.int64}] * 2
+    model, *_ = trained(None, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32, torch.int64}
 
 
 # What is refused --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 import functools
 import importlib
 import importlib.util
@@ -12,7 +11,7 @@ import pickle
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +395,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.matrix
 def test_torchrun_runs_it_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANK_SCRIPT)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -465,19 +465,8 @@ def test_the_sitecustomize_that_is_hidden_runs_too(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["the hidden one", "False"]
 
 
-@pytest.mark.parametrize("name", ["compat.torch_dropin.installation", "run"])
-def test_examples_run(name: str) -> None:
-    module = importlib.import_module(f"composable_shard.{name}")
-    results = doctest.testmod(module, optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
-    assert results.attempted > 0 and results.failed == 0
-
-
-def public_functions() -> Iterator[Callable[..., Any]]:
-    yield from (install, uninstall, is_installed)
-
-
 def test_every_public_function_has_an_example() -> None:
-    assert all(">>>" in (function.__doc__ or "") for function in public_functions())
+    assert all(">>>" in (function.__doc__ or "") for function in (install, uninstall, is_installed))
 
 
 def test_a_torch_without_some_of_the_names_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from seeds.models import (
     CPU,
     assert_same_gradients,
@@ -237,7 +238,8 @@ def initialize(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def applied() -> None:
+@on_ranks(2)
+def test_apply_sees_full_parameters() -> None:
     plain, reference = two_of(nested())
     model = wrap_nested(plain, device_id=CPU)
     torch.manual_seed(1)
@@ -247,11 +249,8 @@ def applied() -> None:
     assert_same_parameters(model, reference)
 
 
-def test_apply_sees_full_parameters() -> None:
-    run_ranks(applied, 2)
-
-
-def summoned() -> None:
+@on_ranks(2)
+def test_full_parameters_for_a_while() -> None:
     """Edit full parameters of one wrapper and of all, with their gradients."""
     model = wrap_nested(nested(), device_id=CPU)
     model(*model.module.get_input(CPU)).sum().backward()
@@ -272,11 +271,9 @@ def summoned() -> None:
         assert isinstance(inner[1].weight, DTensor) == (dist.get_rank() != 0)
 
 
-def test_full_parameters_for_a_while() -> None:
-    run_ranks(summoned, 2)
-
-
-def clipped(strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@on_ranks(2)
+def test_clip_grad_norm(strategy: ShardingStrategy) -> None:
     plain, reference = two_of(nested())
     model = wrap_nested(plain, sharding_strategy=strategy, device_id=CPU)
     for norm_type in (2.0, float("inf")):
@@ -289,12 +286,9 @@ def clipped(strategy: ShardingStrategy) -> None:
         assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_clip_grad_norm(strategy: ShardingStrategy) -> None:
-    run_ranks(clipped, 2, strategy)
-
-
-def checkpointed(inside: bool) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+@on_ranks(2)
+def test_activation_checkpoints(inside: bool) -> None:
     def wrap(module: nn.Module) -> Any:
         layers = module
         if inside:
@@ -313,11 +307,6 @@ def checkpointed(inside: bool) -> None:
         torch.testing.assert_close(full(param.grad), expected.grad)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_activation_checkpoints(inside: bool) -> None:
-    run_ranks(checkpointed, 2, inside)
-
-
 class Vocabulary(nn.Module):
     """An embedding and an output layer that share a weight, each with a wrapper of its own."""
 
@@ -332,7 +321,8 @@ class Vocabulary(nn.Module):
         return self.out(self.body(self.embed(x)))
 
 
-def tied_across() -> None:
+@on_ranks(2)
+def test_parameters_tied_across_wrappers() -> None:
     plain, reference = two_of(Vocabulary())
     model = FSDP(plain, auto_wrap_policy=always_wrap_policy, device_id=CPU)
     assert len(FSDP.fsdp_modules(model)) == 4
@@ -341,10 +331,6 @@ def tied_across() -> None:
         either(batch).square().sum().backward()
     average_gradients(reference)
     assert_same_gradients(model, reference)
-
-
-def test_parameters_tied_across_wrappers() -> None:
-    run_ranks(tied_across, 2)
 
 
 def inner_no_sync() -> list[bool]:
@@ -426,7 +412,8 @@ def test_exempt_modules_compute_in_their_own_precision() -> None:
     assert on_all(exempted, 2, policy, (nn.LayerNorm,)) == own
 
 
-def batch_norm() -> None:
+@on_ranks(2)
+def test_batch_norms_are_exempt_by_default() -> None:
     plain, reference = two_of(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
     model = FSDP(
         plain,
@@ -449,10 +436,6 @@ def batch_norm() -> None:
     )
     average_gradients(reference)
     assert_same_gradients(model, reference, rtol=0.1, atol=0.1)
-
-
-def test_batch_norms_are_exempt_by_default() -> None:
-    run_ranks(batch_norm, 2)
 
 
 def low_grads(keep: bool) -> set[torch.dtype]:
@@ -499,7 +482,8 @@ def test_evaluation_in_full_precision() -> None:
         assert on_all(full_precision, 2, name) == (text, [torch.float32, BF16])
 
 
-def twice() -> None:
+@on_ranks(2)
+def test_a_wrapper_of_a_wrapper() -> None:
     def wrap(module: nn.Module) -> Any:
         return FSDP(FSDP(module, device_id=CPU), device_id=CPU)
 
@@ -508,10 +492,6 @@ def twice() -> None:
     assert list(model.state_dict()) == list(mlp().state_dict())
     model.load_state_dict(mlp().state_dict())
     assert_same_parameters(model, mlp())
-
-
-def test_a_wrapper_of_a_wrapper() -> None:
-    run_ranks(twice, 2)
 
 
 # From the meta device ---------------------------------------------------------------------------

@@ -29,63 +29,64 @@ def test_the_page_runs(page: Page, tmp_path: Path) -> None:
         assert done == [len(page.programs)] * num_ranks
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_no_block_of_python_escapes(page: Page) -> None:
+def test_no_block_of_python_escapes() -> None:
     """What looks like a fence is one; what looks like Python is marked as that, and runs."""
-    assert len(re.findall(r"^\s*(?:```|~~~)", page.text, re.MULTILINE)) == 2 * len(page.blocks)
-    for block in page.blocks:
-        if block.language != "python":
-            assert not block.looks_like_python, f"{page}:{block.line}"
-            assert block.way == "run", f"{page}:{block.line}"
-    comments = re.findall(r"^<!-- (?:raises|prints|not run)", page.text, re.MULTILINE)
-    assert len(comments) == sum(block.way != "run" for block in page.blocks)
+    for page in PAGES:
+        assert len(re.findall(r"^\s*(?:```|~~~)", page.text, re.MULTILINE)) == 2 * len(
+            page.blocks
+        ), page
+        for block in page.blocks:
+            if block.language != "python":
+                assert not block.looks_like_python, f"{page}:{block.line}"
+                assert block.way == "run", f"{page}:{block.line}"
+        comments = re.findall(r"^<!-- (?:raises|prints|not run)", page.text, re.MULTILINE)
+        assert len(comments) == sum(block.way != "run" for block in page.blocks), page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_blocks_that_are_not_run_say_why(page: Page) -> None:
-    for block in page.blocks:
-        if block.way == "not run":
-            assert len(block.reason.split()) > 3, f"{page}:{block.line}"
+def test_blocks_that_are_not_run_say_why() -> None:
+    for page in PAGES:
+        for block in page.blocks:
+            if block.way == "not run":
+                assert len(block.reason.split()) > 3, f"{page}:{block.line}"
 
 
-@pytest.mark.parametrize(
-    ("source", "looks"),
-    [
-        ("import torch", True),
-        ("fully_shard(model)", True),
-        ("with model.no_sync():\n    pass", True),
-        ("kind: PyTorchJob", False),
-        ("PYTHON=python3", False),
-        ("make demo", False),
-        ('{"stage": 3, "on": true}', False),
-        ("reshard blocks.0", False),
-        ("ValueError", False),
-    ],
-)
-def test_python_is_recognized_without_its_mark(source: str, looks: bool) -> None:
-    assert Block("", source, 1).looks_like_python == looks
+def test_python_is_recognized_without_its_mark() -> None:
+    python = ["import torch", "fully_shard(model)", "with model.no_sync():\n    pass"]
+    other = [
+        "kind: PyTorchJob",
+        "PYTHON=python3",
+        "make demo",
+        '{"stage": 3, "on": true}',
+        "reshard blocks.0",
+        "ValueError",
+    ]
+    assert [
+        source for source in (*python, *other) if Block("", source, 1).looks_like_python
+    ] == python
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_what_a_diff_adds_can_be_imported(page: Page) -> None:
-    for block in page.blocks:
-        if block.language != "diff":
-            continue
-        for module, names in re.findall(r"^\+from (\S+) import (.*)$", block.source, re.MULTILINE):
-            for name in names.split(", "):
-                assert hasattr(importlib.import_module(module), name.split(" as ")[0])
+def test_what_a_diff_adds_can_be_imported() -> None:
+    for page in PAGES:
+        for block in page.blocks:
+            if block.language != "diff":
+                continue
+            for module, names in re.findall(
+                r"^\+from (\S+) import (.*)$", block.source, re.MULTILINE
+            ):
+                for name in names.split(", "):
+                    assert hasattr(importlib.import_module(module), name.split(" as ")[0])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_commands_name_files_and_targets_that_exist(page: Page) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for block in page.blocks:
-        if block.language not in ("shell", ""):
-            continue
-        for target in re.findall(r"^make ([a-z-]+)", block.source, re.MULTILINE):
-            assert target in targets, f"{page}:{block.line}"
-        for path in re.findall(r"\b((?:examples|benchmarks)/\S+\.py)\b", block.source):
-            assert (ROOT / path).exists(), f"{page}:{block.line}"
+def test_commands_name_files_and_targets_that_exist() -> None:
+    for page in PAGES:
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        for block in page.blocks:
+            if block.language not in ("shell", ""):
+                continue
+            for target in re.findall(r"^make ([a-z-]+)", block.source, re.MULTILINE):
+                assert target in targets, f"{page}:{block.line}"
+            for path in re.findall(r"\b((?:examples|benchmarks)/\S+\.py)\b", block.source):
+                assert (ROOT / path).exists(), f"{page}:{block.line}"
 
 
 def test_texts_are_compared_word_by_word() -> None:

@@ -1,18 +1,27 @@
-"""The program of the README does what the README says of it, under torchrun, as it stands there."""
+"""The program of the README does what the README says of it, and ends cleanly."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
+from warm import Warm, warm
 
 from docs.pages import ROOT, Page
 
+__all__ = ["warm"]
+
 NUM_RANKS = 2
+PROGRAM = Page(ROOT / "README.md").programs[0].source
+END = "dist.destroy_process_group()"
+
+# What runs last says which process groups are left: it was registered before the library's own.
+LAST = """
+import atexit, torch.distributed as dist
+atexit.register(lambda: print("left:", dist.is_initialized(), flush=True))
+"""
 
 
 def expected_lines() -> list[str]:
@@ -32,23 +41,17 @@ def expected_lines() -> list[str]:
     return lines
 
 
-def test_the_program_prints_its_losses_and_ends_its_process_group(tmp_path: Path) -> None:
-    program = Page(ROOT / "README.md").programs[0].source
-    script = tmp_path / "train.py"
-    script.write_text(f"{program}\nassert not dist.is_initialized()\n")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", str(NUM_RANKS), str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines() == expected_lines()
-    assert "Traceback" not in done.stderr and "destroy_process_group" not in done.stderr
+@pytest.mark.parametrize("end", [END, ""], ids=["destroys", "leaves"])
+def test_the_program_prints_its_losses_and_leaves_no_process_group(
+    end: str, warm: Warm, tmp_path: Path
+) -> None:
+    """``benchmarks/exits.py`` does it as often as one likes."""
+    assert PROGRAM.count(END) == 1
+    first, second = warm.run(tmp_path, LAST + PROGRAM.replace(END, end), NUM_RANKS)
+    assert first == (0, "\n".join([*expected_lines(), "left: False\n"]), "")
+    assert second == (0, "left: False\n", "")
 
 
 def test_it_uses_no_device_by_name() -> None:
-    program = Page(ROOT / "README.md").programs[0].source
-    assert "device=device" in program
-    assert "cuda" not in program and "cpu" not in program
+    assert "device=device" in PROGRAM
+    assert "cuda" not in PROGRAM and "cpu" not in PROGRAM

@@ -50,7 +50,9 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in complete_checkpoints(folder)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(count, marks=pytest.mark.matrix) for count in (1, 2))]
+)
 def test_what_was_saved_is_read_on_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     run_ranks(save, ranks, tmp_path, OLD, 1.0)
     run_ranks(save, ranks, tmp_path, NEW, 2.0)
@@ -99,8 +101,14 @@ def killed_while_saving(folder: Path, rank: int, where: str, act: Callable[..., 
 
 @pytest.mark.parametrize(
     ("rank", "fault"),
-    [(0, WRITE), (BAD, WRITE), (0, FLUSH), (BAD, FLUSH), (0, PUBLISH), (BAD, BEGIN)],
-    ids=["write 0", "write 1", "flush 0", "flush 1", "publish 0", "begin 1"],
+    [
+        pytest.param(0, WRITE, id="write 0", marks=pytest.mark.matrix),
+        pytest.param(BAD, WRITE, id="write 1", marks=pytest.mark.matrix),
+        pytest.param(0, FLUSH, id="flush 0", marks=pytest.mark.matrix),
+        pytest.param(BAD, FLUSH, id="flush 1"),
+        pytest.param(0, PUBLISH, id="publish 0"),
+        pytest.param(BAD, BEGIN, id="begin 1"),
+    ],
 )
 def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
     tmp_path: Path, rank: int, fault: tuple[str, Callable[..., Any]]

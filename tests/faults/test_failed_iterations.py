@@ -5,96 +5,38 @@ The oracle is the unsharded model that never ran the failed iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from dist.models import Net, assert_parity, own_input, train_step, two_nets
-from torch import nn
+from dist.models import (
+    Net,
+    assert_parity,
+    average_gradients,
+    own_input,
+    train_step,
+    two_nets,
+)
+from on_ranks import on_ranks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-
-
-class Failure(Exception):
-    """What fails."""
-
-
-class Interrupt(BaseException):
-    """What fails and is not an ``Exception``, as an interrupt from the keyboard."""
-
-
-class _FailInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, error: type[BaseException]) -> torch.Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        raise ctx.error("in backward")
-
-
-def fail(error: type[BaseException], *_: object) -> None:
-    raise error("in forward")
-
-
-def fail_backward(error: type[BaseException], module: nn.Module, args: Any, output: Any) -> Any:
-    return _FailInBackward.apply(output, error)
-
-
-# Where a forward fails: each registers a hook and returns its handle.
-
-
-def before_root(model: Net, error: type[BaseException]) -> Any:
-    return model.register_forward_pre_hook(partial(fail, error))
-
-
-def in_first_layer(model: Net, error: type[BaseException]) -> Any:
-    return model.inp.register_forward_hook(partial(fail, error))
-
-
-def before_block(model: Net, error: type[BaseException]) -> Any:
-    return model.blocks[0].register_forward_pre_hook(partial(fail, error))
-
-
-def within_block(model: Net, error: type[BaseException]) -> Any:
-    return model.blocks[1].up.register_forward_hook(partial(fail, error))
-
-
-def after_block(model: Net, error: type[BaseException]) -> Any:
-    return model.blocks[0].register_forward_hook(partial(fail, error))
-
-
-def after_root(model: Net, error: type[BaseException]) -> Any:
-    return model.register_forward_hook(partial(fail, error))
-
-
-# Where a backward fails: after the forward of this module has been differentiated no further.
-
-
-def below_head(model: Net, error: type[BaseException]) -> Any:
-    return model.blocks[1].register_forward_hook(partial(fail_backward, error))
-
-
-def within_second(model: Net, error: type[BaseException]) -> Any:
-    return model.blocks[1].up.register_forward_hook(partial(fail_backward, error))
-
-
-def between_blocks(model: Net, error: type[BaseException]) -> Any:
-    return model.blocks[0].register_forward_hook(partial(fail_backward, error))
-
-
-def at_the_bottom(model: Net, error: type[BaseException]) -> Any:
-    return model.inp.register_forward_hook(partial(fail_backward, error))
-
-
-Break = Callable[[Net, type[BaseException]], Any]
-FORWARD = [before_root, in_first_layer, before_block, within_block, after_block, after_root]
-BACKWARD = [below_head, within_second, between_blocks, at_the_bottom]
+from faults.raising import (
+    BACKWARD,
+    FORWARD,
+    Break,
+    FailInBackward,
+    Failure,
+    Interrupt,
+    after_root,
+    before_block,
+    before_root,
+    between_blocks,
+    fail,
+    within_block,
+)
 
 
 def failing_step(model: Net, step: int, break_at: Break, error: type[BaseException]) -> None:
@@ -121,14 +63,14 @@ def train_with_failure(break_at: Break, error: type[BaseException], fail_in: int
 
 @pytest.mark.parametrize("fail_in", [0, 1])
 @pytest.mark.parametrize("error", [Failure, Interrupt])
-@pytest.mark.parametrize("break_at", FORWARD + BACKWARD)
+@pytest.mark.parametrize("break_at", FORWARD + BACKWARD, ids=str)
 def test_the_next_iteration_is_as_if_none_had_failed(
     break_at: Break, error: type[BaseException], fail_in: int
 ) -> None:
     run_ranks(train_with_failure, 2, break_at, error, fail_in)
 
 
-@pytest.mark.parametrize("break_at", [within_block, between_blocks])
+@pytest.mark.parametrize("break_at", [within_block, between_blocks], ids=str)
 def test_failures_on_one_and_on_three_ranks(break_at: Break) -> None:
     for num_ranks in (1, 3):
         run_ranks(train_with_failure, num_ranks, break_at, Failure, 1)
@@ -150,7 +92,7 @@ def events_after_failure(break_at: Break, error: type[BaseException]) -> None:
     assert reductions(after[start:]) == reductions(before)
     assert others(after[start:]) == others(before)
     # A forward that had ended may be a part of the loss: it is reduced where that would be.
-    if break_at is not after_root:
+    if break_at != after_root:
         assert without_root_gather(after[start:]) == without_root_gather(before)
 
 
@@ -170,14 +112,17 @@ def others(events: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("error", [Failure, Interrupt])
-@pytest.mark.parametrize("break_at", FORWARD + BACKWARD)
+@pytest.mark.parametrize("break_at", FORWARD + BACKWARD, ids=str)
 def test_the_next_iteration_has_the_same_events(
     break_at: Break, error: type[BaseException]
 ) -> None:
     run_ranks(events_after_failure, 2, break_at, error)
 
 
-def retried_backward(break_at: Break, num_failures: int) -> None:
+@pytest.mark.parametrize("num_failures", [1, 2])
+@pytest.mark.parametrize("break_at", BACKWARD, ids=str)
+@on_ranks(2)
+def test_a_failed_backward_may_be_tried_again(break_at: Break, num_failures: int) -> None:
     """Run the same backward again after it has failed."""
     reference, model = two_nets(2)
     for step in range(2):
@@ -202,21 +147,15 @@ def retried_backward(break_at: Break, num_failures: int) -> None:
 class _Passing:
     """Makes the failing function pass on its gradient."""
 
-    original = staticmethod(_FailInBackward.backward)
+    original = staticmethod(FailInBackward.backward)
 
     @classmethod
     def install(cls) -> None:
-        _FailInBackward.backward = staticmethod(lambda ctx, grad: (grad, None))
+        FailInBackward.backward = staticmethod(lambda ctx, grad: (grad, None))
 
     @classmethod
     def remove(cls) -> None:
-        _FailInBackward.backward = cls.original
-
-
-@pytest.mark.parametrize("num_failures", [1, 2])
-@pytest.mark.parametrize("break_at", BACKWARD)
-def test_a_failed_backward_may_be_tried_again(break_at: Break, num_failures: int) -> None:
-    run_ranks(retried_backward, 2, break_at, num_failures)
+        FailInBackward.backward = cls.original
 
 
 class Checkpointed(Net):
@@ -231,7 +170,10 @@ class Checkpointed(Net):
         return self.out(x)
 
 
-def failed_recomputation(reentrant: bool, error: type[BaseException]) -> None:
+@pytest.mark.parametrize("error", [Failure, Interrupt])
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_a_recomputation_that_fails(reentrant: bool, error: type[BaseException]) -> None:
     """The second block fails when it is recomputed, and never otherwise."""
     reference, model = two_nets(2, make=Checkpointed)
     model.use_reentrant = reentrant
@@ -250,7 +192,90 @@ def failed_recomputation(reentrant: bool, error: type[BaseException]) -> None:
     assert_parity(model, reference)
 
 
+# Failures that the model or the loop around it handles -----------------------------------------
+
+
+class Lenient(Net):
+    """Goes on without a block that fails."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except (Failure, Interrupt):
+                x = x * 2
+        return self.out(x)
+
+
 @pytest.mark.parametrize("error", [Failure, Interrupt])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_that_fails(reentrant: bool, error: type[BaseException]) -> None:
-    run_ranks(failed_recomputation, 2, reentrant, error)
+@pytest.mark.parametrize("break_at", [before_block, within_block], ids=str)
+@on_ranks(2)
+def test_a_failure_that_the_root_catches(break_at: Break, error: type[BaseException]) -> None:
+    """The root catches what a block raises; the block then has no gradient."""
+    reference, model = two_nets(2, make=Lenient)
+    for step in range(3):
+        for one in (model, reference):
+            one.zero_grad()
+            handle = break_at(one, error) if step == 1 else None
+            train_step(one, step, None)
+            if handle is not None:
+                handle.remove()
+        assert_parity(model, reference)
+    model.reshard()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+class Storing(Net):
+    """Returns nothing and stores its loss."""
+
+    loss: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.loss = super().forward(x).square().sum()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_a_forward_within_an_exception_handler(fails: bool) -> None:
+    """The forward that goes well runs while another exception is being handled."""
+    reference, model = two_nets(2, make=Storing)
+    for step in range(3):
+        try:
+            handle = within_block(model, Failure) if fails else None
+            if fails:
+                model(own_input(7))
+            raise Failure
+        except Failure:
+            if handle is not None:
+                handle.remove()
+            model(own_input(step))
+            model.loss.backward()
+        reference(own_input(step))
+        reference.loss.backward()
+        average_gradients(reference.parameters())
+        assert_parity(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("break_at", [before_root, within_block, after_root], ids=str)
+@on_ranks(2)
+def test_a_failed_evaluation_keeps_reduced_gradients(break_at: Break) -> None:
+    """A forward without gradients fails between two training iterations."""
+    reference, model = two_nets(2)
+    train_step(model, 0, None)
+    train_step(reference, 0, None)
+    handle = break_at(model, Failure)
+    with pytest.raises(Failure), torch.no_grad():
+        model(own_input(1))
+    handle.remove()
+    model.reset_iter_state()
+    assert_parity(model, reference)  # gradients of an earlier iteration survive a failure
+    with torch.no_grad():
+        assert torch.equal(model(own_input(2)), reference(own_input(2)))
+    model.zero_grad()
+    reference.zero_grad()
+    train_step(model, 3, None)
+    train_step(reference, 3, None)
+    assert_parity(model, reference)

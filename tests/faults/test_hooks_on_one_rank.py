@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 
 from composable_shard import AllGather, CommunicationError, ReduceScatter, fully_shard
 from composable_shard.testing import run_ranks
-from faults.breaking import BAD, LIMIT, WIDTH, mesh_over, step
+from faults.breaking import BAD, WIDTH, mesh_over, step
 
 __all__ = ["readable"]
 
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("readable")
 
 BOTH_WAYS = pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
 TIME_OUT = 100  # seconds of the process group
-SOON = 40  # seconds in which all must have raised, on a machine that is busy; a few as a rule
+SOON = 40  # seconds of the call, in which all must have raised; a few as a rule
 GATHERING, REDUCING = "gathering group '1'", "reducing the gradients of group '1'"
 
 
@@ -126,9 +125,9 @@ bombs: list[Bomb] = []
 
 
 def fails_in(
-    place: Callable[[nn.Sequential, Bomb], None] | None, kind: type[Lossless] | None, hybrid: bool
-) -> tuple[str, float]:
-    """Train a step, then others, in which a hook fails; return what is raised and how late."""
+    place: Callable[[nn.Sequential, Bomb], None] | None, kind: type[Lossless] | None
+) -> str:
+    """Train a step, then others, in which a hook fails; return what is raised."""
     limit = datetime.timedelta(seconds=TIME_OUT)
     mesh = mesh_over(dist.new_group(timeout=limit))
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
@@ -142,12 +141,11 @@ def fails_in(
         place(model, bomb)
     step(model)
     bomb.is_set = True
-    start = time.monotonic()
     try:
         for _ in range(3):
             step(model)
     except (ValueError, CommunicationError) as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
+        return f"{type(error).__name__}: {error}"
     raise AssertionError("Expected a failure, got none")
 
 
@@ -158,10 +156,10 @@ def fails_in(
     [
         (in_pre_all_gather, None, GATHERING),
         (in_post_all_gather, None, GATHERING),
-        (in_custom_all_gather, None, GATHERING),
+        pytest.param(in_custom_all_gather, None, GATHERING, marks=pytest.mark.matrix),
         (in_custom_reduce_scatter, None, REDUCING),
         (in_all_reduce_hook, None, REDUCING),
-        (in_tensor_hook, None, REDUCING),
+        pytest.param(in_tensor_hook, None, REDUCING, marks=pytest.mark.matrix),
         (in_post_accumulate_hook, None, REDUCING),
         (None, BombBefore, REDUCING),
         (None, BombAfter, REDUCING),
@@ -172,9 +170,8 @@ def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(
     place: Any, kind: Any, act: str, ranks: int, apart: bool
 ) -> None:
     fn = Apart(fails_in) if apart else fails_in
-    said = run_ranks(fn, ranks, place, kind, False, timeout=LIMIT)
-    for rank, (text, seconds) in enumerate(said):
-        assert seconds < SOON
+    said = run_ranks(fn, ranks, place, kind, timeout=SOON)
+    for rank, text in enumerate(said):
         if rank == BAD:
             assert text == "ValueError: boom"
         else:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist.models import Net, assert_parity, own_input, train_step, two_nets
+from on_ranks import on_ranks
 
 from composable_shard.core.hooks import owner_of
 from composable_shard.core.transport import point_to_point
@@ -55,7 +56,11 @@ def failing_at_the_bottom(model: Net, kept: list[object]) -> None:
         kept.append(error)
 
 
-def train_after(fail: Keep, evaluates: bool) -> None:
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("fail", [failing_at_the_end, failing_at_the_bottom])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_training_goes_on(fail: Keep, evaluates: bool) -> None:
     """Train on after a failure, at once or after an evaluation."""
     reference, model = two_nets(2)
     kept: list[object] = []
@@ -73,14 +78,8 @@ def train_after(fail: Keep, evaluates: bool) -> None:
     assert_parity(model, reference)
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("fail", [failing_at_the_end, failing_at_the_bottom])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_training_goes_on(ranks: int, fail: Keep, evaluates: bool) -> None:
-    run_ranks(train_after, ranks, fail, evaluates)
-
-
-def backward_again() -> None:
+@on_ranks(2)
+def test_the_same_backward_may_be_tried_again() -> None:
     """Start another backward of the same graph, without a forward, after one that failed."""
     reference, model = two_nets(2)
     kept: list[object] = []
@@ -101,10 +100,6 @@ def backward_again() -> None:
     loss.backward()
     train_step(reference, 1, None)
     assert_parity(model, reference)
-
-
-def test_the_same_backward_may_be_tried_again() -> None:
-    run_ranks(backward_again, 2)
 
 
 class LateMessage:

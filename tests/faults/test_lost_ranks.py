@@ -40,6 +40,9 @@ KILLED = "RuntimeError: The process ended during the call, exit code -9"
 REFUSED = "Expected a process group without failures, got one that had failed before: {}"
 GATHERING, REDUCING = "gathering group '1'", "reducing the gradients of group '0'"
 BOTH_WAYS = pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
+READING = pytest.mark.parametrize(
+    "apart", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["reading", "sending"]
+)
 BOTH_ACTS = pytest.mark.parametrize(("act", "count"), [(GATHERING, 3), (REDUCING, 1)])
 
 
@@ -80,7 +83,9 @@ def killed_within(act: str) -> None:
         step(model)
 
 
-@pytest.mark.parametrize("act", ["gathering group '0'", REDUCING])
+@pytest.mark.parametrize(
+    "act", ["gathering group '0'", pytest.param(REDUCING, marks=pytest.mark.matrix)]
+)
 def test_a_rank_that_is_killed_when_it_has_offered_is_named(act: str) -> None:
     """What it has offered is gone with it."""
     said = failures(killed_within, 2, act, apart=False)
@@ -107,7 +112,7 @@ def test_a_rank_that_is_late_is_named_and_finds_the_others_gone(
     assert "Expected rank 0 to take part in a collective, got " in said[BAD]
 
 
-@BOTH_WAYS
+@READING
 def test_a_rank_that_stands_still_is_named(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Neither will it end by itself, nor say where it stands.
     for patience in ("GRACE", "STACK_TIMEOUT"):
@@ -159,7 +164,7 @@ def waited_for_again() -> list[str]:
     return said
 
 
-@BOTH_WAYS
+@READING
 def test_parameters_of_a_failed_gather_never_become_valid(apart: bool) -> None:
     fn = Apart(waited_for_again) if apart else waited_for_again
     (first, again, later, registered), _ = run_ranks(fn, 2, timeout=LIMIT)

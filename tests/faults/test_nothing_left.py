@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from dist.models import Net, own_input, shard_net, train_step, two_nets
 from near import readable
+from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
 from composable_shard.core.transport import same_host
@@ -54,8 +55,9 @@ def marks_of(model: Net, fails: bool, num_forwards: int) -> list[weakref.ref[Mar
     return alive
 
 
-def graphs_alive(fails: bool) -> list[int]:
-    """Count the graphs that live on after forwards without backward, at first and later."""
+@pytest.mark.parametrize("fails", [False, True])
+@on_ranks(2)
+def test_forwards_without_backward_keep_no_graph(fails: bool) -> None:
     model = shard_net(Net(2))
     counts = []
     for _ in range(2):
@@ -64,12 +66,7 @@ def graphs_alive(fails: bool) -> list[int]:
         assert len(alive) == 6
         counts.append(sum(ref() is not None for ref in alive))
         train_step(model, 0, None)
-    return counts
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_forwards_without_backward_keep_no_graph(fails: bool) -> None:
-    assert run_ranks(graphs_alive, 2, fails) == [[0, 0]] * 2
+    assert counts == [0, 0]
 
 
 def graphs_alive_after_interrupts() -> int:
@@ -123,29 +120,23 @@ def interrupted() -> tuple[Net, Net]:
     return reference, model
 
 
-def freed_by_reset() -> list[bool]:
+@on_ranks(2)
+def test_reset_frees_what_an_interrupted_forward_left_unsharded() -> None:
     _, model = interrupted()
     nbytes = [unsharded_nbytes(model)]
     model.reset_iter_state()
     nbytes.append(unsharded_nbytes(model))
-    return [count > 0 for count in nbytes]
+    assert [count > 0 for count in nbytes] == [True, False]
 
 
-def test_reset_frees_what_an_interrupted_forward_left_unsharded() -> None:
-    assert run_ranks(freed_by_reset, 2) == [[True, False]] * 2
-
-
-def saved_after_interrupt() -> None:
+@on_ranks(2)
+def test_a_state_dict_taken_after_an_interrupt() -> None:
     """A checkpoint written on an interrupt holds the sharded weights."""
     reference, model = interrupted()
     state = model.state_dict()
     for name, expected in reference.state_dict().items():
         assert isinstance(state[name], DTensor), name
         assert torch.equal(state[name].full_tensor(), expected), name
-
-
-def test_a_state_dict_taken_after_an_interrupt() -> None:
-    run_ranks(saved_after_interrupt, 2)
 
 
 def fail_in_backward(model: Net, index: int) -> None:
@@ -168,7 +159,9 @@ def offers_since(before: list[same_host.Offer]) -> list[same_host.Offer]:
     return [offer for offer in same_host._offers if offer not in before]
 
 
-def dropped_in_backward() -> tuple[list[bool], list[bool], int, list[int]]:
+@pytest.mark.usefixtures("readable")
+@on_ranks(2)
+def test_a_model_that_is_dropped_while_it_gathers_is_freed_on_all_ranks() -> None:
     """Throw models away while they gather, and train another one.
 
     Returns:
@@ -189,18 +182,13 @@ def dropped_in_backward() -> tuple[list[bool], list[bool], int, list[int]]:
         train_step(model, step, None)
     gc.collect()
     boxes = [one.box for one in neighbours(dist.group.WORLD).values()]
-    return (
+    wanted = ([True, True], [True, True], 0, [0])
+    assert (
         gathered,
         [all(shard() is None for shard in each) for each in shards],
         len(offers_since(before)),
         [len(box._expected) + len(box._early) for box in boxes],
-    )
-
-
-@pytest.mark.usefixtures("readable")
-def test_a_model_that_is_dropped_while_it_gathers_is_freed_on_all_ranks() -> None:
-    wanted = ([True, True], [True, True], 0, [0])
-    assert run_ranks(dropped_in_backward, 2) == [wanted] * 2
+    ) == wanted
 
 
 def is_alive_after_a_long_wait() -> bool:

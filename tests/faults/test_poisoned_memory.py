@@ -28,7 +28,7 @@ from composable_shard.core.gradient_bucket import GradBucket, PackedGrads
 from composable_shard.core.reduction_plan import ReductionPlan
 from composable_shard.core.transport.point_to_point import DirectAllGather
 from composable_shard.core.transport.same_host import Offer
-from composable_shard.testing import RankError, run_ranks
+from composable_shard.testing import run_ranks
 
 STEPS = 3
 LR = 0.05
@@ -251,10 +251,15 @@ def planted(fault: Fault) -> Iterator[None]:
         yield
 
 
-def train_with(name: str) -> None:
+def train_with(name: str) -> str:
+    """Return what the comparison says on this rank, which has trained to the end all the same."""
     fault = FAULTS[name]
     with planted(fault), late_reader():
-        train_and_compare(fault.reshards)
+        try:
+            train_and_compare(fault.reshards)
+        except AssertionError as error:
+            return str(error)
+    return ""
 
 
 @contextlib.contextmanager
@@ -278,6 +283,4 @@ def test_the_library_as_it_is_trains_right(num_ranks: int, reshards: bool | int)
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name: str) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(train_with, FAULTS[name].num_ranks, name)
-    assert any(failure.type_name == "AssertionError" for failure in caught.value.failures)
+    assert any(run_ranks(train_with, FAULTS[name].num_ranks, name))

@@ -7,13 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from dist.models import Net, assert_parity, own_input, shard_net, train_step, two_nets
+from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
 
-def reset_before_first_forward(of_block: bool) -> None:
+@pytest.mark.parametrize("of_block", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_reset_before_the_first_forward(of_block: bool) -> None:
     reference, model = two_nets(2)
     target = model.blocks[1] if of_block else model
     with record_events(model) as recorded:
@@ -28,13 +32,8 @@ def reset_before_first_forward(of_block: bool) -> None:
     assert_parity(model, reference)
 
 
-@pytest.mark.parametrize("of_block", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_reset_before_the_first_forward(num_ranks: int, of_block: bool) -> None:
-    run_ranks(reset_before_first_forward, num_ranks, of_block)
-
-
-def reset_between_iterations() -> None:
+@on_ranks(2)
+def test_reset_keeps_reduced_gradients() -> None:
     """Reduced gradients stay; a reset after each iteration changes nothing."""
     reference, model = two_nets(2)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
@@ -50,11 +49,8 @@ def reset_between_iterations() -> None:
     assert_parity(model, reference)
 
 
-def test_reset_keeps_reduced_gradients() -> None:
-    run_ranks(reset_between_iterations, 2)
-
-
-def reset_drops_accumulated() -> None:
+@on_ranks(2)
+def test_reset_drops_accumulated_gradients() -> None:
     """Of two microbatches the first is dropped, in all groups whatever it was called on."""
     reference, model = two_nets(2)
     with model.no_sync():
@@ -65,10 +61,6 @@ def reset_drops_accumulated() -> None:
     train_step(model, 1, None)
     train_step(reference, 1, None)
     assert_parity(model, reference)
-
-
-def test_reset_drops_accumulated_gradients() -> None:
-    run_ranks(reset_drops_accumulated, 2)
 
 
 class Failure(Exception):
@@ -96,7 +88,9 @@ def fail_in_backward(model: Net) -> None:
     handle.remove()
 
 
-def reset_after_failure(break_it: Callable[[Net], None]) -> None:
+@pytest.mark.parametrize("break_it", [fail_in_forward, fail_in_backward])
+@on_ranks(2)
+def test_reset_after_a_failure_drops_what_is_not_reduced(break_it: Callable[[Net], None]) -> None:
     """A failure amid accumulation, then a reset: all that is not reduced is gone."""
     reference, model = two_nets(2)
     with model.no_sync():
@@ -112,14 +106,8 @@ def reset_after_failure(break_it: Callable[[Net], None]) -> None:
     assert_parity(model, reference)
 
 
-@pytest.mark.parametrize("break_it", [fail_in_forward, fail_in_backward])
-def test_reset_after_a_failure_drops_what_is_not_reduced(
-    break_it: Callable[[Net], None],
-) -> None:
-    run_ranks(reset_after_failure, 2, break_it)
-
-
-def accumulated_survives_failure() -> None:
+@on_ranks(2)
+def test_a_failed_microbatch_leaves_what_others_accumulated() -> None:
     """Without a reset, what earlier microbatches accumulated stays when a later one fails."""
     reference, model = two_nets(2)
     with model.no_sync():
@@ -132,11 +120,8 @@ def accumulated_survives_failure() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_failed_microbatch_leaves_what_others_accumulated() -> None:
-    run_ranks(accumulated_survives_failure, 2)
-
-
-def reset_while_unsharding() -> None:
+@on_ranks(2)
+def test_reset_waits_for_what_is_under_way() -> None:
     """A gather and a reduction that are under way are waited for and dropped."""
     reference, model = two_nets(2)
     model.set_is_last_backward(False)
@@ -150,10 +135,6 @@ def reset_while_unsharding() -> None:
     train_step(model, 1, None)
     train_step(reference, 1, None)
     assert_parity(model, reference)
-
-
-def test_reset_waits_for_what_is_under_way() -> None:
-    run_ranks(reset_while_unsharding, 2)
 
 
 def reset_of_unsharded_root() -> list[str]:

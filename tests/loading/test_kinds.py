@@ -20,7 +20,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from composable_shard import CPUOffloadPolicy, fully_shard, load_sharded, save_full
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel
 from composable_shard.testing import run_threads
-from loading.test_meshes import differences, locals_of
+from loading.comparing import differences, locals_of
 
 NUM_RANKS = 3
 

@@ -10,42 +10,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint.meshes import CASES, WIDTH, Net
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from composable_shard import load_sharded, save_full
 from composable_shard.testing import run_ranks
+from loading.comparing import differences, locals_of
 
 EVEN, UNEVEN = 8, 10
 """Hidden units, of which two tensor-parallel ranks hold 4 or 5 each; 2 others cut these."""
 
-PLACES = [(name, UNEVEN) for name in CASES] + [("tp", EVEN)]
+FEW = {"hybrid-inner", "own-mesh", "hybrid-tp"}
+PLACES = [
+    pytest.param(name, UNEVEN, marks=() if name in FEW else pytest.mark.matrix) for name in CASES
+] + [pytest.param("tp", EVEN, marks=pytest.mark.matrix)]
 
 
 def net(hidden: int, seed: int) -> Net:
     torch.manual_seed(seed)
     return Net(hidden)
-
-
-def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what this rank holds of each parameter and buffer."""
-    return {
-        name: (value.to_local() if isinstance(value, DTensor) else value).clone()
-        for name, value in model.state_dict().items()
-    }
-
-
-def differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    """Tell which tensors are not the same in every bit."""
-    assert got.keys() == wanted.keys()
-    return [
-        name
-        for name in wanted
-        if got[name].shape != wanted[name].shape
-        or got[name].dtype != wanted[name].dtype
-        or not torch.equal(got[name], wanted[name])
-    ]
 
 
 def go_round(name: str, hidden: int, folder: Path) -> dict[str, list[str]]:

@@ -215,24 +215,27 @@ def loads(source: Path, **kwargs: Any) -> str:
     return all_say(lambda: load_sharded(linear(), source, **kwargs))
 
 
-def loads_not(source: Path, kind: str, what: str, **kwargs: Any) -> None:
-    """Expect that there is no checkpoint at a place, for a reason that the first rank states."""
-    text = all_say(lambda: load_sharded(linear(), source, **kwargs))
-    assert text == f"Expected a checkpoint at '{source}', got on rank 0: {kind}: {what}"
+def saves(target: Path, **kwargs: Any) -> str:
+    return all_say(lambda: save_full(linear(), target, **kwargs))
 
 
-def saves_not(target: Path, kind: str, what: str, **kwargs: Any) -> None:
-    text = all_say(lambda: save_full(linear(), target, **kwargs))
-    assert text == f"Expected to save '{target}', got on rank 0: {kind}: {what}"
+def not_loaded(source: Path, kind: str, why: str) -> str:
+    return f"Expected a checkpoint at '{source}', got on rank 0: {kind}: {why}"
+
+
+def not_saved(target: Path, kind: str, why: str) -> str:
+    return f"Expected to save '{target}', got on rank 0: {kind}: {why}"
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
     gone = tmp_path / "gone.safetensors"
-    loads_not(gone, "FileNotFoundError", f"Expected a file at '{gone}', got none")
+    none = f"Expected a file at '{gone}', got none"
+    assert loads(gone) == not_loaded(gone, "FileNotFoundError", none)
     neither = (
         f"Expected model.safetensors or model.safetensors.index.json in '{tmp_path}', got neither"
     )
-    loads_not(tmp_path, "FileNotFoundError", neither, broadcast_from_rank0=True)
+    text = loads(tmp_path, broadcast_from_rank0=True)
+    assert text == not_loaded(tmp_path, "FileNotFoundError", neither)
 
 
 def test_a_folder_with_several_files(tmp_path: Path) -> None:
@@ -242,17 +245,17 @@ def test_a_folder_with_several_files(tmp_path: Path) -> None:
         f"Expected one checkpoint in '{tmp_path}', got a.safetensors, b.safetensors; pass the path "
         "of one of them"
     )
-    loads_not(tmp_path, "ValueError", several)
+    assert loads(tmp_path) == not_loaded(tmp_path, "ValueError", several)
 
 
 def test_an_index_that_is_wrong(whole: Path) -> None:
     index = whole.parent / "model.safetensors.index.json"
     index.write_text("{}")
     no_map = f"Expected an index with a weight_map in '{index}', got KeyError: 'weight_map'"
-    loads_not(index, "ValueError", no_map)
+    assert loads(index) == not_loaded(index, "ValueError", no_map)
     index.write_text(json.dumps({"weight_map": {"weight": whole.name, "w": whole.name}}))
     not_there = "Expected 'w' in whole.safetensors as model.safetensors.index.json says"
-    loads_not(index, "ValueError", not_there)
+    assert loads(index) == not_loaded(index, "ValueError", not_there)
 
 
 def test_a_library_that_is_missing(whole: Path) -> None:
@@ -261,14 +264,15 @@ def test_a_library_that_is_missing(whole: Path) -> None:
         missing = (
             f"Expected {name} to be installed, got: {why}; pip install 'composable_shard[weights]'"
         )
+        new = whole.parent / "new"
         with mock.patch.dict(sys.modules, {name: None}):
-            loads_not(whole, "ImportError", missing, progress=True)
-            saves_not(whole.parent / "new", "ImportError", missing, progress=True)
+            assert loads(whole, progress=True) == not_loaded(whole, "ImportError", missing)
+            assert saves(new, progress=True) == not_saved(new, "ImportError", missing)
 
 
 def test_weights_that_are_there(whole: Path) -> None:
     there = f"'{whole}' is there already; choose another place, or set overwrite=True"
-    saves_not(whole, "FileExistsError", there)
+    assert saves(whole) == not_saved(whole, "FileExistsError", there)
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_programs import run
+from demo import run
 
 AFTER = r"held-out loss after training *\S *(\S+) nats"
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist.models import Net, assert_same, full, own_input, shard_net, train_step, two_nets
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
+from parity.cases import reproducible
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -147,7 +149,7 @@ shapes_and_places = st.lists(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@reproducible(12)
 @given(shapes_and_places, st.sampled_from(ORDERS))
 def test_generated_gradients(drawn: list[tuple[Place, tuple[int, int]]], order: float) -> None:
     places, shapes = [place for place, _ in drawn], [shape for _, shape in drawn]
@@ -346,7 +348,8 @@ def sharded_param(value: torch.Tensor) -> nn.Parameter:
     return param
 
 
-def clip_dtypes() -> None:
+@on_ranks(2)
+def test_dtypes_are_those_of_torch() -> None:
     generator = torch.Generator().manual_seed(3)
     whole = torch.randn(5, 3, generator=generator)
     for dtypes in (
@@ -375,11 +378,8 @@ def clip_dtypes() -> None:
             torch.testing.assert_close(full(param.grad), other.grad.to(param.dtype))
 
 
-def test_dtypes_are_those_of_torch() -> None:
-    run_ranks(clip_dtypes, 2)
-
-
-def clip_wide() -> None:
+@on_ranks(2)
+def test_a_norm_beyond_half_precision() -> None:
     """Half precision: a norm that float16 cannot hold still scales as it should."""
     param = sharded_param(torch.full((4, 4), 30000.0, dtype=torch.float16))
     total = clip_grad_norm_(param, 1.0)
@@ -387,11 +387,8 @@ def clip_wide() -> None:
     assert torch.equal(full(param.grad), torch.full((4, 4), 0.25, dtype=torch.float16))
 
 
-def test_a_norm_beyond_half_precision() -> None:
-    run_ranks(clip_wide, 2)
-
-
-def no_gradients() -> None:
+@on_ranks(3)
+def test_no_gradient_small_ones_and_empty_ones() -> None:
     param = sharded_param(torch.ones(2, 2))
     param.grad = None
     for parameters in ([param], param, [], iter([])):
@@ -415,10 +412,6 @@ def with_grad(value: torch.Tensor) -> nn.Parameter:
     return param
 
 
-def test_no_gradient_small_ones_and_empty_ones() -> None:
-    run_ranks(no_gradients, 3)
-
-
 # Errors --------------------------------------------------------------------------------------
 
 NON_FINITE = (
@@ -437,7 +430,6 @@ OUTSIDE = (
     "Expected this rank to be on the mesh of every gradient, got rank {} and {}; "
     "leave its parameter out on this rank"
 )
-TEXTS = [NON_FINITE.format(2.0, math.inf), PRODUCT, SUBCLASS, OUTSIDE.format(1, "mesh")]
 
 
 def non_finite(order: float, value: float, method: bool, error: bool) -> tuple[float, list[Any]]:
@@ -526,12 +518,9 @@ def test_a_rank_outside_of_the_mesh() -> None:
     assert run_ranks(outside_of_the_mesh, 2)[0] == ""
 
 
-def same_bits() -> None:
+@on_ranks(2)
+def test_nothing_is_rounded_without_need() -> None:
     """Clipping is exact where every step of it is: powers of two."""
     param = sharded_param(torch.full((4, 4), 2.0))
     assert clip_grad_norm_(param, 8.0, math.inf).item() == 2.0
     assert_same(param.grad, torch.full((4, 4), 2.0))
-
-
-def test_nothing_is_rounded_without_need() -> None:
-    run_ranks(same_bits, 2)

@@ -17,6 +17,7 @@ from dist.models import (
     full,
     own_input,
 )
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -116,7 +117,14 @@ def step(model: Encoder, use: Use, number: int) -> float:
     return loss.item()
 
 
-def train(use: Use, reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("reshard_after_forward", [None, True])
+@pytest.mark.parametrize(
+    "use",
+    [encode, encode_twice, encode_and_decode, call_within, checkpointed, checkpointed_twice],
+)
+@on_ranks("num_ranks")
+def test_training_by_methods(use: Use, reshard_after_forward: bool | None) -> None:
     reference, model = pair(reshard_after_forward=reshard_after_forward)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (reference, model)]
     for number in range(3):
@@ -131,17 +139,8 @@ def train(use: Use, reshard_after_forward: bool | None) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("reshard_after_forward", [None, True])
-@pytest.mark.parametrize(
-    "use",
-    [encode, encode_twice, encode_and_decode, call_within, checkpointed, checkpointed_twice],
-)
-def test_training_by_methods(use: Use, reshard_after_forward: bool | None, num_ranks: int) -> None:
-    run_ranks(train, num_ranks, use, reshard_after_forward)
-
-
-def evaluated() -> None:
+@on_ranks(2)
+def test_evaluation_by_methods() -> None:
     reference, model = pair(reshard_after_forward=True)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
@@ -150,11 +149,8 @@ def evaluated() -> None:
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-def test_evaluation_by_methods() -> None:
-    run_ranks(evaluated, 2)
-
-
-def low_precision() -> list[str]:
+@on_ranks(2)
+def test_inputs_and_outputs_are_cast() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     reference, model = pair(mp_policy=policy)
     low = copy.deepcopy(reference).bfloat16()
@@ -162,11 +158,10 @@ def low_precision() -> list[str]:
         got = model.encode(own_input())
         inner = low.block(low.inp(own_input().bfloat16()).bfloat16()).double().bfloat16()
     assert torch.equal(got, inner.double() * 1.0)
-    return [str(got.dtype), str(model.decode(own_input()[:, :1].repeat(1, 6))["decoded"].dtype)]
-
-
-def test_inputs_and_outputs_are_cast() -> None:
-    assert run_ranks(low_precision, 2) == [["torch.float64", "torch.float64"]] * 2
+    assert [
+        str(got.dtype),
+        str(model.decode(own_input()[:, :1].repeat(1, 6))["decoded"].dtype),
+    ] == ["torch.float64", "torch.float64"]
 
 
 class Scaled(nn.Module):
@@ -188,7 +183,8 @@ class Scaled(nn.Module):
         return self.layer(y * self.scale)
 
 
-def buffers_within() -> None:
+@on_ranks(2)
+def test_buffers_are_cast_until_the_outer_call_ends() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     reference = Scaled()
     model = fully_shard(copy.deepcopy(reference), mp_policy=policy)
@@ -198,10 +194,6 @@ def buffers_within() -> None:
     assert torch.equal(model.twice(x), reference.twice(x.bfloat16()))
     assert model.seen == [torch.bfloat16] * 2
     assert model.scale.dtype == torch.float32
-
-
-def test_buffers_are_cast_until_the_outer_call_ends() -> None:
-    run_ranks(buffers_within, 2)
 
 
 # Events --------------------------------------------------------------------------------------
@@ -276,7 +268,10 @@ def test_a_forward_within_gathers_nothing_anew() -> None:
 # Failures ------------------------------------------------------------------------------------
 
 
-def fails(error: BaseException, grad: bool) -> None:
+@pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()])
+@pytest.mark.parametrize("grad", [True, False])
+@on_ranks(2)
+def test_after_an_exception_the_next_iteration_is_right(error: BaseException, grad: bool) -> None:
     """A method that raised leaves what a forward that raised leaves: a model that goes on."""
     reference, model = pair()
     for use in (encode, encode_and_decode):
@@ -295,13 +290,8 @@ def fails(error: BaseException, grad: bool) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()])
-@pytest.mark.parametrize("grad", [True, False])
-def test_after_an_exception_the_next_iteration_is_right(error: BaseException, grad: bool) -> None:
-    run_ranks(fails, 2, error, grad)
-
-
-def returns_nothing() -> None:
+@on_ranks(2)
+def test_no_result_is_no_failure() -> None:
     """A method without result that is called while an exception is handled has not failed."""
     reference, model = pair()
     loss = model.encode(own_input()).square().sum()
@@ -316,14 +306,9 @@ def returns_nothing() -> None:
     assert_parity(model, reference)
 
 
-def test_no_result_is_no_failure() -> None:
-    run_ranks(returns_nothing, 2)
-
-
 # What is registered --------------------------------------------------------------------------
 
 NO_METHOD = "Expected FSDPEncoder to have a method '{}', got none; register a method that it has"
-TEXTS = [NO_METHOD.format("generate")]
 
 
 def test_what_is_not_there() -> None:
@@ -356,7 +341,8 @@ def test_a_registered_method_looks_like_itself() -> None:
         assert "encode" not in Encoder().__dict__
 
 
-def all_kinds() -> None:
+@on_ranks(2)
+def test_methods_of_all_kinds() -> None:
     """Class methods, static ones, those of an instance, those that come from elsewhere."""
     _, model = pair()
     inner = nn.Linear(4, 4)
@@ -388,11 +374,8 @@ def _delegating(inner: nn.Module) -> Any:
     return get
 
 
-def test_methods_of_all_kinds() -> None:
-    run_ranks(all_kinds, 2)
-
-
-def of_a_copy() -> None:
+@on_ranks(2)
+def test_a_deep_copy_is_bound_to_the_copy() -> None:
     """A deep copy of the method belongs to the copy of its module."""
     _, model = pair()
     other = shard_encoder(Encoder())
@@ -404,7 +387,3 @@ def of_a_copy() -> None:
     assert recorded == [("pre_forward", ""), ("pre_forward", "block")]
     assert torch.equal(got, other.encode(own_input(), scale=2.0))
     assert inspect.signature(copied) is not None
-
-
-def test_a_deep_copy_is_bound_to_the_copy() -> None:
-    run_ranks(of_a_copy, 2)

@@ -25,6 +25,7 @@ from dist.models import (
     train_step,
     two_nets,
 )
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -292,7 +293,8 @@ def test_unscaled_gradients_can_be_clipped() -> None:
     assert norms[0] == norms[1] > 0.5
 
 
-def kept_unsharded() -> None:
+@on_ranks(2)
+def test_parameters_that_stay_unsharded() -> None:
     """Parameters that stay unsharded over a step are gathered again; those of a skipped one too."""
     reference, model = two_nets()
     model.set_reshard_after_backward(False)
@@ -310,11 +312,9 @@ def kept_unsharded() -> None:
     assert_parity(model, reference)
 
 
-def test_parameters_that_stay_unsharded() -> None:
-    run_ranks(kept_unsharded, 2)
-
-
-def rows_on_some_ranks(faulty: int) -> list[Any]:
+@pytest.mark.parametrize("faulty", [0, 1])
+@on_ranks(3)
+def test_a_rank_without_gradients_skips_too(faulty: int) -> None:
     """A rank without rows, or without any gradient, skips with the others."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(3, 2, bias=False))  # rank 2 of 3 has no row
@@ -329,12 +329,7 @@ def rows_on_some_ranks(faulty: int) -> list[Any]:
         model.weight.grad = None
     scaler.step(optimizer)
     scaler.update()
-    return [torch.equal(full(model.weight.detach()), before), scaler.get_scale()]
-
-
-@pytest.mark.parametrize("faulty", [0, 1])
-def test_a_rank_without_gradients_skips_too(faulty: int) -> None:
-    assert run_ranks(rows_on_some_ranks, 3, faulty) == [[True, 2.0]] * 3
+    assert [torch.equal(full(model.weight.detach()), before), scaler.get_scale()] == [True, 2.0]
 
 
 # Meshes ---------------------------------------------------------------------------------------
@@ -432,7 +427,8 @@ OVERLAP = (
 )
 
 
-def overlapping_meshes() -> None:
+@on_ranks(3)
+def test_a_group_that_lacks_ranks_of_overlapping_meshes() -> None:
     alone = dist.new_group([0])
     pairs = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 2])]
     if dist.get_rank() != 0:
@@ -453,14 +449,12 @@ def with_grad(value: torch.Tensor, mesh: DeviceMesh, placement: Any = None) -> n
     return param
 
 
-def test_a_group_that_lacks_ranks_of_overlapping_meshes() -> None:
-    run_ranks(overlapping_meshes, 3)
-
-
 # Gradients that are not reduced yet -------------------------------------------------------------
 
 
-def accumulated() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_accumulated_gradients_count_as_what_they_stand_for() -> None:
     """A step on gradients that are accumulated without sync is that on their mean."""
     reference, model = two_nets()
     scalers, optimizers = (torch_scaler(), our_scaler()), [*adam(reference), *adam(model)]
@@ -476,11 +470,6 @@ def accumulated() -> None:
     for param, other in zip(params(model), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), other.grad)
         torch.testing.assert_close(full(param.detach()), other.detach(), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_accumulated_gradients_count_as_what_they_stand_for(num_ranks: int) -> None:
-    run_ranks(accumulated, num_ranks)
 
 
 def pending_overflow(value: float, kind: str) -> float:
@@ -671,17 +660,14 @@ def test_scaled_outputs_keep_their_dtype(dtype: torch.dtype, shape: tuple[int, .
         assert grad.dtype == dtype and torch.equal(grad, torch.full_like(value, 8).detach())
 
 
-def scale_dtensors() -> list[float]:
+@on_ranks(2)
+def test_scaling_dtensors() -> None:
     mesh = init_device_mesh("cpu", (2,))
     losses = []
     for placement in (Replicate(), Partial()):
         loss = DTensor.from_local(torch.tensor(3.0), mesh, [placement], run_check=False)
         losses.append(our_scaler(init_scale=4.0).scale(loss).full_tensor().item())
-    return losses
-
-
-def test_scaling_dtensors() -> None:
-    assert run_ranks(scale_dtensors, 2) == [[12.0, 24.0]] * 2
+    assert losses == [12.0, 24.0]
 
 
 NOT_SCALED = "Expected outputs to be tensors or containers of tensors, got {}: {}"
@@ -717,7 +703,8 @@ def test_its_state_is_that_of_torch() -> None:
         ours.load_state_dict({})
 
 
-def resume() -> list[float]:
+@on_ranks(2)
+def test_a_training_resumes() -> None:
     """A training that is interrupted goes on with the scale it had."""
     scaler = our_scaler(init_scale=8.0, growth_interval=2)
     param = with_grad(torch.ones(2), init_device_mesh("cpu", (2,)))
@@ -730,11 +717,7 @@ def resume() -> list[float]:
         scaler.step(torch.optim.SGD([param], lr=0.0))
         scaler.update()
         scales.append(scaler.get_scale())
-    return scales
-
-
-def test_a_training_resumes() -> None:
-    assert run_ranks(resume, 2) == [[8.0, 16.0, 16.0, 32.0, 32.0]] * 2
+    assert scales == [8.0, 16.0, 16.0, 32.0, 32.0]
 
 
 def test_one_that_is_not_enabled_does_nothing() -> None:

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from dist.models import Net, assert_parity, full, shard_net, train_step
 from dist.two_tensors import two_tensor_mlp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
+from parity.cases import reproducible
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -83,7 +85,7 @@ def synchronized(src_rank: int, bucket_nbytes: int) -> list[int]:
     return sent
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@reproducible(12)
 @given(st.integers(2, 3), st.integers(1, 3), st.integers(16, 1500))
 def test_buckets_of_any_size(num_ranks: int, from_end: int, bucket_nbytes: int) -> None:
     src_rank = max(num_ranks - from_end, 0)
@@ -98,16 +100,13 @@ def test_one_rank_sends_nothing() -> None:
     assert run_ranks(synchronized, 1, 0, 100) == [[]]
 
 
-def subclasses() -> None:
+@on_ranks(2)
+def test_tensor_subclasses() -> None:
     module = own_values(partial(two_tensor_mlp, alike=False), dist.get_rank())
     expected = tensors_of(own_values(partial(two_tensor_mlp, alike=False), 0))
     sync_module_states(module, bucket_nbytes=100)
     for name, tensor in tensors_of(module).items():
         assert torch.equal(tensor.a, expected[name].a) and torch.equal(tensor.b, expected[name].b)
-
-
-def test_tensor_subclasses() -> None:
-    run_ranks(subclasses, 2)
 
 
 def within_a_group() -> list[float]:
@@ -124,7 +123,10 @@ def test_within_a_process_group() -> None:
     assert run_ranks(within_a_group, 4) == [[1.0], [1.0], [3.0], [3.0]]
 
 
-def trained(on_meta: bool) -> None:
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks("num_ranks")
+def test_training_from_the_values_of_one_rank(on_meta: bool) -> None:
     """Shard after synchronizing: training is that of the model of rank 0."""
     reference = own_values(Net, 0)
     if on_meta and dist.get_rank() > 0:
@@ -141,19 +143,15 @@ def trained(on_meta: bool) -> None:
         assert_parity(model, reference)
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_training_from_the_values_of_one_rank(on_meta: bool, num_ranks: int) -> None:
-    run_ranks(trained, num_ranks, on_meta)
-
-
 class WithBuffer(Net):
     def __init__(self) -> None:
         super().__init__(1)
         self.register_buffer("mean", torch.randn(4))
 
 
-def shards_kept(used: bool) -> None:
+@pytest.mark.parametrize("used", [False, True])
+@on_ranks(2)
+def test_shards_that_are_kept(used: bool) -> None:
     """Buffers are synchronized, rows stay those of their ranks."""
     rank = dist.get_rank()
     models = [shard_net(own_values(WithBuffer, source)) for source in (rank, rank, 0)]
@@ -169,11 +167,6 @@ def shards_kept(used: bool) -> None:
     reference = Net(1)
     reference.load_state_dict(expected)
     assert torch.equal(got, reference(torch.ones(1, 4)))
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_shards_that_are_kept(used: bool) -> None:
-    run_ranks(shards_kept, 2, used)
 
 
 def replicas() -> list[list[list[float]]]:
@@ -212,13 +205,6 @@ MISMATCH = (
     "Expected the same parameters and buffers on all ranks, got on rank 0: {}; on rank {}: {}"
 )
 WEIGHT = "'weight' of shape [{}, 4], torch.float32"
-TEXTS = [
-    OUTSIDE,
-    NO_BUCKET,
-    SHARDED.format("FSDPNet", "inp.weight", 0),
-    ON_META.format("1.bias", 1),
-    MISMATCH.format(WEIGHT.format(4), 1, WEIGHT.format(5)),
-]
 
 
 def on_meta_on_the_last() -> None:

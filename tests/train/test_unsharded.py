@@ -19,6 +19,7 @@ from dist.models import (
     two_nets,
 )
 from dist.two_tensors import two_tensor_hooks, two_tensor_mlp
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -88,7 +89,14 @@ def edit(module: nn.Module) -> None:
         param.data = param.data + 0.5
 
 
-def look_and_edit(dim: Callable[[nn.Parameter], Shard], offload: bool, writeback: bool) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("dim", [first_dim, last_dim])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("writeback", [False, True])
+@on_ranks("num_ranks")
+def test_full_parameters_and_their_edits(
+    dim: Callable[[nn.Parameter], Shard], offload: bool, writeback: bool
+) -> None:
     reference, model = odd_pair(dim)
     objects = list(model.parameters())
     model(torch.ones(2, 4)).sum().backward()  # the root stays unsharded
@@ -108,17 +116,9 @@ def look_and_edit(dim: Callable[[nn.Parameter], Shard], offload: bool, writeback
         assert torch.equal(model(torch.ones(2, 4)), expected)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("dim", [first_dim, last_dim])
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("writeback", [False, True])
-def test_full_parameters_and_their_edits(
-    dim: Callable[[nn.Parameter], Shard], offload: bool, writeback: bool, num_ranks: int
-) -> None:
-    run_ranks(look_and_edit, num_ranks, dim, offload, writeback)
-
-
-def train_on() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_training_goes_on_with_the_edits() -> None:
     """Edit between iterations of a training; the state of the optimizer stays."""
     reference, model = two_nets()
     optimizers = [
@@ -137,12 +137,8 @@ def train_on() -> None:
         assert_parity(model, reference)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_training_goes_on_with_the_edits(num_ranks: int) -> None:
-    run_ranks(train_on, num_ranks)
-
-
-def original_dtype() -> None:
+@on_ranks(2)
+def test_full_parameters_have_the_original_dtype() -> None:
     """Compute is in bfloat16; full parameters are what the optimizer has."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reference, model = two_nets(mp_policy=policy)
@@ -153,10 +149,6 @@ def original_dtype() -> None:
     assert_sharded(model, reference)
 
 
-def test_full_parameters_have_the_original_dtype() -> None:
-    run_ranks(original_dtype, 2)
-
-
 # What is opened ------------------------------------------------------------------------------
 
 
@@ -164,7 +156,8 @@ def kinds(model: nn.Module) -> dict[str, bool]:
     return {name: isinstance(p, DTensor) for name, p in model.named_parameters()}
 
 
-def opened() -> None:
+@on_ranks(2)
+def test_which_modules_are_opened() -> None:
     reference, model = two_nets(2)
     nested = {name for name, _ in model.named_parameters() if name.startswith("blocks")}
     with unsharded(model, recurse=False):
@@ -190,11 +183,8 @@ def opened() -> None:
         assert plain.weight is before
 
 
-def test_which_modules_are_opened() -> None:
-    run_ranks(opened, 2)
-
-
-def modules_in_one_group() -> None:
+@on_ranks(2)
+def test_a_part_of_a_group_of_several_modules() -> None:
     torch.manual_seed(1)
     reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model = copy.deepcopy(reference)
@@ -208,11 +198,8 @@ def modules_in_one_group() -> None:
     assert torch.equal(model(torch.ones(1, 4)), reference(torch.ones(1, 4)))
 
 
-def test_a_part_of_a_group_of_several_modules() -> None:
-    run_ranks(modules_in_one_group, 2)
-
-
-def replaced_and_removed() -> None:
+@on_ranks(2)
+def test_parameters_replaced_within() -> None:
     """Register another parameter, and take one away."""
     reference, model = two_nets(1)
     weight, bias = model.inp.weight, model.inp.bias
@@ -224,11 +211,8 @@ def replaced_and_removed() -> None:
     assert_sharded(model, reference)
 
 
-def test_parameters_replaced_within() -> None:
-    run_ranks(replaced_and_removed, 2)
-
-
-def two_tensors() -> None:
+@on_ranks(2)
+def test_tensor_subclasses() -> None:
     with two_tensor_hooks():
         model = two_tensor_mlp(alike=False)
         reference = {n: (p.a.clone(), p.b.clone()) for n, p in model.named_parameters()}
@@ -255,11 +239,9 @@ def two_tensors() -> None:
             assert torch.equal(local.b, reference[name][1][rows]), name
 
 
-def test_tensor_subclasses() -> None:
-    run_ranks(two_tensors, 2)
-
-
-def two_axes(rank0_only: bool) -> None:
+@pytest.mark.parametrize("rank0_only", [False, True])
+@on_ranks(4)
+def test_any_placements(rank0_only: bool) -> None:
     """DTensors that are sharded, strided and replicated over two axes, in a plain module."""
     mesh = init_device_mesh("cpu", (2, 2))
     placements = [
@@ -290,15 +272,14 @@ def two_axes(rank0_only: bool) -> None:
             assert torch.equal(param.to_local(), expected.to_local()), index
 
 
-@pytest.mark.parametrize("rank0_only", [False, True])
-def test_any_placements(rank0_only: bool) -> None:
-    run_ranks(two_axes, 4, rank0_only)
-
-
 # One rank alone ------------------------------------------------------------------------------
 
 
-def on_the_first_rank(dim: Callable[[nn.Parameter], Shard], writeback: bool) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("dim", [first_dim, last_dim])
+@pytest.mark.parametrize("writeback", [False, True])
+@on_ranks("num_ranks")
+def test_the_first_rank_alone(dim: Callable[[nn.Parameter], Shard], writeback: bool) -> None:
     reference, model = odd_pair(dim)
     for one in (model, reference):
         one(torch.ones(2, 4)).sum().backward()
@@ -327,16 +308,8 @@ def on_the_first_rank(dim: Callable[[nn.Parameter], Shard], writeback: bool) -> 
             torch.testing.assert_close(full(param.grad), other.grad)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("dim", [first_dim, last_dim])
-@pytest.mark.parametrize("writeback", [False, True])
-def test_the_first_rank_alone(
-    dim: Callable[[nn.Parameter], Shard], writeback: bool, num_ranks: int
-) -> None:
-    run_ranks(on_the_first_rank, num_ranks, dim, writeback)
-
-
-def two_tensors_on_the_first_rank() -> None:
+@on_ranks(2)
+def test_tensor_subclasses_on_the_first_rank() -> None:
     with two_tensor_hooks():
         model = two_tensor_mlp(alike=False)
         reference = {n: (p.a.clone(), p.b.clone()) for n, p in model.named_parameters()}
@@ -352,14 +325,14 @@ def two_tensors_on_the_first_rank() -> None:
             assert torch.equal(param.to_local().b, reference[name][1][rows])
 
 
-def test_tensor_subclasses_on_the_first_rank() -> None:
-    run_ranks(two_tensors_on_the_first_rank, 2)
-
-
 # Gradients -----------------------------------------------------------------------------------
 
 
-def with_gradients(accumulated: bool, writeback: bool) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("writeback", [False, True])
+@on_ranks("num_ranks")
+def test_gradients_are_full_too(accumulated: bool, writeback: bool) -> None:
     reference, model = two_nets()
     with model.no_sync() if accumulated else contextlib.nullcontext():
         train_step(model, 0, None)
@@ -397,14 +370,8 @@ def with_gradients(accumulated: bool, writeback: bool) -> None:
                 param.grad.add_(earlier)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("accumulated", [False, True])
-@pytest.mark.parametrize("writeback", [False, True])
-def test_gradients_are_full_too(accumulated: bool, writeback: bool, num_ranks: int) -> None:
-    run_ranks(with_gradients, num_ranks, accumulated, writeback)
-
-
-def gradients_in_another_dtype() -> None:
+@on_ranks(2)
+def test_gradients_keep_their_dtype() -> None:
     policy = MixedPrecisionPolicy(grad_dtype=torch.float64)
     _, model = two_nets(1, mp_policy=policy)
     train_step(model, 0, None)
@@ -417,14 +384,11 @@ def gradients_in_another_dtype() -> None:
         assert param.grad.dtype == torch.float64 and torch.equal(full(param.grad), grad * 3)
 
 
-def test_gradients_keep_their_dtype() -> None:
-    run_ranks(gradients_in_another_dtype, 2)
-
-
 # State dicts, events, forward ----------------------------------------------------------------
 
 
-def full_state_dicts() -> None:
+@on_ranks(2)
+def test_state_dicts_within_are_full() -> None:
     reference, model = two_nets()
     with unsharded(model, writeback=False):
         state = model.state_dict()
@@ -435,10 +399,6 @@ def full_state_dicts() -> None:
         model.load_state_dict(other.state_dict())
     assert_sharded(model, other)
     assert torch.equal(model(own_input()), other(own_input()))
-
-
-def test_state_dicts_within_are_full() -> None:
-    run_ranks(full_state_dicts, 2)
 
 
 def events_of_an_iteration() -> list[list[tuple[str, str]]]:
@@ -465,7 +425,8 @@ def test_events_around_it() -> None:
         assert [sorted(part) for part in rank] == [[], sorted(gathers), [], sorted(gathers)]
 
 
-def between_forward_and_backward() -> None:
+@on_ranks(2)
+def test_a_look_between_forward_and_backward() -> None:
     """A look between forward and backward changes nothing, so backward is as it was."""
     reference, model = two_nets()
     loss = model(own_input()).square().sum()
@@ -474,10 +435,6 @@ def between_forward_and_backward() -> None:
     loss.backward()
     train_step(reference, 0, None)
     assert_parity(model, reference)
-
-
-def test_a_look_between_forward_and_backward() -> None:
-    run_ranks(between_forward_and_backward, 2)
 
 
 def forward_within(recurse: bool) -> list[tuple[str, str]]:
@@ -506,7 +463,8 @@ def test_forward_within_is_that_of_a_plain_module(num_ranks: int) -> None:
 # Failures ------------------------------------------------------------------------------------
 
 
-def fails_within() -> None:
+@on_ranks(2)
+def test_an_exception_writes_nothing_back() -> None:
     reference, model = two_nets()
     objects = list(model.parameters())
     with pytest.raises(KeyError), unsharded(model):
@@ -517,10 +475,6 @@ def fails_within() -> None:
     for one in (model, reference):
         train_step(one, 0, None)
     assert_parity(model, reference)
-
-
-def test_an_exception_writes_nothing_back() -> None:
-    run_ranks(fails_within, 2)
 
 
 IN_FORWARD = (
@@ -552,16 +506,6 @@ ON_META = (
 )
 NOT_A_MODULE = "Expected module to be an nn.Module, got list"
 ROOT, BLOCK = "the root group", "group 'blocks.0'"
-TEXTS = [
-    IN_FORWARD.format("forward", ROOT),
-    NESTED.format(ROOT),
-    WITH_GRADIENTS.format(ROOT),
-    STILL_SHARDED.format(ROOT, "inp.bias"),
-    GATHERED.format(BLOCK),
-    SHAPE,
-    ON_META,
-    NOT_A_MODULE,
-]
 
 
 def open_it(module: nn.Module, **kwargs: bool) -> None:
@@ -683,14 +627,11 @@ def test_what_is_no_module_and_what_has_no_values() -> None:
         assert isinstance(model.weight, DTensor)
 
 
-def attributes() -> None:
+@on_ranks(2)
+def test_attributes_of_parameters() -> None:
     """What users hung on a parameter is on its full copy."""
     model = nn.Linear(4, 4)
     model.weight.tag = "mine"  # type: ignore[attr-defined]
     fully_shard(model)
     with unsharded(model):
         assert model.weight.tag == "mine"
-
-
-def test_attributes_of_parameters() -> None:
-    run_ranks(attributes, 2)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from dist.models import Block, Net, assert_parity, own_input, train_step
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
+from parity.cases import reproducible
 from torch import nn
 
 from composable_shard import FSDPModule, apply_fully_shard, fully_shard
@@ -110,7 +112,8 @@ def test_a_shared_module_is_one_group(policy: Any, names: list[list[str]]) -> No
         assert names_of(model) == names
 
 
-def overridden() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_arguments_for_some() -> None:
     """The first block and the root keep their parameters, the others do not."""
     model = Net(3)
     first = model.blocks[0]
@@ -123,12 +126,8 @@ def overridden() -> list[tuple[str, str]]:
     apply_fully_shard(model, policy, reshard_after_forward=True)
     with record_events(model, "reshard") as recorded:
         model(own_input())
-    return recorded
-
-
-def test_arguments_for_some() -> None:
     freed = [("reshard", "blocks.1"), ("reshard", "blocks.2")]
-    assert run_ranks(overridden, 2) == [freed] * 2
+    assert recorded == freed
 
 
 # Budgets -------------------------------------------------------------------------------------
@@ -219,7 +218,7 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@reproducible(100)
 @given(trees, st.integers(1, 40))
 def test_generated_trees(tree: Node, budget: int) -> None:
     total = sum(param.numel() for param in tree.parameters())

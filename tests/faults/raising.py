@@ -1,0 +1,71 @@
+"""Hooks that let a forward or a backward fail at one place, and never otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from dist.models import Net
+from torch import nn
+
+
+class Failure(Exception):
+    """What fails."""
+
+
+class Interrupt(BaseException):
+    """What fails and is not an ``Exception``, as an interrupt from the keyboard."""
+
+
+class FailInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: type[BaseException]) -> torch.Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise ctx.error("in backward")
+
+
+def fail(error: type[BaseException], *_: object) -> None:
+    raise error("in forward")
+
+
+def fail_backward(error: type[BaseException], module: nn.Module, args: Any, output: Any) -> Any:
+    return FailInBackward.apply(output, error)
+
+
+@dataclass(frozen=True)
+class Break:
+    """Registers a hook that fails, and returns its handle.
+
+    Attributes:
+        module: Where, by name.
+        when: Before or after its forward, or when backward comes to its output.
+    """
+
+    module: str
+    when: Literal["before", "after", "backward"]
+
+    def __call__(self, model: Net, error: type[BaseException]) -> Any:
+        module = model.get_submodule(self.module)
+        if self.when == "before":
+            return module.register_forward_pre_hook(partial(fail, error))
+        hook = fail if self.when == "after" else fail_backward
+        return module.register_forward_hook(partial(hook, error))
+
+    def __str__(self) -> str:
+        return f"{self.when} {self.module or 'root'}"
+
+
+before_root, after_root = Break("", "before"), Break("", "after")
+before_block, after_block = Break("blocks.0", "before"), Break("blocks.0", "after")
+within_block, in_first_layer = Break("blocks.1.up", "after"), Break("inp", "after")
+FORWARD = [before_root, in_first_layer, before_block, within_block, after_block, after_root]
+
+below_head, within_second = Break("blocks.1", "backward"), Break("blocks.1.up", "backward")
+between_blocks, at_the_bottom = Break("blocks.0", "backward"), Break("inp", "backward")
+BACKWARD = [below_head, within_second, between_blocks, at_the_bottom]
