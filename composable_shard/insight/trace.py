@@ -151,8 +151,8 @@ def trace(
 
     Gathers, waits, forward and backward of each group, reductions, optimizer steps, live memory.
     Each rank writes a file of its own when it leaves the context, by an exception too; the last one
-    of at most 64 merges all files into ``trace.json`` (for https://ui.perfetto.dev),
-    ``timeline.html`` and ``timeline.svg``. No rank waits for another. See ``docs/timeline.md``.
+    of at most 64 merges all files into ``trace.json`` (for https://ui.perfetto.dev) and
+    ``timeline.html``. No rank waits for another. See ``docs/timeline.md``.
 
     Args:
         module: A sharded module, or one with sharded modules in it.

@@ -12,7 +12,7 @@ from torch import nn
 from composable_shard import fully_shard, trace
 from composable_shard.testing import fake_ranks
 
-MODULES = ("analysis", "merging", "page", "spans")
+MODULES = ("analysis", "merging", "spans")
 
 
 @pytest.mark.parametrize("name", ["trace", *(f"timeline.{name}" for name in MODULES)])
