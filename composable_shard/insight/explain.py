@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import nn
@@ -138,13 +139,12 @@ class GroupExplanation:
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        numel = 0
-        for param in self.parameters:
-            elements = 1
-            for length in param.shape:
-                elements *= length
-            numel += elements
-        return numel
+        return sum(prod(param.shape) for param in self.parameters)
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes that it packs, copies and casts in one step."""
+        return sum(copy.nbytes * copy.times for copy in self.copies)
 
     def is_like(self, other: GroupExplanation) -> bool:
         """Tell whether two groups differ in names alone."""
@@ -219,34 +219,18 @@ class Explanation(Report):
         return Table(title, columns, tuple(rows), num_words=3)
 
     def _communication(self, alike: list[list[GroupExplanation]]) -> Table:
-        columns = (
-            "group",
-            "forward gathers",
-            "backward gathers",
-            "reductions",
-            "all-reduces",
-            "sent",
-            "copied",
-        )
         rows = []
         for groups in alike:
             traffic = groups[0].traffic
-            copied = sum(copy.nbytes * copy.times for copy in groups[0].copies)
-            parts = (
-                traffic.forward_gathers,
-                traffic.backward_gathers,
-                traffic.reductions,
-                traffic.all_reduces,
-            )
-            cells = map(_traffic_text, parts)
-            sent = nbytes_text(traffic.total.nbytes)
-            rows.append((_title(groups), *cells, sent, nbytes_text(copied)))
-        everything = self.traffic
-        copied = sum(copy.nbytes * copy.times for group in self.groups for copy in group.copies)
-        total_row = ("all of them", "", "", "", "")
-        rows.append((*total_row, nbytes_text(everything.nbytes), nbytes_text(copied)))
+            cells = map(_traffic_text, traffic.parts.values())
+            sent, copied = nbytes_text(traffic.total.nbytes), nbytes_text(groups[0].copied_nbytes)
+            rows.append((_title(groups), *cells, sent, copied))
+        copied = nbytes_text(sum(group.copied_nbytes for group in self.groups))
+        parts = self.groups[0].traffic.parts
+        blanks = [""] * len(parts)
+        rows.append(("all of them", *blanks, nbytes_text(self.traffic.nbytes), copied))
         title = "One step: launches x messages in each, bytes that this rank sends and copies"
-        return Table(title, columns, tuple(rows))
+        return Table(title, ("group", *parts, "sent", "copied"), tuple(rows))
 
 
 def _runs(groups: tuple[GroupExplanation, ...]) -> list[list[GroupExplanation]]:
@@ -381,25 +365,20 @@ def _small_groups(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Ad
 
 def _is_packed_whole(plan: GroupPlan) -> bool:
     """Tell whether nothing in a group is worth a message of its own."""
-    buckets = [bucket for mesh in plan.meshes for bucket in mesh.buckets]
     return (
         not any(mesh.subclasses or mesh.num_shards == 1 for mesh in plan.meshes if mesh.gathers)
-        and bool(buckets)
-        and not any(bucket.layout.direct or bucket.layout.permuted for bucket in buckets)
+        and bool(plan.buckets)
+        and not any(bucket.layout.direct or bucket.layout.permuted for bucket in plan.buckets)
     )
 
 
 def _layouts(plan: GroupPlan) -> Iterator[tuple[str, ParamLayout, int, bool]]:
     """Yield name, layout, bytes of an element and whether it has a message of its own."""
-    for mesh in plan.meshes:
-        for bucket in mesh.buckets:
-            members = bucket.members
-            packed = set(bucket.layout.packed)
-            for index, (name, layout) in enumerate(
-                zip(members.names, bucket.layout.params, strict=True)
-            ):
-                if not members.scalars[index]:
-                    yield name, layout, bucket.compute_dtype.itemsize, index not in packed
+    for bucket in plan.buckets:
+        for index, (name, layout) in enumerate(
+            zip(bucket.names, bucket.layout.params, strict=True)
+        ):
+            yield name, layout, bucket.dtype.itemsize, index not in bucket.layout.packed
 
 
 def _uneven_parameters(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
@@ -585,8 +564,8 @@ def _explain_param(param: ShardedParam, plan: GroupPlan, names: Names) -> Parame
         sharded, gathered, travels = unit.sharded_nbytes, unit.unsharded_nbytes, "as a subclass"
     else:
         layout = unit.layout.params[index]
-        sharded = layout.shard_numel * unit.dtype.itemsize
-        gathered = layout.gathered_numel * unit.compute_dtype.itemsize
+        sharded = layout.shard_numel * unit.stored_dtype.itemsize
+        gathered = layout.gathered_numel * unit.dtype.itemsize
         travels = _way_of(unit, index)
     return ParameterExplanation(
         name=name,
@@ -607,8 +586,8 @@ def _unit_of(plan: GroupPlan, name: str) -> tuple[GatherPlan | SubclassPlan, int
         for unit in mesh.gathers:
             if isinstance(unit, SubclassPlan) and unit.name == name:
                 return unit, 0
-            if isinstance(unit, GatherPlan) and name in unit.members.names:
-                return unit, unit.members.names.index(name)
+            if isinstance(unit, GatherPlan) and name in unit.names:
+                return unit, unit.names.index(name)
     raise AssertionError(name)
 
 
@@ -643,7 +622,7 @@ def _reasons_of_mesh(mesh: MeshPlan) -> list[str]:
         told.append("one rank holds each parameter whole, so nothing is gathered")
     buckets = mesh.buckets
     if len(buckets) > 1:
-        kinds = ", ".join(f"{short(b.dtype)} as {short(b.compute_dtype)}" for b in buckets)
+        kinds = ", ".join(f"{short(b.stored_dtype)} as {short(b.dtype)}" for b in buckets)
         told.append(f"parameters of different dtypes lie in {len(buckets)} buffers: {kinds}")
     if len(mesh.reductions) > 1:
         dtypes = ", ".join(short(one.dtype) for one in mesh.reductions)

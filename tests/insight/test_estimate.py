@@ -30,12 +30,12 @@ from composable_shard.insight.explain import is_repeated_block, repeated_blocks
 from composable_shard.insight.group_traffic import total
 from composable_shard.insight.rehearsal import (
     Question,
-    StepTime,
     checked_ranks,
     default_loss,
     rehearse,
     rehearsing_arguments,
 )
+from composable_shard.insight.step_costs import StepTime
 from composable_shard.testing import fake_ranks
 from tests.dist.two_tensors import two_tensor_mlp
 from tests.insight.models import BF16, Stack
