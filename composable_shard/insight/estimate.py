@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.insight.explain import is_repeated_block
+from composable_shard.insight.advice import is_repeated_block
 from composable_shard.insight.group_traffic import StepTraffic, step_traffic, total_traffic
 from composable_shard.insight.live_bytes import OptimizerFactory
 from composable_shard.insight.rehearsal import (

@@ -25,8 +25,8 @@ from composable_shard import (
     explain,
     fully_shard,
 )
+from composable_shard.insight.advice import is_repeated_block, repeated_blocks
 from composable_shard.insight.estimate import Estimate, _by_policy
-from composable_shard.insight.explain import is_repeated_block, repeated_blocks
 from composable_shard.insight.group_traffic import total
 from composable_shard.insight.rehearsal import (
     Question,
