@@ -308,6 +308,54 @@ class RankTrace:
     flights: list[Flight]
     memory: list[Sample]
 
+    @classmethod
+    def empty(cls, roots: Mapping[str, ParamGroup], memory_of: str) -> RankTrace:
+        """Return what is known of a rank before it records. Collective: none."""
+        sets: dict[tuple[int, ...], int] = {}
+        groups = {
+            join(prefix, group.name): _facts_of(group, sets)
+            for prefix, root in roots.items()
+            for group in root.context.groups
+        }
+        is_alone = not dist.is_initialized()
+        return cls(
+            rank=0 if is_alone else dist.get_rank(),
+            num_ranks=1 if is_alone else dist.get_world_size(),
+            host=platform.node(),
+            clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
+            wall=0,
+            device=str(next(iter(roots.values())).mesh.device),
+            memory_of=memory_of,
+            begin=0,
+            end=0,
+            first_step=0,
+            steps=[],
+            rank_sets=[list(ranks) for ranks in sets],
+            groups=groups,
+            spans=[],
+            flights=[],
+            memory=[],
+        )
+
+    def recorded(self, marks: Sequence[Mark], first_step: int) -> RankTrace:
+        """Return the trace of a rank that has made these marks, the last one just now."""
+        unfolded = unfold(marks)
+        # A tree that was sharded further meanwhile calls its groups otherwise: nothing is known.
+        sets = [*self.rank_sets, [self.rank]]
+        names = {flight.name for flight in unfolded.flights} - self.groups.keys()
+        renamed = dict.fromkeys(sorted(names), GroupFacts(0, 0, len(sets) - 1, len(sets) - 1))
+        behind = time.perf_counter_ns() - marks[0].time
+        return replace(
+            self,
+            rank_sets=sets if renamed else self.rank_sets,
+            groups={**self.groups, **renamed},
+            wall=time.time_ns() - behind,
+            begin=marks[0].time,
+            end=max(mark.time for mark in marks),
+            first_step=first_step,
+            **unfolded._asdict(),
+        )
+
     @property
     def intervals(self) -> list[tuple[int, int]]:
         """From when to when each step lasted; all of it is one if no step was marked."""
@@ -353,73 +401,6 @@ class RankTrace:
         for field, kind in (("spans", Span), ("flights", Flight), ("memory", Sample)):
             values[field] = [kind(*one) for one in values[field]]
         return cls(**values)
-
-
-class Facts(NamedTuple):
-    """What is known of a rank before it records.
-
-    Attributes:
-        rank: Which rank.
-        num_ranks: Of how many.
-        device: Where it computes.
-        memory_of: What live memory counts.
-        rank_sets: Sets of ranks that communicate.
-        groups: The groups of the model.
-    """
-
-    rank: int
-    num_ranks: int
-    device: str
-    memory_of: str
-    rank_sets: list[list[int]]
-    groups: dict[str, GroupFacts]
-
-    @classmethod
-    def gather(cls, roots: Mapping[str, ParamGroup], memory_of: str) -> Facts:
-        """Collect them. Collective: none."""
-        sets: dict[tuple[int, ...], int] = {}
-        groups = {
-            join(prefix, group.name): _facts_of(group, sets)
-            for prefix, root in roots.items()
-            for group in root.context.groups
-        }
-        is_alone = not dist.is_initialized()
-        device = next(iter(roots.values())).mesh.device
-        return cls(
-            rank=0 if is_alone else dist.get_rank(),
-            num_ranks=1 if is_alone else dist.get_world_size(),
-            device=str(device),
-            memory_of=memory_of,
-            rank_sets=[list(ranks) for ranks in sets],
-            groups=groups,
-        )
-
-    def trace(self, marks: Sequence[Mark], first_step: int) -> RankTrace:
-        """Return what a rank recorded that has made these marks and made the last one just now."""
-        unfolded = unfold(marks)
-        # A tree that was sharded further meanwhile calls its groups otherwise: nothing is known.
-        sets = [*self.rank_sets, [self.rank]]
-        names = {flight.name for flight in unfolded.flights} - self.groups.keys()
-        renamed = dict.fromkeys(sorted(names), GroupFacts(0, 0, len(sets) - 1, len(sets) - 1))
-        behind = time.perf_counter_ns() - marks[0].time
-        return RankTrace(
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            device=self.device,
-            memory_of=self.memory_of,
-            rank_sets=sets if renamed else self.rank_sets,
-            groups={**self.groups, **renamed},
-            host=platform.node(),
-            clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
-            wall=time.time_ns() - behind,
-            begin=marks[0].time,
-            end=max(mark.time for mark in marks),
-            first_step=first_step,
-            steps=unfolded.steps,
-            spans=unfolded.spans,
-            flights=unfolded.flights,
-            memory=unfolded.memory,
-        )
 
 
 def _facts_of(group: ParamGroup, sets: dict[tuple[int, ...], int]) -> GroupFacts:
