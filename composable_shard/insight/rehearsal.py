@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from composable_shard.core.transport.collectives import (
 )
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
+from composable_shard.insight.events import listening
 from composable_shard.insight.group_plan import Elsewhere, GroupPlan, read_group
 from composable_shard.insight.live_bytes import (
     Live,
@@ -401,8 +403,7 @@ class _Recorder(contextlib.AbstractContextManager[Any]):
     def __enter__(self) -> _Recorder:
         for context in dict.fromkeys(group.context for group in self._groups):
             places = {g.name: i for i, g in enumerate(self._groups) if g.context is context}
-            context.listener = lambda event, name, places=places: self._saw(event, places[name])
-            self._hooks.callback(setattr, context, "listener", None)
+            self._hooks.enter_context(listening(context, partial(self._hear, places)))
         for tensor in self._unsharded(range(len(self._groups))):
             if tensor.requires_grad:
                 handle = tensor.register_hook(self._live.call_gradient)
@@ -418,7 +419,8 @@ class _Recorder(contextlib.AbstractContextManager[Any]):
                 if param.unsharded is not None:
                     yield param.unsharded
 
-    def _saw(self, event: str, place: int) -> None:
+    def _hear(self, places: Mapping[str, int], event: str, name: str) -> None:
+        place = places[name]
         if event == "post_backward":
             grads = [t.grad for t in self._unsharded([place]) if t.grad is not None]
             for grad in grads:

@@ -11,6 +11,7 @@ sees as resident often does not.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -32,7 +33,7 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.root import Listener
+from composable_shard.insight.events import listening
 from composable_shard.insight.timeline.spans import Flight, Mark, Sample, Span, unfold
 
 # When something happens on a rank: on the host, or in the order of the device's work --------------
@@ -189,28 +190,21 @@ class Recorder:
         self._memory = memory
         self._stamp = clock.stamp
         self._marks: list[tuple[Any, str, str, int | None]] = []
-        self._before: dict[str, Listener | None] = {}
-        self._hooks: list[Any] = []
+        self._open = contextlib.ExitStack()
         self._is_ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
     def open(self) -> None:
         """Begin to listen."""
         self.mark("begin")
         for prefix, root in self._roots.items():
-            before = self._before[prefix] = root.context.listener
-            root.context.listener = partial(self._hear, prefix, before)
+            self._open.enter_context(listening(root.context, partial(self._hear, prefix)))
         begin, end = partial(self._step, "begin_optimizer"), partial(self._step, "optimizer")
-        self._hooks = [
-            register_optimizer_step_pre_hook(begin),
-            register_optimizer_step_post_hook(end),
-        ]
+        self._open.callback(register_optimizer_step_pre_hook(begin).remove)
+        self._open.callback(register_optimizer_step_post_hook(end).remove)
 
     def close(self) -> list[Mark]:
         """Listen no longer; return all marks."""
-        for prefix, root in self._roots.items():
-            root.context.listener = self._before[prefix]
-        for hook in self._hooks:
-            hook.remove()
+        self._open.close()
         self.mark("end")
         times = self._clock.times([stamp for stamp, *_ in self._marks])
         marks = [
@@ -225,10 +219,8 @@ class Recorder:
         ask = self._memory if event in ASKS_MEMORY else None
         self._marks.append((self._stamp(), event, name, ask() if ask is not None else None))
 
-    def _hear(self, prefix: str, before: Listener | None, event: str, name: str) -> None:
+    def _hear(self, prefix: str, event: str, name: str) -> None:
         self.mark(event, join(prefix, name))
-        if before is not None:
-            before(event, name)
 
     def _step(self, event: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         is_ours = self._is_ours.get(optimizer)
