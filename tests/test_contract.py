@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import torch
-from parity.programs import NUM_PARAMS, Program, assert_same
 from torch import nn
+from training.programs import NUM_PARAMS, Program, assert_same
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks

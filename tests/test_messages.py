@@ -1,8 +1,8 @@
 """The text of every error: exact, and the same on all ranks where ranks could differ.
 
-Those that need real ranks are in ``tests/dist``: in ``test_state_errors.py``,
-``test_mismatches.py`` and ``test_extension_errors.py``; those of what a training loop calls are in
-``tests/train``. The last test finds every ``raise`` of the package in one of them.
+Those that need real ranks are in ``parameters/test_state.py``, ``faults`` and
+``subclasses/test_errors.py``; those of what a training loop calls are in ``train``. The last test
+finds every ``raise`` of the package in one of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from meshes.test_custom_communication import CopyingAllGather
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transport.own_collectives import CopyingAllGather
 
 import composable_shard
 from composable_shard import (

@@ -7,6 +7,7 @@ from composable_shard._torch.autograd import *
 from composable_shard._torch.dtensors import *
 from composable_shard._torch.memory import *
 from composable_shard._torch.modules import *
+from composable_shard._torch.pretended import *
 from composable_shard._torch.process_groups import *
 from composable_shard._torch.rehearsed import *
 from composable_shard._torch.tensors import *

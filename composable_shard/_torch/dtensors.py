@@ -184,7 +184,7 @@ def clear_sharding_cache() -> None:
 
     Hazard: DTensor frees that when the thread ends, tensors and all, under a lock. A thread that
     waits for the lock meanwhile, with the interpreter's, waits for ever. Guard: it is freed before.
-    Test: none shows it each time; threads of ``tests/dist/test_extension_errors.py`` did, 1 in 7.
+    Test: none shows it each time; threads of ``tests/subclasses/test_errors.py`` did, 1 in 7.
     """
     torch._C._clear_DTensor_sharding_propagator_cache()
 

@@ -45,6 +45,14 @@ VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_DISTRIBUTED_DEBUG",
 )
+SLOWS_DOWN = {
+    ("COMPOSABLE_SHARD_CHECK", "1"): "compares ranks before every collective, which costs time: "
+    "unset it once training is debugged",
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "makes every collective slower: unset it",
+    ("NCCL_P2P_DISABLE", "1"): "keeps GPUs from copying to each other: unset it",
+}
+"""Values of variables that make training slower, and how."""
+
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -133,7 +141,11 @@ def judge(machine: Machine, num_ranks: int) -> Findings:
         )
     if not machine.devices and Path("/dev/nvidiactl").exists():
         found.warnings.append(f"there is a GPU driver, but torch ({machine.build}) sees no GPU")
-    found.warnings += _warnings_of_variables(machine.variables)
+    found.warnings += [
+        f"{name}={value} {how}"
+        for (name, value), how in SLOWS_DOWN.items()
+        if machine.variables[name] == value
+    ]
     return found
 
 
@@ -150,21 +162,15 @@ def judge_threads(
         return
     threads = machine.num_threads if measured is None else measured.num_threads
     fitting = max(1, machine.num_cores // num_ranks)
-    shared = f"{num_ranks} ranks with {threads} threads each share {machine.num_cores} cores"
-    copied = None if measured is None else measured.copied_per_second
-    slow = [
-        f"{name.replace('_', '-')} is {copied / one.bytes_per_second:.0f} times slower"
-        for name, one in ({} if measured is None else measured.collectives).items()
-        if copied is not None and one.bytes_per_second * SLOW < copied
-    ]
-    remedy = "set OMP_NUM_THREADS=1"
     if threads > fitting:
-        cause = shared
+        cause = f"{num_ranks} ranks with {threads} threads each share {machine.num_cores} cores"
         remedy = f"set OMP_NUM_THREADS={fitting}"
     elif threads > 1:
         cause = f"a container may allow fewer than {machine.num_cores} cores"
+        remedy = "set OMP_NUM_THREADS=1"
     else:
         cause, remedy = "other programs use the cores", "stop them, or start fewer ranks"
+    slow = [] if measured is None else measured.slow_collectives
     if slow:
         found.problems.append(f"{', '.join(slow)} than a copy of memory; {cause}: {remedy}")
     elif threads > fitting:
@@ -190,26 +196,9 @@ def advice_on_near_memory(machine: Machine) -> str:
     )
 
 
-def _warnings_of_variables(set_to: dict[str, str | None]) -> list[str]:
-    found = []
-    if set_to["COMPOSABLE_SHARD_CHECK"] == "1":
-        found.append(
-            "COMPOSABLE_SHARD_CHECK=1 compares ranks before every collective, which costs time: "
-            "unset it once training is debugged"
-        )
-    if set_to["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL":
-        found.append("TORCH_DISTRIBUTED_DEBUG=DETAIL makes every collective slower: unset it")
-    if set_to["NCCL_P2P_DISABLE"] == "1":
-        found.append("NCCL_P2P_DISABLE=1 keeps GPUs from copying to each other: unset it")
-    return found
-
-
 def _build() -> str:
-    for name in ("cuda", "hip", "xpu"):
-        number = getattr(torch.version, name, None)
-        if number:
-            return f"{name} {number}"
-    return "cpu"
+    numbers = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    return next((f"{name} {number}" for name, number in numbers.items() if number), "cpu")
 
 
 def _device_name(device_type: str, index: int) -> str:
@@ -279,6 +268,16 @@ class Measurement:
     def collectives(self) -> dict[str, Collective]:
         """All of them, by name."""
         return {"all_gather": self.all_gather, "reduce_scatter": self.reduce_scatter}
+
+    @property
+    def slow_collectives(self) -> list[str]:
+        """Which collectives are far slower than a copy of their bytes, and by how much."""
+        copied = self.copied_per_second or 0.0
+        return [
+            f"{name.replace('_', '-')} is {copied / one.bytes_per_second:.0f} times slower"
+            for name, one in self.collectives.items()
+            if one.bytes_per_second * SLOW < copied
+        ]
 
 
 def measure(num_ranks: int, device_type: str, nbytes: int) -> Measurement:

@@ -19,7 +19,7 @@ _EXAMPLES = f"""examples:
   composable-shard trace runs/trace --json               the same as JSON, for a script
   composable-shard trace node0 node1 --output merged     ranks with disks of their own
 
-Writes {", ".join(MERGED)} into the (first) folder, or into --output. {CHROME} is for
+Writes {" and ".join(MERGED)} into the (first) folder, or into --output. {CHROME} is for
 https://ui.perfetto.dev or chrome://tracing, {PAGE} for a browser.
 exit codes: 0 merged, 1 no trace to merge, 2 wrong arguments
 """
@@ -33,7 +33,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "folders", metavar="FOLDER", nargs="+", type=Path, help="that was given to trace()"
     )
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write")
-    parser.add_argument("--step", metavar="N", type=int, help="show this step in the picture")
     parser.add_argument("--open", action="store_true", help="open the timeline in a browser")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     parser.set_defaults(run=run)
@@ -46,9 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
         merged = read(*arguments.folders)
         output.mkdir(parents=True, exist_ok=True)
         merged.save(output)
-        if arguments.step is not None:
-            first = merged.summary["first_step"]
-            merged.save_svg(output / MERGED[-1], arguments.step - first)
     except (OSError, ValueError) as error:
         print(f"composable-shard trace: {error}", file=sys.stderr)
         return 1

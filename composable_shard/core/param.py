@@ -3,7 +3,7 @@
 Hazard: a loss that is computed only from tensors kept where the hooks do not look (a global list,
 a closure) starts a backward that gathers nothing, and reads freed memory. Guard: while parameters
 are freed their version counters stand elsewhere, so that autograd raises its error about saved
-tensors that were changed. Tested in ``tests/dist/test_modules_losses.py``.
+tensors that were changed. Tested in ``tests/training/test_losses.py``.
 
 The tensors a parameter goes through:
 

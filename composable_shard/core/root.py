@@ -205,7 +205,7 @@ class Context:
 
         Writes that move no counter cannot be seen, so a forward trusts what was gathered before it
         only where users said so. All ranks must decide alike: nothing here depends on this rank's
-        graph. Test: ``tests/params/test_registered.py``.
+        graph. Test: ``tests/parameters/test_registered.py``.
 
         Args:
             is_anew: Whether another forward begins. If not, what is kept for backward stays, too.

@@ -10,26 +10,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.insight.explain import is_repeated_block
-from composable_shard.insight.group_traffic import StepTraffic, step_traffic, total
+from composable_shard.insight.advice import is_repeated_block
+from composable_shard.insight.group_traffic import StepTraffic, step_traffic, total_traffic
 from composable_shard.insight.live_bytes import OptimizerFactory
 from composable_shard.insight.rehearsal import (
     Loss,
-    MemoryCurve,
-    MemorySplit,
     Question,
     Ranks,
     Rehearsal,
     Shard,
-    StepTime,
     check_no_process_group,
     checked_ranks,
-    checked_speeds,
     default_loss,
     rehearse,
     rehearsing_arguments,
-    sizes_of,
-    time_of,
 )
 from composable_shard.insight.report import (
     Report,
@@ -38,6 +32,13 @@ from composable_shard.insight.report import (
     count_text,
     nbytes_text,
     seconds_text,
+)
+from composable_shard.insight.step_costs import (
+    MemoryCurve,
+    MemorySplit,
+    Speeds,
+    StepTime,
+    time_of,
 )
 from composable_shard.train.wrap import Policy, apply_fully_shard
 
@@ -105,16 +106,9 @@ class Estimate(Report):
         return Table(title, columns, tuple(rows))
 
     def _communication(self) -> Table:
-        parts = {
-            "forward gathers": self.traffic.forward_gathers,
-            "backward gathers": self.traffic.backward_gathers,
-            "reductions": self.traffic.reductions,
-            "all-reduces": self.traffic.all_reduces,
-            "in all": self.traffic.total,
-        }
         rows = [
             (name, str(part.launches), str(part.messages), nbytes_text(part.nbytes))
-            for name, part in parts.items()
+            for name, part in (*self.traffic.parts.items(), ("in all", self.traffic.total))
         ]
         columns = ("a step", "launches", "messages", "bytes that a rank sends")
         return Table("Communication", columns, tuple(rows))
@@ -202,7 +196,7 @@ def estimate(
         100000
     """
     ranks = checked_ranks(mesh_shape, kwargs.get("reshard_after_forward"))
-    speeds = checked_speeds(flops, bandwidth, replica_bandwidth, latency)
+    speeds = Speeds.of(flops, bandwidth, replica_bandwidth, latency)
     check_no_process_group()
     if batch is None:
         raise TypeError("Expected batch to be what one rank's forward takes, got None")
@@ -235,21 +229,21 @@ def _by_policy(policy: Policy | None, kwargs: dict[str, Any]) -> Shard:
 
 
 def _weigh(rehearsal: Rehearsal, ranks: Ranks) -> Estimate:
-    buckets = [b for group in rehearsal.groups for mesh in group.meshes for b in mesh.buckets]
-    shards = sum(bucket.sharded_nbytes for bucket in buckets if not bucket.offloads)
+    buckets = [bucket for group in rehearsal.groups for bucket in group.buckets]
+    optimizer, away = rehearsal.optimizer, rehearsal.offloaded_optimizer
     between = MemorySplit(
-        shards=shards, optimizer=rehearsal.optimizer.state, unsharded=rehearsal.unsharded
+        shards=sum(bucket.sharded_nbytes for bucket in buckets if not bucket.is_away),
+        optimizer=optimizer.state,
+        unsharded=rehearsal.unsharded,
     )
-    curve = MemoryCurve([sizes_of(group) for group in rehearsal.groups], between)
-    curve.follow(rehearsal.moments)
-    peak, event, place = curve.peak, *curve.peak_at
+    curve = MemoryCurve(rehearsal.groups, between, rehearsal.moments)
+    peak, (event, place) = curve.peak, curve.peak_at
     name = rehearsal.groups[place].name or "the root" if place >= 0 else ""
     peak_at = f"{event} of {name}" if name else "end of backward"
-    stepping = curve.stepping(rehearsal.optimizer.besides)
+    stepping = replace(curve.end, optimizer=optimizer.state + optimizer.besides)
     if stepping.total > peak.total:
         peak, peak_at = stepping, "optimizer step"
-    offloaded = sum(bucket.sharded_nbytes for bucket in buckets if bucket.offloads)
-    away = rehearsal.offloaded_optimizer
+    offloaded = sum(bucket.sharded_nbytes for bucket in buckets if bucket.is_away)
     return Estimate(
         mesh_shape=(ranks.num_replicas, ranks.num_shards),
         num_parameters=rehearsal.num_parameters,
@@ -258,17 +252,7 @@ def _weigh(rehearsal: Rehearsal, ranks: Ranks) -> Estimate:
         peak_at=peak_at,
         between_steps=between,
         on_cpu=offloaded + away.state + away.besides + curve.elsewhere,
-        traffic=_traffic(rehearsal),
+        traffic=total_traffic(map(step_traffic, rehearsal.groups)),
         flops=sum(moment.flops for moment in rehearsal.moments),
         time=None,
-    )
-
-
-def _traffic(rehearsal: Rehearsal) -> StepTraffic:
-    each = [step_traffic(group) for group in rehearsal.groups]
-    return StepTraffic(
-        total(one.forward_gathers for one in each),
-        total(one.backward_gathers for one in each),
-        total(one.reductions for one in each),
-        total(one.all_reduces for one in each),
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from composable_shard.core.root import Context, Listener
 from composable_shard.module import group_of
 
 Event = tuple[str, str]
@@ -50,6 +51,23 @@ its place."""
 
 
 @contextlib.contextmanager
+def listening(context: Context, hear: Listener) -> Iterator[None]:
+    """Call ``hear`` with every event of a tree within the context, before who listened already."""
+    before = context.listener
+
+    def hear_first(event: str, name: str) -> None:
+        hear(event, name)
+        if before is not None:
+            before(event, name)
+
+    context.listener = hear_first
+    try:
+        yield
+    finally:
+        context.listener = before
+
+
+@contextlib.contextmanager
 def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
     """Record what the groups of a sharded module do within the context.
 
@@ -74,18 +92,11 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
     unknown = set(events) - set(EVENTS)
     if unknown:
         raise ValueError(f"Expected events out of {EVENTS}, got {sorted(unknown)}")
-    context = group.context
-    before, recorded = context.listener, list[Event]()
-    wanted = events or EVENTS
+    recorded, wanted = list[Event](), events or EVENTS
 
-    def listen(event: str, name: str) -> None:
+    def hear(event: str, name: str) -> None:
         if event in wanted:
             recorded.append((event, name))
-        if before is not None:
-            before(event, name)
 
-    context.listener = listen
-    try:
+    with listening(group.context, hear):
         yield recorded
-    finally:
-        context.listener = before

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-import torch
 from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.layout import ParamLayout
 from composable_shard.core.param import ShardedParam
+from composable_shard.insight.advice import Advice, advice_on_groups
 from composable_shard.insight.group_plan import (
     GatherPlan,
     GroupPlan,
@@ -42,40 +40,6 @@ from composable_shard.insight.report import (
     nbytes_text,
 )
 from composable_shard.module import group_of
-
-# Which modules of a model are repeated: those that are best sharded one by one --------------------
-
-
-def repeated_blocks(model: nn.Module) -> set[nn.Module]:
-    """Return the outermost modules that stand several times in a list, with parameters.
-
-    >>> model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(3))})
-    >>> len(repeated_blocks(model))
-    3
-    """
-    found: set[nn.Module] = set()
-    _collect(model, found)
-    return found
-
-
-def is_repeated_block(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a policy for ``apply_fully_shard`` that picks them."""
-    blocks = repeated_blocks(model)
-    return lambda module: module in blocks
-
-
-def _collect(module: nn.Module, found: set[nn.Module]) -> None:
-    children = list(module.children())
-    kinds = Counter(type(child) for child in children)
-    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-    for child in children:
-        has_params = next(child.parameters(), None) is not None
-        runs = type(child).forward is not nn.Module.forward
-        if is_list and kinds[type(child)] > 1 and has_params and runs:
-            found.add(child)
-        else:
-            _collect(child, found)
-
 
 # The result of ``explain``: plain values, and how they are shown ----------------------------------
 
@@ -138,13 +102,12 @@ class GroupExplanation:
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        numel = 0
-        for param in self.parameters:
-            elements = 1
-            for length in param.shape:
-                elements *= length
-            numel += elements
-        return numel
+        return sum(prod(param.shape) for param in self.parameters)
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes that it packs, copies and casts in one step."""
+        return sum(copy.nbytes * copy.times for copy in self.copies)
 
     def is_like(self, other: GroupExplanation) -> bool:
         """Tell whether two groups differ in names alone."""
@@ -219,34 +182,18 @@ class Explanation(Report):
         return Table(title, columns, tuple(rows), num_words=3)
 
     def _communication(self, alike: list[list[GroupExplanation]]) -> Table:
-        columns = (
-            "group",
-            "forward gathers",
-            "backward gathers",
-            "reductions",
-            "all-reduces",
-            "sent",
-            "copied",
-        )
         rows = []
         for groups in alike:
             traffic = groups[0].traffic
-            copied = sum(copy.nbytes * copy.times for copy in groups[0].copies)
-            parts = (
-                traffic.forward_gathers,
-                traffic.backward_gathers,
-                traffic.reductions,
-                traffic.all_reduces,
-            )
-            cells = map(_traffic_text, parts)
-            sent = nbytes_text(traffic.total.nbytes)
-            rows.append((_title(groups), *cells, sent, nbytes_text(copied)))
-        everything = self.traffic
-        copied = sum(copy.nbytes * copy.times for group in self.groups for copy in group.copies)
-        total_row = ("all of them", "", "", "", "")
-        rows.append((*total_row, nbytes_text(everything.nbytes), nbytes_text(copied)))
+            cells = map(_traffic_text, traffic.parts.values())
+            sent, copied = nbytes_text(traffic.total.nbytes), nbytes_text(groups[0].copied_nbytes)
+            rows.append((_title(groups), *cells, sent, copied))
+        copied = nbytes_text(sum(group.copied_nbytes for group in self.groups))
+        parts = self.groups[0].traffic.parts
+        blanks = [""] * len(parts)
+        rows.append(("all of them", *blanks, nbytes_text(self.traffic.nbytes), copied))
         title = "One step: launches x messages in each, bytes that this rank sends and copies"
-        return Table(title, columns, tuple(rows))
+        return Table(title, ("group", *parts, "sent", "copied"), tuple(rows))
 
 
 def _runs(groups: tuple[GroupExplanation, ...]) -> list[list[GroupExplanation]]:
@@ -294,215 +241,6 @@ def _copy_text(copy: Copy) -> str:
 def _advice_text(advice: Advice) -> str:
     about = names_text(tuple(name or "(root)" for name in advice.about))
     return f"{advice.kind}, {about}: {advice.problem}. Advice: {advice.remedy}."
-
-
-# What about a sharded model costs more than it has to, and what to do about it --------------------
-
-GIANT_SHARE = 0.5
-"""A root group with more than this part of all parameters gathers most of the model at once."""
-
-BUFFERS_SHARE = 0.1
-BUFFERS_NBYTES = 1 << 20
-"""Buffers of more bytes, and of more than that part of a rank's shards, are worth a word."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Something to look at.
-
-    Attributes:
-        kind: Which, one word or two; to filter by.
-        about: The group, parameters or buffers.
-        problem: What is so, with numbers.
-        remedy: What to do.
-    """
-
-    kind: str
-    about: tuple[str, ...]
-    problem: str
-    remedy: str
-
-
-def advice_on_groups(
-    model: nn.Module, groups: Sequence[tuple[ParamGroup, GroupPlan]]
-) -> tuple[Advice, ...]:
-    """Return what is to say about the groups of a model, the weightiest first."""
-    return (
-        *_giant_root(groups),
-        *_small_groups(groups),
-        *_uneven_parameters(groups),
-        *_empty_ranks(groups),
-        *_narrow_sums(groups),
-        *_unsharded_parameters(model, groups),
-        *_large_buffers(model, groups),
-    )
-
-
-def _giant_root(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
-    whole = sum(plan.unsharded_nbytes or 0 for _, plan in groups)
-    for group, plan in groups:
-        nbytes = plan.unsharded_nbytes or 0
-        if group is not group.context.root or nbytes <= GIANT_SHARE * whole:
-            continue
-        blocks = [block for top in group.modules for block in repeated_blocks(top)]
-        if not blocks:
-            continue
-        kind, count = Counter(_shown_class(block) for block in blocks).most_common(1)[0]
-        yield Advice(
-            "giant root",
-            (plan.name,),
-            f"the root group gathers {nbytes_text(nbytes)} at once, {nbytes / whole:.0%} of the "
-            "parameters, and nothing overlaps with that",
-            f"apply fully_shard to each {kind} ({count} of them) before the root, or "
-            f"apply_fully_shard(model, {kind})",
-        )
-
-
-def _shown_class(module: nn.Module) -> str:
-    return type(module).__name__
-
-
-def _small_groups(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
-    small = [
-        plan
-        for group, plan in groups
-        if group is not group.context.root and group.params and _is_packed_whole(plan)
-    ]
-    if small:
-        largest = max(plan.unsharded_nbytes or 0 for plan in small)
-        yield Advice(
-            "small group",
-            tuple(plan.name for plan in small),
-            f"{_count(len(small), 'group')} of at most {nbytes_text(largest)} each: a gather of so "
-            "few bytes is all latency",
-            "shard the module around instead, or several in one list: fully_shard([a, b])",
-        )
-
-
-def _is_packed_whole(plan: GroupPlan) -> bool:
-    """Tell whether nothing in a group is worth a message of its own."""
-    buckets = [bucket for mesh in plan.meshes for bucket in mesh.buckets]
-    return (
-        not any(mesh.subclasses or mesh.num_shards == 1 for mesh in plan.meshes if mesh.gathers)
-        and bool(buckets)
-        and not any(bucket.layout.direct or bucket.layout.permuted for bucket in buckets)
-    )
-
-
-def _layouts(plan: GroupPlan) -> Iterator[tuple[str, ParamLayout, int, bool]]:
-    """Yield name, layout, bytes of an element and whether it has a message of its own."""
-    for mesh in plan.meshes:
-        for bucket in mesh.buckets:
-            members = bucket.members
-            packed = set(bucket.layout.packed)
-            for index, (name, layout) in enumerate(
-                zip(members.names, bucket.layout.params, strict=True)
-            ):
-                if not members.scalars[index]:
-                    yield name, layout, bucket.compute_dtype.itemsize, index not in packed
-
-
-def _uneven_parameters(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
-    for _, plan in groups:
-        for name, layout, itemsize, travels_alone in _layouts(plan):
-            if not travels_alone or layout.is_even or layout.rows < layout.num_shards:
-                continue
-            nbytes = (layout.gathered_numel - layout.numel) * itemsize
-            rows = layout.rows_per_shard * layout.num_shards
-            yield Advice(
-                "uneven rows",
-                (name,),
-                f"{layout.rows} rows over {layout.num_shards} ranks are padded by "
-                f"{nbytes_text(nbytes)}, and the whole gradient is copied to pad it",
-                f"make it {rows} rows, or shard another dim by shard_placement_fn",
-            )
-
-
-def _empty_ranks(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
-    for _, plan in groups:
-        found = [
-            (name, layout, itemsize)
-            for name, layout, itemsize, _ in _layouts(plan)
-            if layout.numel
-            and layout.num_full_shards + (layout.num_remaining_rows > 0) < layout.num_shards
-        ]
-        if not found:
-            continue
-        fewest = min(layout.rows for _, layout, _ in found)
-        nbytes = sum((one.gathered_numel - one.numel) * itemsize for _, one, itemsize in found)
-        longer = [name for name, one, _ in found if max(one.shape) >= one.num_shards > one.rows]
-        remedy = "nothing, if they are small: they share one message"
-        if longer:
-            remedy = f"shard a longer dim of {names_text(tuple(longer))} by shard_placement_fn"
-        yield Advice(
-            "empty ranks",
-            tuple(name for name, _, _ in found),
-            f"{_count(len(found), 'parameter')} of {plan.name or 'the root'} with as few as "
-            f"{_count(fewest, 'row')} for {found[0][1].num_shards} ranks: some ranks hold none, "
-            f"and gathering pads by {nbytes_text(nbytes)}",
-            remedy,
-        )
-
-
-def _narrow_sums(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
-    narrow = {
-        (plan.name, one.dtype, mesh.num_shards * mesh.num_replicas)
-        for _, plan in groups
-        for mesh in plan.meshes
-        for one in mesh.reductions
-        if one.dtype.itemsize < torch.float32.itemsize and mesh.num_shards * mesh.num_replicas > 2
-    }
-    if narrow:
-        dtypes = sorted({str(dtype).removeprefix("torch.") for _, dtype, _ in narrow})
-        most = max(count for _, _, count in narrow)
-        yield Advice(
-            "narrow sums",
-            tuple(sorted(name for name, _, _ in narrow)),
-            f"gradients of {most} ranks are summed in {', '.join(dtypes)}, rounded as they go",
-            "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions",
-        )
-
-
-def _unsharded_parameters(
-    model: nn.Module, groups: Sequence[tuple[ParamGroup, GroupPlan]]
-) -> Iterator[Advice]:
-    ours = {id(param.sharded) for group, _ in groups for param in group.params}
-    ours |= {id(param.unsharded) for group, _ in groups for param in group.params}
-    others = {n: p for n, p in model.named_parameters() if id(p) not in ours}
-    for trained in (True, False):
-        some = {n: p for n, p in others.items() if p.requires_grad is trained}
-        if not some:
-            continue
-        nbytes = sum(param.numel() * param.itemsize for param in some.values())
-        problem = f"{_count(len(some), 'parameter')} of {nbytes_text(nbytes)} whole on every rank"
-        if trained:
-            problem += ", whose gradients no rank hears from the others"
-        yield Advice(
-            "unsharded parameters",
-            tuple(some),
-            problem,
-            "apply fully_shard to a module around them"
-            + (", or reduce their gradients yourself" if trained else ""),
-        )
-
-
-def _large_buffers(
-    model: nn.Module, groups: Sequence[tuple[ParamGroup, GroupPlan]]
-) -> Iterator[Advice]:
-    buffers = dict(model.named_buffers())
-    nbytes = sum(buffer.numel() * buffer.itemsize for buffer in buffers.values())
-    shards = sum(plan.sharded_nbytes for _, plan in groups)
-    if nbytes > max(BUFFERS_NBYTES, BUFFERS_SHARE * shards):
-        yield Advice(
-            "unsharded buffers",
-            tuple(buffers),
-            f"{_count(len(buffers), 'buffer')} of {nbytes_text(nbytes)} whole on every rank",
-            "compute them when they are needed, share one among modules, or narrow their dtype",
-        )
-
-
-def _count(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 # What sharding does to a model, told before it runs -----------------------------------------------
@@ -585,8 +323,8 @@ def _explain_param(param: ShardedParam, plan: GroupPlan, names: Names) -> Parame
         sharded, gathered, travels = unit.sharded_nbytes, unit.unsharded_nbytes, "as a subclass"
     else:
         layout = unit.layout.params[index]
-        sharded = layout.shard_numel * unit.dtype.itemsize
-        gathered = layout.gathered_numel * unit.compute_dtype.itemsize
+        sharded = layout.shard_numel * unit.stored_dtype.itemsize
+        gathered = layout.gathered_numel * unit.dtype.itemsize
         travels = _way_of(unit, index)
     return ParameterExplanation(
         name=name,
@@ -607,8 +345,8 @@ def _unit_of(plan: GroupPlan, name: str) -> tuple[GatherPlan | SubclassPlan, int
         for unit in mesh.gathers:
             if isinstance(unit, SubclassPlan) and unit.name == name:
                 return unit, 0
-            if isinstance(unit, GatherPlan) and name in unit.members.names:
-                return unit, unit.members.names.index(name)
+            if isinstance(unit, GatherPlan) and name in unit.names:
+                return unit, unit.names.index(name)
     raise AssertionError(name)
 
 
@@ -643,7 +381,7 @@ def _reasons_of_mesh(mesh: MeshPlan) -> list[str]:
         told.append("one rank holds each parameter whole, so nothing is gathered")
     buckets = mesh.buckets
     if len(buckets) > 1:
-        kinds = ", ".join(f"{short(b.dtype)} as {short(b.compute_dtype)}" for b in buckets)
+        kinds = ", ".join(f"{short(b.stored_dtype)} as {short(b.dtype)}" for b in buckets)
         told.append(f"parameters of different dtypes lie in {len(buckets)} buffers: {kinds}")
     if len(mesh.reductions) > 1:
         dtypes = ", ".join(short(one.dtype) for one in mesh.reductions)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.bucket import GatherUnit, ParamBucket, fuses_on
+from composable_shard.core.bucket import ParamBucket, fuses_on
 from composable_shard.core.extension import ExtensionGather, Format, flatten, has_extension
 from composable_shard.core.gradient_bucket import flags_travel_alone
 from composable_shard.core.group import ParamGroup
@@ -25,28 +26,22 @@ from composable_shard.core.transport.collectives import CustomAllGather, CustomR
 
 
 @dataclass(frozen=True)
-class Members:
-    """Some parameters that lie in one flat buffer.
+class BucketPlan:
+    """Parameters, or their gradients, that lie in one flat buffer.
 
     Attributes:
-        names: Their names in the model.
+        names: The names of the parameters in the model.
         layout: Where each lies.
-        scalars: Which of them are scalars, of which every rank holds one.
+        dtype: In which they travel.
+        is_away: Whether their shards are kept on another device than compute.
+        fuses: Whether one kernel copies all small ones, padding and all.
     """
 
     names: tuple[str, ...]
     layout: BucketLayout
-    scalars: tuple[bool, ...]
-
-    def over(self, num_shards: int, itemsize: int) -> Members:
-        """Return the same parameters laid out for another number of ranks."""
-        layouts = tuple(
-            ParamLayout((num_shards,), 0, num_shards)
-            if is_scalar
-            else replace(layout, num_shards=num_shards)
-            for layout, is_scalar in zip(self.layout.params, self.scalars, strict=True)
-        )
-        return replace(self, layout=plan_bucket(layouts, num_shards, itemsize))
+    dtype: torch.dtype
+    is_away: bool
+    fuses: bool
 
     def named(self, indices: tuple[int, ...]) -> tuple[str, ...]:
         """Return the names of some of them."""
@@ -54,46 +49,34 @@ class Members:
 
 
 @dataclass(frozen=True)
-class GatherPlan:
+class GatherPlan(BucketPlan):
     """A bucket of parameters that are gathered together.
 
     Attributes:
-        members: The parameters.
-        dtype: In which they are stored.
-        compute_dtype: In which they travel and compute.
-        crosses: Whether the shards are on another device than compute.
-        offloads: Whether they are kept on the CPU.
-        pads: Whether small ones are copied out by one kernel, the padding of some with them.
+        stored_dtype: In which their shards are stored.
     """
 
-    members: Members
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
-    crosses: bool
-    offloads: bool
-    pads: bool = False
+    stored_dtype: torch.dtype
 
     @property
-    def layout(self) -> BucketLayout:
-        """Where each parameter lies."""
-        return self.members.layout
+    def is_cast(self) -> bool:
+        """Whether shards are cast before they are sent."""
+        return self.stored_dtype != self.dtype
 
     @property
     def shares_storage(self) -> bool:
         """Whether the unsharded parameters are the shards themselves."""
-        return self.layout.num_shards == 1 and self.dtype == self.compute_dtype and not self.crosses
+        return self.layout.num_shards == 1 and not self.is_cast and not self.is_away
 
     @property
     def sharded_nbytes(self) -> int:
         """Bytes of the shards of one rank, padding included."""
-        return self.layout.shard_numel * self.dtype.itemsize
+        return self.layout.shard_numel * self.stored_dtype.itemsize
 
     @property
     def unsharded_nbytes(self) -> int:
         """Bytes of the gathered parameters, padding included."""
-        if self.shares_storage:
-            return 0
-        return self.layout.unsharded_numel * self.compute_dtype.itemsize
+        return 0 if self.shares_storage else self.layout.unsharded_numel * self.dtype.itemsize
 
     @property
     def packed_nbytes(self) -> int:
@@ -101,29 +84,24 @@ class GatherPlan:
         layout = self.layout
         packed = [layout.params[index] for index in layout.packed]
         numel = sum(param.num_nonempty_shards * param.shard_numel for param in packed)
-        if self.pads:
+        if self.fuses:
             numel = layout.num_packed_shards * layout.packed_numel
-        return numel * self.compute_dtype.itemsize
+        return numel * self.dtype.itemsize
 
     @property
     def staging_nbytes(self) -> int:
         """Bytes that are there only while a gather is under way, beside the gathered ones."""
         if self.layout.num_shards == 1:
-            return self.sharded_nbytes if self.crosses and self.dtype != self.compute_dtype else 0
-        is_cast = self.dtype != self.compute_dtype
-        numel = self.layout.staging_numel + self.layout.shard_numel * is_cast
-        return numel * self.compute_dtype.itemsize + self.sharded_nbytes * self.crosses
+            return self.sharded_nbytes if self.is_away and self.is_cast else 0
+        numel = self.layout.staging_numel + self.layout.shard_numel * self.is_cast
+        return numel * self.dtype.itemsize + self.sharded_nbytes * self.is_away
 
     @property
     def sent(self) -> tuple[int, ...]:
         """Bytes of each message that this rank sends to every other."""
         if self.layout.num_shards == 1:
             return ()
-        return tuple(numel * self.compute_dtype.itemsize for _, numel in self.layout.messages)
-
-    def over(self, num_shards: int) -> GatherPlan:
-        """Return the plan for another number of ranks."""
-        return replace(self, members=self.members.over(num_shards, self.compute_dtype.itemsize))
+        return tuple(numel * self.dtype.itemsize for _, numel in self.layout.messages)
 
 
 @dataclass(frozen=True)
@@ -151,38 +129,23 @@ class SubclassPlan:
 
 
 @dataclass(frozen=True)
-class ReducePlan:
+class ReducePlan(BucketPlan):
     """A bucket of gradients that are reduced together.
 
     Attributes:
-        members: Their parameters.
-        dtype: In which they are summed.
         grad_dtypes: In which autograd makes each.
         final_dtypes: In which the optimizer finds each.
-        crosses: Whether the reduced ones go to another device.
         widens: Whether the reduce-scatter takes narrower inputs.
-        offloads: Whether the reduced ones are kept on the CPU.
-        pads: Whether small ones are packed padding and all, by one kernel.
     """
 
-    members: Members
-    dtype: torch.dtype
     grad_dtypes: tuple[torch.dtype, ...]
     final_dtypes: tuple[torch.dtype, ...]
-    crosses: bool
     widens: bool
-    offloads: bool = False
-    pads: bool = False
-
-    @property
-    def layout(self) -> BucketLayout:
-        """Where each gradient lies."""
-        return self.members.layout
 
     @property
     def result_numel(self) -> int:
         """Elements of this rank's reduced gradients, and one flag for each gradient."""
-        return self.layout.shard_numel + len(self.members.names)
+        return self.layout.shard_numel + len(self.names)
 
     @property
     def result_nbytes(self) -> int:
@@ -195,7 +158,7 @@ class ReducePlan:
         layout = self.layout
         num_own = len(layout.direct) + len(layout.permuted)
         numels = [numel for _, numel in layout.messages[:num_own]]
-        packed, flags = layout.packed_numel, len(self.members.names)
+        packed, flags = layout.packed_numel, len(self.names)
         numels += [n for n in (packed, flags) if n] if self.flags_are_alone else [packed + flags]
         return tuple(numel * self.dtype.itemsize for numel in numels)
 
@@ -204,17 +167,16 @@ class ReducePlan:
         """Bytes that are written to pack small gradients and the flags."""
         layout = self.layout
         numel = sum(layout.params[index].numel for index in layout.packed)
-        if self.pads:
+        if self.fuses:
             numel = layout.num_shards * layout.packed_numel
         if not self.flags_are_alone:
-            numel += layout.num_shards * len(self.members.names)
+            numel += layout.num_shards * len(self.names)
         return numel * self.dtype.itemsize
 
     @property
     def flags_are_alone(self) -> bool:
         """Whether the flags have a message of their own."""
-        names = self.members.names
-        return flags_travel_alone(self.layout.num_shards, len(names), self.dtype.itemsize)
+        return flags_travel_alone(self.layout.num_shards, len(self.names), self.dtype.itemsize)
 
     def goes_as_it_is(self, index: int) -> bool:
         """Tell whether a gradient is sent from where autograd left it."""
@@ -224,31 +186,32 @@ class ReducePlan:
             fits = torch.promote_types(dtype, self.dtype) == self.dtype
         return fits and layout.is_even
 
-    def input_nbytes(self, *, is_left_by_autograd: bool) -> int:
-        """Return the bytes of what is sent and was left there by autograd, or else made for it."""
+    @property
+    def given_nbytes(self) -> int:
+        """Bytes of the gradients that are sent from where autograd left them."""
+        direct = [index for index in self.layout.direct if self.goes_as_it_is(index)]
+        params = self.layout.params
+        return sum(params[index].numel * self.grad_dtypes[index].itemsize for index in direct)
+
+    @property
+    def made_nbytes(self) -> int:
+        """Bytes of what is made to be sent: copies of the other gradients, and the flags."""
         layout = self.layout
-        as_it_is = [index for index in layout.direct if self.goes_as_it_is(index)]
-        if is_left_by_autograd:
-            return sum(layout.params[i].numel * self.grad_dtypes[i].itemsize for i in as_it_is)
-        made = {*layout.direct, *layout.permuted} - {*as_it_is}
-        numel = sum(layout.params[index].gathered_numel for index in made)
-        numel += layout.num_shards * (layout.packed_numel + len(self.members.names))
+        numel = layout.num_shards * (layout.packed_numel + len(self.names))
+        for index in (*layout.direct, *layout.permuted):
+            if index in layout.permuted or not self.goes_as_it_is(index):
+                numel += layout.params[index].gathered_numel
         return numel * self.dtype.itemsize
 
     @property
     def final_nbytes(self) -> int:
         """Bytes of this rank's gradients as the optimizer finds them."""
-        finals = set(self.final_dtypes)
-        if len(finals) == 1:
-            return self.result_numel * next(iter(finals)).itemsize
+        if len(set(self.final_dtypes)) == 1:
+            return self.result_numel * self.final_dtypes[0].itemsize
         return sum(
             param.shard_numel * dtype.itemsize
             for param, dtype in zip(self.layout.params, self.final_dtypes, strict=True)
         )
-
-    def over(self, num_shards: int) -> ReducePlan:
-        """Return the plan for another number of ranks."""
-        return replace(self, members=self.members.over(num_shards, self.dtype.itemsize))
 
 
 @dataclass(frozen=True)
@@ -258,7 +221,8 @@ class MeshPlan:
     Attributes:
         num_shards: Ranks that share each parameter.
         num_replicas: Ranks that hold the same shards.
-        gathers: What is gathered, in one launch.
+        buckets: Plain parameters, gathered in one launch with the subclasses.
+        subclasses: Tensor subclasses.
         reductions: What is reduced, each in a launch of its own.
         all_reduces: Whether reductions go on over the replicas.
         custom_gather: Whether the all-gather is the user's.
@@ -268,49 +232,33 @@ class MeshPlan:
 
     num_shards: int
     num_replicas: int
-    gathers: tuple[GatherPlan | SubclassPlan, ...]
+    buckets: tuple[GatherPlan, ...]
+    subclasses: tuple[SubclassPlan, ...]
     reductions: tuple[ReducePlan, ...]
-    all_reduces: bool = True
-    custom_gather: bool = False
-    custom_reduce: bool = False
-    is_alone: bool = False
-
-    def over(self, num_shards: int, num_replicas: int) -> MeshPlan:
-        """Return the plan for longer axes, if all parameters are plain; one of 1 stays so."""
-        shards = num_shards if self.num_shards > 1 else 1
-        return replace(
-            self,
-            num_shards=shards,
-            num_replicas=num_replicas if self.num_replicas > 1 else 1,
-            gathers=tuple(unit.over(shards) for unit in self.buckets),
-            reductions=tuple(one.over(shards) for one in self.reductions),
-        )
+    all_reduces: bool
+    custom_gather: bool
+    custom_reduce: bool
+    is_alone: bool
 
     @property
-    def buckets(self) -> tuple[GatherPlan, ...]:
-        """The gathers of plain parameters."""
-        return tuple(unit for unit in self.gathers if isinstance(unit, GatherPlan))
-
-    @property
-    def subclasses(self) -> tuple[SubclassPlan, ...]:
-        """The gathers of tensor subclasses."""
-        return tuple(unit for unit in self.gathers if isinstance(unit, SubclassPlan))
+    def gathers(self) -> tuple[GatherPlan | SubclassPlan, ...]:
+        """What is gathered."""
+        return self.buckets + self.subclasses
 
 
-@dataclass(frozen=True)
-class Residence:
+class Residence(NamedTuple):
     """How long the unsharded parameters stay.
 
     Attributes:
         in_backward: How they come back for backward: ``"kept"``, ``"gathered"``, ``"regathered"``
             from neighbours, or ``"unread"``.
-        num_neighbours: From how many neighbours they are regathered.
         why: The reason, a sentence.
+        num_neighbours: From how many neighbours they are regathered.
     """
 
     in_backward: str
-    num_neighbours: int
     why: str
+    num_neighbours: int = 0
 
 
 @dataclass(frozen=True)
@@ -329,19 +277,10 @@ class GroupPlan:
     residence: Residence
     is_reduced: bool
 
-    def over(self, num_shards: int, num_replicas: int, num_neighbours: int) -> GroupPlan:
-        """Return the plan for another number of ranks, if all parameters are plain.
-
-        Args:
-            num_shards: Ranks that share each parameter.
-            num_replicas: Ranks that hold the same shards.
-            num_neighbours: From how many they are regathered, where they are.
-        """
-        return replace(
-            self,
-            meshes=tuple(mesh.over(num_shards, num_replicas) for mesh in self.meshes),
-            residence=replace(self.residence, num_neighbours=num_neighbours),
-        )
+    @property
+    def buckets(self) -> list[GatherPlan]:
+        """The buckets of plain parameters, of all meshes."""
+        return [bucket for mesh in self.meshes for bucket in mesh.buckets]
 
     @property
     def sharded_nbytes(self) -> int:
@@ -369,42 +308,34 @@ def residence_of(group: ParamGroup) -> Residence:
     What the passes have recorded decides. Before the first one, it is taken that groups run in the
     order in which they are registered.
     """
-    settings, context = group.settings, group.context
-    if not group.params or not settings.unshards_in_backward:
-        why = "nothing is gathered" if not group.params else "set_unshard_in_backward(False)"
-        return Residence("unread", 0, f"backward reads no parameters of this group: {why}")
+    settings = group.settings
+    reshard = settings.reshard_after_forward
+    if not group.params:
+        return Residence("unread", "backward reads no parameters of this group: it has none")
+    if not settings.unshards_in_backward:
+        return Residence("unread", "set_unshard_in_backward(False): backward gathers nothing")
     if not _has_backward(group):
         return Residence(
-            "unread", 0, "backward does not come here: nothing before or in it is trained"
+            "unread", "backward does not come here: nothing before or in it is trained"
         )
-    reshard = settings.reshard_after_forward
-    if reshard is None:
-        if group is context.root:
-            return Residence(
-                "kept", 0, "it is the root, whose parameters backward needs first, so they are kept"
-            )
-        reshard = True
-    if not reshard:
-        return Residence(
-            "kept", 0, "reshard_after_forward=False keeps the parameters until backward"
-        )
+    if reshard is None and group is group.context.root:
+        why = "it is the root, whose parameters backward needs first, so they are kept"
+        return Residence("kept", why)
+    if reshard is False:
+        return Residence("kept", "reshard_after_forward=False keeps the parameters until backward")
     if _ends_forward_and_opens_backward(group):
-        return Residence(
-            "kept",
-            0,
-            "it ends forward and opens backward, so from the second step on it is kept between",
-        )
-    if isinstance(reshard, bool):
+        why = "it ends forward and opens backward, so from the second step on it is kept between"
+        return Residence("kept", why)
+    if reshard is None or reshard is True:
         why = "the parameters are freed after forward and gathered again for backward"
         if settings.keeps_unsharded_storage:
             why = "the parameters are gathered again for backward, into memory that is kept"
-        return Residence("gathered", 0, why)
-    return Residence(
-        "regathered",
-        reshard,
+        return Residence("gathered", why)
+    why = (
         f"after forward each of {reshard} neighbours keeps a part of all parameters, from which "
-        "backward gathers them again",
+        "backward gathers them again"
     )
+    return Residence("regathered", why, reshard)
 
 
 def _ends_forward_and_opens_backward(group: ParamGroup) -> bool:
@@ -459,24 +390,39 @@ Names = Mapping[nn.Module, str]
 """Names of modules within the model that is looked at."""
 
 
-def read_group(group: ParamGroup, name: str, names: Names) -> GroupPlan:
+class Elsewhere(NamedTuple):
+    """Other ranks than those that a group is sharded over, to plan for.
+
+    Attributes:
+        num_shards: Ranks that share each parameter; one that is not shared stays so.
+        num_replicas: Ranks that hold the same shards; a mesh without replicas stays so.
+        num_neighbours: From how many parameters are regathered, where they are.
+        is_accelerator: Whether compute is on another device than what is offloaded.
+    """
+
+    num_shards: int
+    num_replicas: int
+    num_neighbours: int
+    is_accelerator: bool
+
+
+def read_group(
+    group: ParamGroup, name: str, names: Names, elsewhere: Elsewhere | None = None
+) -> GroupPlan:
     """Return the plan of a group.
 
     Args:
         group: The group.
         name: What to call it.
         names: How modules are called.
+        elsewhere: The ranks to plan for, if not those that the group has.
     """
-    plans = group.gradients.next_plans()
-    return GroupPlan(
-        name,
-        tuple(
-            _read_mesh(group, channel, some, names)
-            for channel, some in zip(group.channels.values(), plans, strict=True)
-        ),
-        residence_of(group),
-        group.settings.requires_gradient_sync,
-    )
+    residence = residence_of(group)
+    if elsewhere is not None:
+        residence = residence._replace(num_neighbours=elsewhere.num_neighbours)
+    plans = zip(group.channels.values(), group.gradients.next_plans(), strict=True)
+    meshes = [_MeshReader(group, channel, names, elsewhere).plan(some) for channel, some in plans]
+    return GroupPlan(name, tuple(meshes), residence, group.settings.requires_gradient_sync)
 
 
 def full_name(param: ShardedParam, names: Names) -> str:
@@ -486,43 +432,82 @@ def full_name(param: ShardedParam, names: Names) -> str:
     return f"{prefix}.{attribute}" if prefix else attribute
 
 
-def _read_mesh(
-    group: ParamGroup, channel: Channel, plans: Sequence[ReductionPlan], names: Names
-) -> MeshPlan:
-    mesh = channel.mesh
-    widens = channel.reduce_scatter.widens
-    return MeshPlan(
-        num_shards=mesh.num_shards,
-        num_replicas=mesh.num_replicas,
-        gathers=tuple(_read_unit(unit, names) for unit in group.units.members if unit.mesh == mesh),
-        reductions=tuple(_read_reduction(plan, names, widens=widens) for plan in plans),
-        all_reduces=group.settings.reduction.all_reduces,
-        custom_gather=isinstance(channel.all_gather, CustomAllGather),
-        custom_reduce=isinstance(channel.reduce_scatter, CustomReduceScatter),
-        is_alone=mesh.num_ranks == 1 and group.settings.reduction.hook is None,
-    )
+class _MeshReader:
+    """Reads what goes over one mesh, planned for its own ranks or for others."""
 
+    def __init__(
+        self, group: ParamGroup, channel: Channel, names: Names, elsewhere: Elsewhere | None
+    ) -> None:
+        mesh = channel.mesh
+        self._group, self._channel, self._names = group, channel, names
+        self._num_shards, self._num_replicas = mesh.num_shards, mesh.num_replicas
+        self._is_elsewhere = elsewhere is not None
+        self._is_accelerator = mesh.device.type != "cpu"
+        if elsewhere is not None:
+            self._num_shards = elsewhere.num_shards if mesh.num_shards > 1 else 1
+            self._num_replicas = elsewhere.num_replicas if mesh.num_replicas > 1 else 1
+            self._is_accelerator = elsewhere.is_accelerator
 
-def _read_unit(unit: GatherUnit, names: Names) -> GatherPlan | SubclassPlan:
-    if isinstance(unit, ParamBucket):
-        first = unit.params[0]
-        return GatherPlan(
-            members=_members(unit.params, unit.layout, names),
-            dtype=unit.sharded.dtype,
-            compute_dtype=first.policy.compute_dtype(unit.sharded.dtype),
-            crosses=unit.sharded.device.type not in ("meta", unit.mesh.device.type),
-            offloads=first.offload is not None,
-            pads=fuses_on(unit.mesh.device),
+    def plan(self, reductions: Sequence[ReductionPlan]) -> MeshPlan:
+        mesh, reduction = self._channel.mesh, self._group.settings.reduction
+        units = [unit for unit in self._group.units.members if unit.mesh == mesh]
+        return MeshPlan(
+            num_shards=self._num_shards,
+            num_replicas=self._num_replicas,
+            buckets=tuple(self._bucket(unit) for unit in units if isinstance(unit, ParamBucket)),
+            subclasses=tuple(
+                self._subclass(unit) for unit in units if isinstance(unit, ExtensionGather)
+            ),
+            reductions=tuple(map(self._reduction, reductions)),
+            all_reduces=reduction.all_reduces,
+            custom_gather=isinstance(self._channel.all_gather, CustomAllGather),
+            custom_reduce=isinstance(self._channel.reduce_scatter, CustomReduceScatter),
+            is_alone=mesh.num_ranks == 1 and reduction.hook is None,
         )
-    assert isinstance(unit, ExtensionGather), unit
-    local = unit.param.local
-    return SubclassPlan(
-        name=full_name(unit.param, names),
-        sharded_nbytes=sum(leaf.numel() * leaf.itemsize for leaf in _torch.leaves(local)),
-        sent=_sent_of(unit),
-        num_shards=unit.mesh.num_shards,
-        has_hooks=has_extension(local),
-    )
+
+    def _bucket(self, bucket: ParamBucket) -> GatherPlan:
+        stored = bucket.sharded.dtype
+        dtype = bucket.params[0].policy.compute_dtype(stored)
+        common = self._common(bucket.params, bucket.layout, dtype)
+        return GatherPlan(*common, fuses_on(bucket.mesh.device), stored)
+
+    def _reduction(self, plan: ReductionPlan) -> ReducePlan:
+        params = [param for param, _ in plan.members]
+        return ReducePlan(
+            *self._common(params, plan.bucket.layout, plan.bucket.dtype),
+            fuses=fuses_on(self._channel.mesh.device),
+            grad_dtypes=tuple(param.compute_dtype for param in params),
+            final_dtypes=tuple(plan.grad_dtypes()),
+            widens=self._channel.reduce_scatter.widens,
+        )
+
+    def _common(
+        self, params: Sequence[ShardedParam], layout: BucketLayout, dtype: torch.dtype
+    ) -> tuple[tuple[str, ...], BucketLayout, torch.dtype, bool]:
+        """Return what :class:`BucketPlan` begins with."""
+        names = tuple(full_name(param, self._names) for param in params)
+        if self._is_elsewhere:
+            layouts = tuple(_over(param, self._num_shards) for param in params)
+            layout = plan_bucket(layouts, self._num_shards, dtype.itemsize)
+        is_away = self._is_accelerator and any(param.offload is not None for param in params)
+        return names, layout, dtype, is_away
+
+    def _subclass(self, unit: ExtensionGather) -> SubclassPlan:
+        local = unit.param.local
+        return SubclassPlan(
+            name=full_name(unit.param, self._names),
+            sharded_nbytes=sum(leaf.numel() * leaf.itemsize for leaf in _torch.leaves(local)),
+            sent=_sent_of(unit),
+            num_shards=unit.mesh.num_shards,
+            has_hooks=has_extension(local),
+        )
+
+
+def _over(param: ShardedParam, num_shards: int) -> ParamLayout:
+    """Return how a parameter is cut over another number of ranks."""
+    if param.form.is_replicated:
+        return ParamLayout((num_shards,), 0, num_shards)
+    return replace(param.layout, num_shards=num_shards)
 
 
 def _sent_of(unit: ExtensionGather) -> tuple[int, ...] | None:
@@ -545,25 +530,3 @@ def _padded_nbytes(formats: Sequence[Format]) -> int:
     """Return the bytes that each rank sends of a tensor, of which some have fewer rows."""
     rows = max(theirs.shape[0] for theirs in formats)
     return rows * prod(formats[0].shape[1:]) * formats[0].dtype.itemsize
-
-
-def _read_reduction(plan: ReductionPlan, names: Names, *, widens: bool) -> ReducePlan:
-    params = [param for param, _ in plan.members]
-    return ReducePlan(
-        members=_members(params, plan.bucket.layout, names),
-        dtype=plan.bucket.dtype,
-        grad_dtypes=tuple(param.compute_dtype for param in params),
-        final_dtypes=tuple(plan.grad_dtypes()),
-        crosses=any(param.device != param.mesh.device for param in params),
-        widens=widens,
-        offloads=any(param.offload is not None for param in params),
-        pads=any(param.mesh.device.type != "cpu" for param in params),
-    )
-
-
-def _members(params: Sequence[ShardedParam], layout: BucketLayout, names: Names) -> Members:
-    return Members(
-        tuple(full_name(param, names) for param in params),
-        layout,
-        tuple(param.form.is_replicated for param in params),
-    )

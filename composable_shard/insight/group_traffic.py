@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 
 from composable_shard.insight.group_plan import GatherPlan, GroupPlan, MeshPlan, ReducePlan
@@ -52,16 +52,27 @@ class StepTraffic:
     all_reduces: Traffic
 
     @property
+    def parts(self) -> dict[str, Traffic]:
+        """Each of them under the heading that tables give it."""
+        return {
+            field.name.replace("all_", "all-").replace("_", " "): getattr(self, field.name)
+            for field in fields(self)
+        }
+
+    @property
     def total(self) -> Traffic:
         """All of them."""
-        return total(
-            (self.forward_gathers, self.backward_gathers, self.reductions, self.all_reduces)
-        )
+        return total(self.parts.values())
 
 
 def total(parts: Iterable[Traffic]) -> Traffic:
     """Add up."""
     return sum(parts, Traffic())
+
+
+def total_traffic(steps: Iterable[StepTraffic]) -> StepTraffic:
+    """Add up what groups send, part by part."""
+    return StepTraffic(*map(total, zip(*(step.parts.values() for step in steps), strict=True)))
 
 
 def step_traffic(group: GroupPlan) -> StepTraffic:
@@ -93,7 +104,7 @@ def gather_traffic(mesh: MeshPlan) -> Traffic:
             return Traffic(1, len(mesh.gathers), None)
         sent += unit.sent
     if mesh.custom_gather:
-        dtypes = {bucket.compute_dtype for bucket in mesh.buckets}
+        dtypes = {bucket.dtype for bucket in mesh.buckets}
         return Traffic(len(dtypes), len(dtypes), (mesh.num_shards - 1) * sum(sent))
     return _launched(sent, mesh.num_shards)
 
@@ -171,8 +182,8 @@ def step_copies(group: GroupPlan) -> tuple[Copy, ...]:
 
 
 def _of_gather(bucket: GatherPlan, times: int) -> Iterator[Copy]:
-    layout, names = bucket.layout, bucket.members.names
-    itemsize = bucket.compute_dtype.itemsize
+    layout, names = bucket.layout, bucket.names
+    itemsize = bucket.dtype.itemsize
     if layout.num_shards == 1:
         if not bucket.shares_storage:
             yield Copy(
@@ -180,25 +191,25 @@ def _of_gather(bucket: GatherPlan, times: int) -> Iterator[Copy]:
                 names,
                 bucket.unsharded_nbytes,
                 times,
-                f"stored as {short(bucket.dtype)}, computed with as {short(bucket.compute_dtype)}",
+                f"stored as {short(bucket.stored_dtype)}, computed with as {short(bucket.dtype)}",
             )
         return
-    if bucket.crosses:
+    if bucket.is_away:
         why = "shards on the CPU are copied to the device of compute before each gather"
         yield Copy("moved", names, bucket.sharded_nbytes, times, why)
-    if bucket.dtype != bucket.compute_dtype:
+    if bucket.is_cast:
         yield Copy(
             "cast",
             names,
             layout.shard_numel * itemsize,
             times,
-            f"shards stored as {short(bucket.dtype)} are cast to {short(bucket.compute_dtype)} in "
+            f"shards stored as {short(bucket.stored_dtype)} are cast to {short(bucket.dtype)} in "
             "one kernel before each gather, so that fewer bytes travel",
         )
     if layout.permuted:
         yield Copy(
             "permuted",
-            bucket.members.named(layout.permuted),
+            bucket.named(layout.permuted),
             sum(layout.params[index].numel for index in layout.permuted) * itemsize,
             times,
             "sharded on an inner dim, so shards laid end to end are not the parameter",
@@ -206,7 +217,7 @@ def _of_gather(bucket: GatherPlan, times: int) -> Iterator[Copy]:
     if layout.packed_numel:
         yield Copy(
             "packed",
-            bucket.members.named(layout.packed),
+            bucket.named(layout.packed),
             bucket.packed_nbytes,
             times,
             "too small to be worth a message of their own: they share one and are copied out of it",
@@ -216,7 +227,7 @@ def _of_gather(bucket: GatherPlan, times: int) -> Iterator[Copy]:
 def _kept_part(bucket: GatherPlan, num_neighbours: int) -> Copy:
     return Copy(
         "kept",
-        bucket.members.names,
+        bucket.names,
         bucket.unsharded_nbytes // num_neighbours,
         1,
         f"each of {num_neighbours} neighbours keeps a part of all parameters from forward to "
@@ -233,7 +244,7 @@ def _of_reduction(plan: ReducePlan, mesh: MeshPlan) -> Iterator[Copy]:
         numel += sum(param.gathered_numel for param in uneven)
         yield Copy(
             "permuted",
-            plan.members.named(layout.permuted),
+            plan.named(layout.permuted),
             numel * plan.dtype.itemsize,
             1,
             "gradients of parameters sharded on an inner dim are laid out shard by shard",
@@ -243,7 +254,7 @@ def _of_reduction(plan: ReducePlan, mesh: MeshPlan) -> Iterator[Copy]:
     if plan.packed_nbytes:
         yield Copy(
             "packed",
-            plan.members.named(layout.packed),
+            plan.named(layout.packed),
             plan.packed_nbytes,
             1,
             small if layout.packed else flags,
@@ -251,7 +262,7 @@ def _of_reduction(plan: ReducePlan, mesh: MeshPlan) -> Iterator[Copy]:
     if mesh.num_shards == 1:
         yield Copy(
             "moved",
-            plan.members.names,
+            plan.names,
             sum(plan.scattered),
             1,
             "nobody shares these parameters: gradients are laid into the buffer to all-reduce",
@@ -273,13 +284,13 @@ def _gradients_not_as_they_are(plan: ReducePlan) -> Iterator[Copy]:
     for kind, indices in (("cast", cast), ("padded", padded)):
         if indices:
             numel = sum(layout.params[index].gathered_numel for index in indices)
-            names = plan.members.named(tuple(indices))
+            names = plan.named(tuple(indices))
             yield Copy(kind, names, numel * plan.dtype.itemsize, 1, reasons[kind])
 
 
 def _of_result(plan: ReducePlan) -> Iterator[Copy]:
     finals = set(plan.final_dtypes)
-    if finals == {plan.dtype} and not plan.crosses:
+    if finals == {plan.dtype} and not plan.is_away:
         return
     if len(finals) == 1:
         nbytes = plan.result_numel * next(iter(finals)).itemsize
@@ -287,12 +298,12 @@ def _of_result(plan: ReducePlan) -> Iterator[Copy]:
         nbytes = sum(
             param.shard_numel * dtype.itemsize
             for param, dtype in zip(plan.layout.params, plan.final_dtypes, strict=True)
-            if dtype != plan.dtype or plan.crosses
+            if dtype != plan.dtype or plan.is_away
         )
     names = ", ".join(sorted(map(short, finals)))
-    place = " and copied to the CPU, where the optimizer is" if plan.crosses else ""
+    place = " and copied to the CPU, where the optimizer is" if plan.is_away else ""
     why = f"reduced gradients of {short(plan.dtype)} are turned into {names}{place}"
-    yield Copy("moved" if plan.crosses else "cast", plan.members.names, nbytes, 1, why)
+    yield Copy("moved" if plan.is_away else "cast", plan.names, nbytes, 1, why)
 
 
 def short(dtype: object) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ from composable_shard.core.transport.collectives import (
 )
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
-from composable_shard.insight.group_plan import GroupPlan, MeshPlan, read_group
-from composable_shard.insight.group_traffic import StepTraffic, Traffic, step_traffic
+from composable_shard.insight.events import listening
+from composable_shard.insight.group_plan import Elsewhere, GroupPlan, read_group
 from composable_shard.insight.live_bytes import (
     Live,
     LiveBytes,
@@ -115,34 +116,6 @@ def checked_ranks(mesh_shape: object, reshard_after_forward: Any) -> Ranks:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def checked_speeds(
-    flops: float | None,
-    bandwidth: float | None,
-    replica_bandwidth: float | None,
-    latency: float,
-) -> Speeds | None:
-    """Return the speeds, ``None`` if none are given.
-
-    Raises:
-        ValueError: If only some are given, or one is not positive.
-    """
-    if flops is None and bandwidth is None:
-        return None
-    if flops is None or bandwidth is None:
-        raise ValueError(
-            "Expected both flops and bandwidth, or neither, got "
-            f"flops={flops!r} and bandwidth={bandwidth!r}"
-        )
-    other = bandwidth if replica_bandwidth is None else replica_bandwidth
-    if min(flops, bandwidth, other) <= 0 or latency < 0:
-        raise ValueError(
-            "Expected positive speeds and a latency of at least 0, got "
-            f"flops={flops!r}, bandwidth={bandwidth!r}, replica_bandwidth={other!r}, "
-            f"latency={latency!r}"
-        )
-    return Speeds(float(flops), float(bandwidth), float(other), float(latency))
 
 
 def rehearsing_arguments(ranks: Ranks, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,17 +276,14 @@ def _run(
         question.loss(_call(model, batch), batch).backward()
         model.zero_grad()
 
-    record = record_step(groups, [*lasting, *locals_], run)
-    plans = tuple(
-        _placed(read_group(group, group.name, names), question).over(
-            ranks.num_shards, ranks.num_replicas, ranks.num_neighbours or 1
-        )
-        for group in groups
+    moments, used = record_step(groups, [*lasting, *locals_], run)
+    elsewhere = Elsewhere(
+        ranks.num_shards, ranks.num_replicas, ranks.num_neighbours or 1, question.is_accelerator
     )
-    resident, offloaded = _optimizers(question, ranks, record.used)
+    resident, offloaded = _optimizers(question, ranks, used)
     return Rehearsal(
-        record.moments,
-        plans,
+        moments,
+        tuple(read_group(group, group.name, names, elsewhere) for group in groups),
         sum(param.numel() for param in model.parameters()),
         sum(tensor.numel() * tensor.itemsize for tensor in lasting),
         resident,
@@ -327,23 +297,6 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return model(*batch)
     return model(batch)
-
-
-def _placed(plan: GroupPlan, question: Question) -> GroupPlan:
-    """Say of each buffer whether it is on the CPU and compute is not."""
-
-    def placed(mesh: MeshPlan) -> MeshPlan:
-        gathers = []
-        for bucket in mesh.buckets:
-            is_away = bucket.offloads and question.is_accelerator
-            gathers.append(replace(bucket, crosses=is_away, offloads=is_away))
-        reductions = []
-        for one in mesh.reductions:
-            is_away = one.offloads and question.is_accelerator
-            reductions.append(replace(one, crosses=is_away, offloads=is_away))
-        return replace(mesh, gathers=tuple(gathers), reductions=tuple(reductions))
-
-    return replace(plan, meshes=tuple(map(placed, plan.meshes)))
 
 
 def _optimizers(
@@ -364,8 +317,7 @@ def _optimizers(
 # One step of a sharded model, run without memory on a few ranks that are not there ----------------
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """An event of a group, and what happened since the one before.
 
     Attributes:
@@ -379,19 +331,6 @@ class Moment:
     group: int
     peak: Live
     flops: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """What happened in a step.
-
-    Attributes:
-        moments: In order; the last one is the end.
-        used: The parameters that got a gradient.
-    """
-
-    moments: tuple[Moment, ...]
-    used: frozenset[ShardedParam]
 
 
 class SilentAllGather(AllGatherLaunch):
@@ -429,13 +368,16 @@ def silence(groups: Sequence[ParamGroup], *, widens: bool) -> None:
 
 def record_step(
     groups: Sequence[ParamGroup], lasting: Sequence[torch.Tensor], run: Callable[[], None]
-) -> Record:
+) -> tuple[tuple[Moment, ...], set[ShardedParam]]:
     """Run a step twice and return what happens in the second one, which knows the order.
 
     Args:
         groups: All groups.
         lasting: Tensors that live before and after.
         run: Does forward and backward, and clears the gradients.
+
+    Returns:
+        Its moments, and the parameters that got a gradient.
     """
     live = LiveBytes()
     live.ignore(lasting)
@@ -444,8 +386,7 @@ def record_step(
         live.forget()
         with _Recorder(groups, live) as recorder:
             run()
-    moments = (*recorder.moments, Moment("", -1, live.peak, live.flops))
-    return Record(moments, frozenset(recorder.used))
+    return (*recorder.moments, Moment("", -1, live.peak, live.flops)), recorder.used
 
 
 class _Recorder(contextlib.AbstractContextManager[Any]):
@@ -462,8 +403,7 @@ class _Recorder(contextlib.AbstractContextManager[Any]):
     def __enter__(self) -> _Recorder:
         for context in dict.fromkeys(group.context for group in self._groups):
             places = {g.name: i for i, g in enumerate(self._groups) if g.context is context}
-            context.listener = lambda event, name, places=places: self._saw(event, places[name])
-            self._hooks.callback(setattr, context, "listener", None)
+            self._hooks.enter_context(listening(context, partial(self._hear, places)))
         for tensor in self._unsharded(range(len(self._groups))):
             if tensor.requires_grad:
                 handle = tensor.register_hook(self._live.call_gradient)
@@ -479,7 +419,8 @@ class _Recorder(contextlib.AbstractContextManager[Any]):
                 if param.unsharded is not None:
                     yield param.unsharded
 
-    def _saw(self, event: str, place: int) -> None:
+    def _hear(self, places: Mapping[str, int], event: str, name: str) -> None:
+        place = places[name]
         if event == "post_backward":
             grads = [t.grad for t in self._unsharded([place]) if t.grad is not None]
             for grad in grads:
@@ -495,251 +436,3 @@ class _Recorder(contextlib.AbstractContextManager[Any]):
         live = self._live
         self.moments.append(Moment(event, place, live.peak, live.flops))
         live.restart()
-
-
-# The most bytes a rank holds at once: a recorded step, with the sizes of any number of ranks ------
-
-
-@dataclass(frozen=True)
-class MemorySplit:
-    """Bytes on the device of compute, of one rank at one moment.
-
-    Attributes:
-        shards: Its shards of the parameters.
-        gradients: Gradients: as autograd leaves them, on their way, and reduced.
-        optimizer: The state of the optimizer, and what its step needs besides.
-        gathered: Unsharded parameters, and what gathers need besides.
-        activations: What compute made and still needs.
-        unsharded: Parameters and buffers that are not sharded, and the batch.
-    """
-
-    shards: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    gathered: int = 0
-    activations: int = 0
-    unsharded: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
-@dataclass(frozen=True)
-class GroupSizes:
-    """What a group occupies at its moments, in bytes.
-
-    Attributes:
-        gathered: Its unsharded parameters.
-        staging: What a gather under way needs besides.
-        kept: The part that is kept to regather from, if it is.
-        given: Gradients that are sent from where autograd left them.
-        made: What is made to send the others.
-        result: What the reduction writes.
-        final: Its gradients as the optimizer finds them.
-        final_elsewhere: Those of them that are kept on the CPU.
-        has_second_stage: Whether an all-reduce follows.
-    """
-
-    gathered: int
-    staging: int
-    kept: int
-    given: int
-    made: int
-    result: int
-    final: int
-    final_elsewhere: int
-    has_second_stage: bool
-
-
-def sizes_of(group: GroupPlan) -> GroupSizes:
-    """Return what a group occupies."""
-    gathers = [bucket for mesh in group.meshes for bucket in mesh.buckets]
-    every = [one for mesh in group.meshes for one in mesh.reductions]
-    sent = [one for mesh in group.meshes for one in mesh.reductions if not mesh.is_alone]
-    regathers = group.residence.in_backward == "regathered"
-    gathered = sum(bucket.unsharded_nbytes for bucket in gathers)
-    return GroupSizes(
-        gathered=gathered,
-        staging=sum(bucket.staging_nbytes for bucket in gathers),
-        kept=gathered // group.residence.num_neighbours if regathers else 0,
-        given=sum(one.input_nbytes(is_left_by_autograd=True) for one in sent),
-        made=sum(one.input_nbytes(is_left_by_autograd=False) for one in sent),
-        result=sum(one.result_nbytes for one in sent),
-        final=sum(one.final_nbytes for one in every if not one.offloads),
-        final_elsewhere=sum(one.final_nbytes for one in every if one.offloads),
-        has_second_stage=any(mesh.num_replicas > 1 for mesh in group.meshes),
-    )
-
-
-class MemoryCurve:
-    """Goes through the moments of a step and remembers the fullest.
-
-    Attributes:
-        peak: What was held then.
-        peak_at: The group that was next, and its event.
-        elsewhere: Bytes of reduced gradients on the CPU.
-    """
-
-    def __init__(self, sizes: Sequence[GroupSizes], lasting: MemorySplit) -> None:
-        self.peak = lasting
-        self.peak_at = ("", -1)
-        self.elsewhere = 0
-        self._sizes = sizes
-        self._lasting = lasting
-        self._gathered: dict[int, int] = {}
-        self._staging: dict[int, int] = {}
-        self._kept: dict[int, int] = {}
-        self._in_flight: dict[int, int] = {}
-        self._reduced: dict[int, int] = {}
-        self._reached: set[int] = set()  # by backward
-
-    def follow(self, moments: Sequence[Moment]) -> None:
-        """Go through all moments of a step."""
-        for moment in moments:
-            self._look(moment, moment.peak.activations, moment.peak.gradients)
-            if moment.group >= 0:
-                self._happen(moment)
-
-    def stepping(self, besides: int) -> MemorySplit:
-        """Return what is held while the optimizer steps, which needs some bytes besides."""
-        now = self._now(0, 0)
-        return replace(now, optimizer=now.optimizer + besides)
-
-    def _now(self, activations: int, raw_gradients: int) -> MemorySplit:
-        gathered = (self._gathered, self._staging, self._kept)
-        gradients = (self._in_flight, self._reduced)
-        return replace(
-            self._lasting,
-            gathered=sum(sum(held.values()) for held in gathered),
-            gradients=raw_gradients + sum(sum(held.values()) for held in gradients),
-            activations=activations,
-        )
-
-    def _look(self, moment: Moment, activations: int, raw_gradients: int) -> None:
-        now = self._now(activations, raw_gradients)
-        if now.total > self.peak.total:
-            self.peak, self.peak_at = now, (moment.event, moment.group)
-
-    def _happen(self, moment: Moment) -> None:
-        group, sizes = moment.group, self._sizes[moment.group]
-        match moment.event:
-            case "all_gather":
-                self._gathered[group], self._staging[group] = sizes.gathered, sizes.staging
-            case "wait_for_all_gather":
-                for ended in (self._staging, self._kept):
-                    ended.pop(group, None)
-            case "pre_backward":
-                self._reached.add(group)
-            case "reshard":
-                self._reshard(moment, sizes)
-            case "reduce_scatter":
-                self._launch(moment, sizes)
-            case "wait_for_reduce_scatter":
-                if sizes.has_second_stage:
-                    self._in_flight[group] = sizes.result
-                else:
-                    self._deliver(moment, sizes)
-            case "wait_for_all_reduce":
-                self._deliver(moment, sizes)
-
-    def _reshard(self, moment: Moment, sizes: GroupSizes) -> None:
-        group = moment.group
-        if sizes.kept and group not in self._reached:
-            self._kept[group] = sizes.kept
-            self._look(moment, *moment.peak)
-        for freed in (self._gathered, self._staging):
-            freed.pop(group, None)
-
-    def _launch(self, moment: Moment, sizes: GroupSizes) -> None:
-        """Gradients are packed while they are all there, then those that were copied are freed."""
-        group = moment.group
-        if not sizes.result:  # nobody else has a part in them
-            self._deliver(moment, sizes)
-            return
-        self._in_flight[group] = sizes.made + sizes.result
-        self._look(moment, moment.peak.activations, moment.peak.gradients)
-        self._in_flight[group] = sizes.given + sizes.made + sizes.result
-
-    def _deliver(self, moment: Moment, sizes: GroupSizes) -> None:
-        group = moment.group
-        self._in_flight.pop(group, None)
-        if sizes.result and sizes.final != sizes.result:  # both are there while it is cast
-            self._reduced[group] = sizes.final + sizes.result
-            self._look(moment, *moment.peak)
-        self._reduced[group] = sizes.final
-        self.elsewhere += sizes.final_elsewhere
-
-
-# How long a step takes, if compute and communication each run at one speed beside each other ------
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """What the user says of the devices.
-
-    Attributes:
-        flops: Floating-point operations that a device does in a second.
-        bandwidth: Bytes that a rank sends in a second to those that share its parameters.
-        replica_bandwidth: The same to those that hold the same shards.
-        latency: Seconds that a launch takes besides.
-    """
-
-    flops: float
-    bandwidth: float
-    replica_bandwidth: float
-    latency: float
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step, without the optimizer, whose speed is that of memory.
-
-    Attributes:
-        compute: If nothing had to be sent.
-        communication: If nothing had to be computed.
-        exposed: Communication that compute waits for.
-        step: Compute and exposed communication.
-    """
-
-    compute: float
-    communication: float
-    exposed: float
-    step: float
-
-
-def time_of(moments: Sequence[Moment], groups: Sequence[GroupPlan], speeds: Speeds) -> StepTime:
-    """Replay a recorded step: one lane computes, one communicates, each in order.
-
-    Args:
-        moments: The step.
-        groups: What each group sends.
-        speeds: How fast.
-    """
-    traffics = [step_traffic(group) for group in groups]
-    compute = clock = lane = communication = 0.0
-    done: dict[tuple[int, str], float] = {}
-    is_backward = False
-    for moment in moments:
-        seconds = moment.flops / speeds.flops
-        compute, clock = compute + seconds, clock + seconds
-        group, event = moment.group, moment.event
-        is_backward = is_backward or event == "pre_backward"
-        if event in ("all_gather", "reduce_scatter", "all_reduce"):
-            sent = _sent(traffics[group], event, is_backward=is_backward)
-            rate = speeds.replica_bandwidth if event == "all_reduce" else speeds.bandwidth
-            seconds = sent.launches * speeds.latency + (sent.nbytes or 0) / rate
-            communication += seconds
-            lane = done[group, event] = max(lane, clock) + seconds
-        elif event.startswith("wait_for_"):
-            clock = max(clock, done.pop((group, event.removeprefix("wait_for_")), 0.0))
-    return StepTime(compute, communication, clock - compute, clock)
-
-
-def _sent(traffic: StepTraffic, event: str, *, is_backward: bool) -> Traffic:
-    if event == "reduce_scatter":
-        return traffic.reductions
-    if event == "all_reduce":
-        return traffic.all_reduces
-    return traffic.backward_gathers if is_backward else traffic.forward_gathers

@@ -15,7 +15,6 @@ from composable_shard.insight.timeline import merging
 from composable_shard.insight.timeline.merging import MergedTrace, merge
 from composable_shard.insight.timeline.recording import (
     Clock,
-    Facts,
     LiveMemory,
     RankTrace,
     Recorder,
@@ -58,11 +57,11 @@ class Timeline:
         self._skip = skip
         self._last = None if steps is None else skip + steps
         self._num_steps = 0
-        self._facts = Facts.gather(roots, memory.of)
+        self._empty = RankTrace.empty(roots, memory.of)
         self._recorder = Recorder(module, roots, clock or clock_of(device), memory.read)
         self._is_open = False
         if folder is not None:
-            merging.clear(folder, self._facts.rank, self._facts.num_ranks)
+            merging.clear(folder, self._empty.rank, self._empty.num_ranks)
         if skip == 0:
             self._open()
 
@@ -100,7 +99,7 @@ class Timeline:
         if not self._is_open:
             return
         self._is_open = False
-        self.recorded = self._facts.trace(self._recorder.close(), self._skip)
+        self.recorded = self._empty.recorded(self._recorder.close(), self._skip)
         if self._folder is not None:
             try:
                 self._write(self._folder, self.recorded)
@@ -151,8 +150,8 @@ def trace(
 
     Gathers, waits, forward and backward of each group, reductions, optimizer steps, live memory.
     Each rank writes a file of its own when it leaves the context, by an exception too; the last one
-    of at most 64 merges all files into ``trace.json`` (for https://ui.perfetto.dev),
-    ``timeline.html`` and ``timeline.svg``. No rank waits for another. See ``docs/timeline.md``.
+    of at most 64 merges all files into ``trace.json`` (for https://ui.perfetto.dev) and
+    ``timeline.html``. No rank waits for another. See ``docs/timeline.md``.
 
     Args:
         module: A sharded module, or one with sharded modules in it.

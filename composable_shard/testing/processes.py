@@ -266,7 +266,12 @@ SETTLE_TIMEOUT = 20.0
 STACK_TIMEOUT = 5.0
 # Sub-groups made by earlier calls hold sockets and threads that only a new process gives back.
 MAX_OPEN_FILES = 256
-PRELOAD = ("torch", "composable_shard", "einops", "pytest", "hypothesis")
+# Modules of torch and of ours by name: what the package itself imports, it imports when asked.
+PRELOAD = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("torch.distributed.checkpoint", "composable_shard.api", "composable_shard.insight.events"),
+    *("einops", "pytest", "hypothesis"),
+)
 
 
 class RankPool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import pickle
 import threading
 import time
@@ -66,7 +65,7 @@ def run_threads(
     if num_ranks < 1:
         raise ValueError(f"Expected num_ranks of at least 1, got {num_ranks}")
     outcome = _Outcome(num_ranks)
-    with _threaded_world() as release:
+    with _torch.threaded_world() as release:
 
         def run_rank(rank: int) -> None:
             try:
@@ -109,41 +108,6 @@ class _Outcome:
             reason = f"The call took more than {timeout:g} s"
             raise RankTimeout(self.num_ranks, (), sorted(unfinished), reason=reason)
         return [self.results[rank] for rank in range(self.num_ranks)]
-
-
-@contextlib.contextmanager
-def _threaded_world() -> Iterator[Callable[[BaseException], None]]:
-    """Give each thread a process group of its own; yield what wakes threads that wait."""
-    # Private parts of torch, imported late: only who tests with threads depends on them.
-    from torch._C import _distributed_c10d
-    from torch.testing._internal.distributed import multi_threaded_pg
-
-    backend: Any = multi_threaded_pg  # neither module is typed
-    bindings: Any = _distributed_c10d
-    if not hasattr(backend.ThreadLocalWorld, "comms"):  # torch 2.11 looks for it and has none
-        backend.ThreadLocalWorld.comms = []
-    _enter_fake_mode()
-    bindings._set_thread_isolation_mode(True)
-    backend._install_threaded_pg()
-    try:
-        yield backend.ProcessLocalGroup.exception_handle
-    finally:
-        backend.ProcessLocalGroup.reset()
-        backend._uninstall_threaded_pg()
-        bindings._set_thread_isolation_mode(False)
-
-
-@functools.cache
-def _enter_fake_mode() -> None:
-    """Enter torch's fake mode once, in one thread.
-
-    Hazard: where torch is built for CUDA and there is no device, the first entry replaces what
-    guards devices; several threads that do so at once, in the first operations on DTensors, crash
-    the process. Guard: the first entry is before them. Test: all of ``run_threads``, on a machine
-    without a device, with a torch that is built for one.
-    """
-    with _torch.fake_tensors():
-        pass
 
 
 def _join(
@@ -301,10 +265,8 @@ def fake_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
             "Expected no process group, got one of backend "
             f"{dist.get_backend()!r}; call torch.distributed.destroy_process_group() first"
         )
-    # A private part of torch, imported late: importing it registers the backend.
-    from torch.testing._internal.distributed import fake_pg
-
-    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=fake_pg.FakeStore())
+    store = _torch.fake_store()
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=store)
     try:
         yield
     finally:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from composable_shard.errors import CommunicationError, ShardError
+from composable_shard.errors import ShardError
+from composable_shard.train.ranks import Ranks
 
 LIST = "files.json"
 """The file that a complete checkpoint has: names and sizes in bytes of all others."""
@@ -57,16 +58,11 @@ def save_checkpoint(
     """
     target = Path(folder)
     part = target.with_name(f".{target.name}.part")
-    try:
-        _on_first(process_group, target, lambda: _make_room(target, part))
+    ranks = Ranks(process_group, f"saving checkpoint '{target}'")
+    with ranks.naming_failures():
+        _on_first(ranks, target, lambda: _make_room(target, part))
         _write(state, part, target, process_group)
-        _on_first(process_group, target, lambda: _publish(part, target))
-    except ShardError:
-        raise
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"Rank {dist.get_rank()} failed while saving checkpoint '{target}': {error}"
-        ) from error
+        _on_first(ranks, target, lambda: _publish(part, target))
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
@@ -152,24 +148,18 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _on_first(
-    process_group: dist.ProcessGroup | None, target: Path, act: Callable[[], None]
-) -> None:
+def _on_first(ranks: Ranks, target: Path, act: Callable[[], None]) -> None:
     """Do something on the first rank; let all of them know how it went.
 
     Raises:
         ShardError: On all ranks, if it failed.
     """
-    outcome: list[str | None] = [None]
-    alone = not dist.is_initialized()
-    if alone or dist.get_rank(process_group) == 0:
+    said: str | None = None
+    if ranks.is_first:
         try:
             act()
         except Exception as error:  # noqa: BLE001 (whatever it is, all ranks shall hear of it)
-            outcome = [str(error)]
-    if not alone:
-        dist.broadcast_object_list(outcome, group=process_group, group_src=0)
-    if outcome[0] is not None:
-        raise ShardError(
-            f"Expected to save checkpoint '{target}', got on its first rank: {outcome[0]}"
-        )
+            said = str(error)
+    said = ranks.from_first(said)
+    if said is not None:
+        raise ShardError(f"Expected to save checkpoint '{target}', got on its first rank: {said}")

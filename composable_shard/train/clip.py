@@ -15,17 +15,16 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from composable_shard import _torch
 from composable_shard.core.param import sharded_form
 from composable_shard.errors import ShardError
+from composable_shard.train.gradients import alike, check_scalable, local_part, pending
 
 # The norm of gradients that lie on any mix of meshes, and scaling them by it ----------------------
 
 _Ranks = tuple[int, ...]
-_LINEAR = ("sum", "avg", "max", "min")
-"""What a pending reduction may be for its parts to be scaled in place of its result."""
 
 
 @torch.no_grad()
@@ -45,12 +44,12 @@ def clip_grad_norm(
     grads = [cast(torch.Tensor, param.grad) for param in owners]
     if not grads:
         return torch.tensor(0.0)
-    _check_partial(grads)
+    check_scalable(grads, "clipping")
     one_by_one = foreach is False
     norms = _Norms(float(norm_type), _norm_dtype(grads), _communication_device(grads), one_by_one)
-    norms.add([grad for grad in grads if not _is_pending(grad)])
+    norms.add([grad for grad in grads if not pending(grad)])
     for param, grad in zip(owners, grads, strict=True):
-        if _is_pending(grad):
+        if pending(grad):
             norms.add([_reduced(param, cast(DTensor, grad))])
     total = norms.total()
     if error_if_nonfinite and not total.isfinite():
@@ -66,7 +65,7 @@ def scale_grads(
     grads: Sequence[torch.Tensor], coefficient: torch.Tensor, one_by_one: bool = False
 ) -> None:
     """Multiply gradients in place by a scalar tensor, without waiting for the device."""
-    for (device, _, kind), locals_ in _alike([_local(grad) for grad in grads]).items():
+    for (device, _, kind), locals_ in alike([local_part(grad) for grad in grads]).items():
         own = coefficient.to(device)
         if kind is torch.Tensor and not one_by_one:
             _torch.multiply_all_(locals_, own)
@@ -139,10 +138,10 @@ class _Norms:
 
     def _local_norms(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Take the norm of each local part; of one without elements, what changes no norm."""
-        locals_ = [_local(grad) for grad in grads]
+        locals_ = [local_part(grad) for grad in grads]
         norms: dict[int, torch.Tensor] = {}
-        for alike in _alike([local for local in locals_ if local.numel()]).values():
-            norms.update(zip(map(id, alike), self._norms_of(alike), strict=True))
+        for some in alike([local for local in locals_ if local.numel()]).values():
+            norms.update(zip(map(id, some), self._norms_of(some), strict=True))
         unchanging = 0.0 if self._p >= 0 else math.inf
         for local in locals_:
             if id(local) not in norms:
@@ -181,20 +180,6 @@ def _reduced(param: torch.Tensor, grad: DTensor) -> DTensor:
     return grad.redistribute(placements=placements)
 
 
-def _check_partial(grads: Sequence[torch.Tensor]) -> None:
-    for grad in grads:
-        for placement in cast(DTensor, grad).placements if _is_pending(grad) else ():
-            if isinstance(placement, Partial) and placement.reduce_op not in _LINEAR:
-                raise ValueError(
-                    f"Expected gradients that are pending as one of {_LINEAR}, got {placement}; "
-                    "redistribute them before clipping"
-                )
-
-
-def _is_pending(grad: torch.Tensor) -> bool:
-    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
-
-
 def _sharded_axes(grad: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     """Return the mesh of a gradient and the axes over which each rank has another part."""
     if not isinstance(grad, DTensor):
@@ -212,22 +197,7 @@ def _shards(placement: Placement) -> bool:
     return not placement.is_replicate()  # strided shards are no instances of Shard
 
 
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return _torch.local_tensor(grad) if isinstance(grad, DTensor) else grad
-
-
 # Devices and dtypes ---------------------------------------------------------------------------
-
-
-def _alike(
-    tensors: Sequence[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]]:
-    """Sort tensors by what one kernel can do: device, dtype, and kind."""
-    found: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        key = (tensor.device, tensor.dtype, type(tensor))
-        found.setdefault(key, []).append(tensor)
-    return found
 
 
 def _communication_device(grads: Sequence[torch.Tensor]) -> torch.device:

@@ -9,13 +9,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.nested import map_tensors
-
-_LINEAR = ("sum", "avg", "max", "min")
-"""What a pending reduction may be for its parts to be unscaled in place of its result."""
+from composable_shard.train.gradients import alike, check_scalable, local_part, pending
 
 
 class ShardedGradScaler(_torch.GradScalerBase):
@@ -157,7 +155,7 @@ class ShardedGradScaler(_torch.GradScalerBase):
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         groups = self._groups_of(params)
-        _check_partial(params)
+        check_scalable([p.grad for p in params if p.grad is not None], "unscaling")
         _unscale_own(params, inverse, found_inf)
         for group in groups:
             if group.size() > 1:
@@ -222,11 +220,7 @@ def _unscale_plain(
     tensors: Sequence[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor
 ) -> None:
     """Multiply plain tensors in place, those of one device and dtype in one kernel."""
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, _), ones in alike.items():
+    for (device, *_), ones in alike([tensor for tensor in tensors if tensor.numel()]).items():
         found = found_inf if device == found_inf.device else torch.zeros((), device=device)
         _torch.unscale_all_(ones, factor.to(device), found)
         if found is not found_inf:
@@ -235,9 +229,7 @@ def _unscale_plain(
 
 def _local(param: torch.Tensor) -> torch.Tensor:
     """Return what of a gradient this rank multiplies: real numbers without structure."""
-    grad = cast(torch.Tensor, param.grad)
-    if isinstance(grad, DTensor):
-        grad = _torch.local_tensor(grad)
+    grad = local_part(cast(torch.Tensor, param.grad))
     if grad.is_sparse:
         if grad.dtype is torch.float16 and not grad.is_coalesced():
             # What overflows when duplicates are added would do so in the optimizer, unnoticed.
@@ -250,20 +242,8 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 
 def _num_parts(grad: torch.Tensor) -> int:
     """Return of how many ranks' parts a gradient is still to be reduced."""
-    if not isinstance(grad, DTensor):
-        return 1
-    mesh = grad.device_mesh
-    return math.prod(mesh.size(axis) for axis, p in enumerate(grad.placements) if p.is_partial())
-
-
-def _check_partial(params: Sequence[torch.Tensor]) -> None:
-    for param in params:
-        for placement in param.grad.placements if isinstance(param.grad, DTensor) else ():
-            if isinstance(placement, Partial) and placement.reduce_op not in _LINEAR:
-                raise ValueError(
-                    f"Expected gradients that are pending as one of {_LINEAR}, got {placement}; "
-                    "redistribute them before unscaling"
-                )
+    axes = [axis for axis, _ in pending(grad)]
+    return math.prod(cast(DTensor, grad).device_mesh.size(axis) for axis in axes)
 
 
 # Arguments ------------------------------------------------------------------------------------

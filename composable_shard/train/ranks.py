@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard.core.transport.process_groups import raise_first_difference
-from composable_shard.errors import CommunicationError
+from composable_shard.errors import CommunicationError, ShardError
 
 
 class Ranks:
@@ -21,6 +21,7 @@ class Ranks:
         group: The process group; ``None`` alone.
         is_first: Whether this is the first of them.
         doing: What they do, for messages.
+        failure: What went wrong first on this rank, if anything.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, doing: str) -> None:
@@ -29,6 +30,7 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             self.group = process_group or dist.group.WORLD
         self.is_first = self.group is None or dist.get_rank(self.group) == 0
+        self.failure: str | None = None
 
     @property
     def numbers(self) -> list[int]:
@@ -53,8 +55,16 @@ class Ranks:
             dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def agree(self, facts: Sequence[str], error: str | None, what: str) -> str | None:
-        """Compare facts over the ranks, unless one of them failed to state them.
+    @contextlib.contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Keep the text of an exception within, for all ranks to hear of it in :meth:`agree`."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (whatever it is)
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def agree(self, facts: Sequence[str], what: str) -> str | None:
+        """Compare facts over the ranks, unless one of them has failed.
 
         Returns:
             What went wrong, with the first rank that it went wrong on; on all ranks alike.
@@ -65,7 +75,7 @@ class Ranks:
         Collective: an all-gather of a small object; a second one before it raises.
         """
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-        heard = self.gather((digest, error))
+        heard = self.gather((digest, self.failure))
         for rank, (_, failure) in zip(self.numbers, heard, strict=True):
             if failure is not None:
                 return f"on rank {rank}: {failure}"
@@ -92,7 +102,7 @@ class Ranks:
         """
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ShardError):
             raise
         except RuntimeError as error:
             raise CommunicationError(

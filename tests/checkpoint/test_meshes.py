@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist.models import full
-from dist.test_state import counted
+from launches import counted
+from nets import full
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (

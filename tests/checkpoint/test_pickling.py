@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
-from dist.models import full
+from nets import full
 from on_ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import full
-from dist.test_state import counted
+from launches import counted
+from nets import full
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict

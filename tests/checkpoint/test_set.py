@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import full
+from nets import full
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist.two_tensors import two_tensor_hooks
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
+from two_tensors import two_tensor_hooks
 
 from checkpoint.models import State, all_ranks, assert_equal, three_ranks
 from composable_shard import fully_shard

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.two_tensors import two_tensor_hooks
-from meshes.test_custom_communication import CopyingAllGather, SummingReduceScatter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
+from transport.own_collectives import CopyingAllGather, SummingReduceScatter
+from two_tensors import two_tensor_hooks
 
 from composable_shard import (
     CPUOffloadPolicy,

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from dist.models import Block, Net, assert_same, average_gradients, full, own_input
+from nets import Block, Net, assert_same, average_gradients, full, own_input
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters

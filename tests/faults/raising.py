@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from dist.models import Net
+from nets import Net
 from torch import nn
 
 

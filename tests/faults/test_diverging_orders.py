@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from meshes.compare import Oracle, gradient_differences
 from on_ranks import on_ranks
-from parity.models import build, inputs_for, shard
-from parity.programs import TREE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from training.programs import TREE
+from training.trees import build, inputs_for, shard
 
 from composable_shard import RankMismatchError, fully_shard
 from composable_shard.core.root import VARIABLE

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from dist.models import (
+from nets import (
     Net,
     assert_parity,
     average_gradients,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from extensions.lossless import Lossless, as_type
 from near import Apart, readable
+from subclasses.lossless import Lossless, as_type
 from torch import nn
 
 from composable_shard import AllGather, CommunicationError, ReduceScatter, fully_shard

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import Net, assert_parity, own_input, train_step, two_nets
+from nets import Net, assert_parity, own_input, train_step, two_nets
 from on_ranks import on_ranks
 
 from composable_shard.core.hooks import owner_of

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import Net, own_input, shard_net, train_step, two_nets
 from near import readable
+from nets import Net, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 

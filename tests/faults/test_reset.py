@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from dist.models import Net, assert_parity, own_input, shard_net, train_step, two_nets
+from nets import Net, assert_parity, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 

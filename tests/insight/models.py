@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from two_tensors import two_tensor_mlp
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_shard.module import group_of
-from tests.dist.two_tensors import two_tensor_mlp
 
 
 class Layer(nn.Module):

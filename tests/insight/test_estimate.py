@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
+from two_tensors import two_tensor_mlp
 
 from composable_shard import (
     CPUOffloadPolicy,
@@ -25,19 +26,18 @@ from composable_shard import (
     explain,
     fully_shard,
 )
+from composable_shard.insight.advice import is_repeated_block, repeated_blocks
 from composable_shard.insight.estimate import Estimate, _by_policy
-from composable_shard.insight.explain import is_repeated_block, repeated_blocks
 from composable_shard.insight.group_traffic import total
 from composable_shard.insight.rehearsal import (
     Question,
-    StepTime,
     checked_ranks,
     default_loss,
     rehearse,
     rehearsing_arguments,
 )
+from composable_shard.insight.step_costs import StepTime
 from composable_shard.testing import fake_ranks
-from tests.dist.two_tensors import two_tensor_mlp
 from tests.insight.models import BF16, Stack
 
 BATCH = torch.empty(2, 256, device="meta")

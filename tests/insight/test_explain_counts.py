@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from two_tensors import two_tensor_hooks
 
 from composable_shard import explain
 from composable_shard.insight.explain import Explanation
 from composable_shard.testing import run_ranks
-from tests.dist.two_tensors import two_tensor_hooks
 from tests.insight import models
 from tests.insight.counting import Sent, count_step
 from tests.near import Apart

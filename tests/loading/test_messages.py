@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dist.two_tensors import TwoTensor
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial
+from two_tensors import TwoTensor
 
 from composable_shard import (
     CommunicationError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kit.iterations import iterate
+from training.iterations import iterate
 
 from composable_shard.testing import run_on_ranks, stop_ranks
 

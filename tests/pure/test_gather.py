@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from composable_shard.core.bucket import Staging, matching_pieces
 from composable_shard.core.gradient_bucket import GradBucket, GradTransfer
 from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
-from composable_shard.insight.group_plan import GatherPlan, Members
+from composable_shard.insight.group_plan import GatherPlan
 from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 5)
@@ -200,11 +200,11 @@ def test_small_parameters_are_copied_without_those_of_ranks_that_have_none(
     copied = staging._unpacked if fuses else staging._into
     assert sum(tensor.numel() for tensor in copied) == numel
     plan = GatherPlan(
-        Members(("a", "b"), bucket, (False, False)),
+        ("a", "b"),
+        bucket,
         torch.float32,
-        torch.float32,
-        False,
-        False,
-        fuses,
+        is_away=False,
+        fuses=fuses,
+        stored_dtype=torch.float32,
     )
     assert plan.packed_nbytes == 4 * numel

@@ -1,11 +1,10 @@
-"""What viewers get: the trace for Perfetto, the page, the picture."""
+"""What viewers get: the trace for Perfetto, the page."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-import xml.etree.ElementTree as ET
 from collections import defaultdict
 from html.parser import HTMLParser
 from typing import Any
@@ -14,10 +13,10 @@ import pytest
 
 from composable_shard.insight.timeline.analysis import lanes_of
 from composable_shard.insight.timeline.merging import MergedTrace, to_chrome
-from composable_shard.insight.timeline.page import COLORS, WORDS, to_html, to_svg
+from composable_shard.insight.timeline.page import COLORS, WORDS, to_html
 from composable_shard.insight.timeline.recording import RankTrace
-from composable_shard.insight.timeline.spans import ACTS, KINDS, Flight, Sample, Span
-from timeline.recordings import MS, made_up, recorded_steps
+from composable_shard.insight.timeline.spans import ACTS, KINDS, Flight, Span
+from timeline.recordings import made_up, recorded_steps
 
 
 @pytest.fixture(scope="module")
@@ -140,15 +139,11 @@ class Elements(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += [(tag, name, value) for name, value in attrs]
         self.ids += [str(value) for name, value in attrs if name == "id"]
-        if tag not in ("meta", "rect", "path"):
+        if tag != "meta":
             self._open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in ("rect", "path"):
-            assert self._open.pop() == tag
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Elements of the picture that are empty."""
+        assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] == "script":
@@ -166,8 +161,7 @@ def test_the_page_needs_nothing_but_itself(page: str) -> None:
     elements = Elements(page)
     fetching = {"src", "href", "data", "action", "srcset"}
     assert [one for one in elements.attributes if one[1] in fetching] == []
-    addresses = set(re.findall(r"https?://[^\s\"'<)]+", page))
-    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which nobody fetches
+    assert not re.findall(r"https?://", page)
     for word in ("import(", "fetch(", "XMLHttpRequest", "WebSocket", "@import", "url("):
         assert word not in page
     assert not re.search(r"/\*[A-Z]+\*/|<!--[A-Z]+-->", page)
@@ -204,52 +198,6 @@ def test_names_of_groups_cannot_end_the_script() -> None:
     assert name not in text
 
 
-# The picture ---------------------------------------------------------------------------------
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def bars(svg: str) -> list[tuple[str, str, float, float]]:
-    """Return color, title, left and width of every bar that stands for a span or a flight."""
-    found = []
-    for rect in ET.fromstring(svg).iter(f"{SVG}rect"):
-        title = rect.find(f"{SVG}title")
-        if title is not None:
-            place = float(rect.attrib["x"]), float(rect.attrib["width"])
-            found.append((rect.attrib["fill"], str(title.text), *place))
-    return found
-
-
-def test_the_picture_shows_one_step_of_all_ranks(merged: MergedTrace) -> None:
-    svg = to_svg(merged.ranks)
-    texts = [str(text.text) for text in ET.fromstring(svg).iter(f"{SVG}text")]
-    assert texts[:2] == [
-        "One training step on 2 ranks",
-        "step 1: 47.0 ms  ·  exposed communication: 15% of the step  ·  peak memory 0 MiB",
-    ]
-    assert texts.count("rank 0") == texts.count("rank 1") == 2  # the lanes, the memory
-    second = [span for span in merged.ranks[0].spans if span.start >= merged.ranks[0].steps[0]]
-    flights = [f for f in merged.ranks[0].flights if f.start >= merged.ranks[0].steps[0]]
-    assert len(bars(svg)) == 2 * (len(second) + len(flights))
-    assert len(bars(to_svg(merged.ranks, 0))) > len(bars(svg))
-
-
-def test_the_memory_axis_starts_at_zero() -> None:
-    recorded = RankTrace.from_json(made_up(num_ranks=1, steps=[100 * MS]).to_json())
-    recorded.memory[:] = [Sample(0, 900 << 20), Sample(50 * MS, 1000 << 20)]
-    picture = ET.fromstring(to_svg([recorded]))
-    texts = [(str(text.text), float(text.attrib["y"])) for text in picture.iter(f"{SVG}text")]
-    axis = {text: y for text, y in texts if re.fullmatch(r"\d+ MiB", text)}
-    assert list(axis) == [f"{level} MiB" for level in (0, 200, 400, 600, 800, 1000, 1200)]
-    (curve,) = (
-        path.attrib["d"] for path in picture.iter(f"{SVG}path") if path.get("fill") == "none"
-    )
-    bottom, top = axis["0 MiB"] - 4, axis["1200 MiB"] - 4  # a text stands below its line
-    first, second = (float(y) for y in re.findall(r"[ V]([0-9.]+)", curve))
-    assert bottom - first == pytest.approx((bottom - top) * 900 / 1200, abs=0.2)
-    assert bottom - second == pytest.approx((bottom - top) * 1000 / 1200, abs=0.2)
-
-
 def test_the_memory_axis_of_the_page_starts_at_zero(page: str) -> None:
     script = Elements(page).scripts[1]
     assert "const y = (nbytes) => MEMORY_TOP + MEMORY * (1 - nbytes / 2 ** 20 / high);" in script
@@ -270,21 +218,6 @@ def test_shares_say_of_what(page: str, merged: MergedTrace) -> None:
     assert (alone["communication_ms"], alone["hidden_share"]) == (0.0, 1.0)
 
 
-def test_bars_are_where_their_spans_are() -> None:
-    spans = [Span("forward", "0", 0, 25 * MS), Span("wait", "0", 50 * MS, 100 * MS, "gather", 0)]
-    recorded = made_up(num_ranks=1, spans=spans, steps=[100 * MS])
-    forward, wait = bars(to_svg([recorded]))
-    inner = 1200 - 118 - 28
-    assert forward == (COLORS["forward"], "forward 0: 25.000 ms", 118, round(inner / 4, 2))
-    assert wait == (COLORS["wait"], "exposed wait 0: 50.000 ms", 118 + inner / 2, inner / 2)
-
-
-def test_a_step_that_was_not_recorded_is_refused(merged: MergedTrace) -> None:
-    with pytest.raises(ValueError) as caught:
-        to_svg(merged.ranks, 2)
-    assert str(caught.value) == "Expected a step within the 2 recorded ones, got 2"
-
-
 def test_everything_has_a_color_and_a_word() -> None:
     assert set(COLORS) == set(WORDS) == {*KINDS, *ACTS.values(), "regather"}
 
@@ -293,8 +226,9 @@ def test_a_trace_without_memory_steps_or_spans_is_shown_too() -> None:
     recorded = RankTrace.from_json(made_up(num_ranks=1).to_json())
     recorded.memory.clear()
     merged = MergedTrace.of([recorded])
-    svg = to_svg(merged.ranks)
-    assert bars(svg) == [] and "live memory" not in svg
+    content = json.loads(Elements(to_html(merged.ranks, merged.summary)).scripts[0])
+    assert content["ranks"][0]["memory"] == []
+    assert [lane["items"] for lane in content["ranks"][0]["lanes"]] == [[], [], [], []]
     check_structure(to_chrome(merged.ranks))
 
 

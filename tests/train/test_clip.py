@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import Net, assert_same, full, own_input, shard_net, train_step, two_nets
 from hypothesis import given
 from hypothesis import strategies as st
+from nets import Net, assert_same, full, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
-from parity.cases import reproducible
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from training.cases import reproducible
 
 from composable_shard import ShardError, _torch, clip_grad_norm_
 from composable_shard.testing import RankError, run_ranks

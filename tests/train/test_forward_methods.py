@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dist.models import (
+from nets import (
     Block,
     assert_parity,
     average_gradients,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import (
+from nets import (
     Net,
     assert_parity,
     average_gradients,

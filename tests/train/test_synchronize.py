@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import Net, assert_parity, full, shard_net, train_step
-from dist.two_tensors import two_tensor_mlp
 from hypothesis import given
 from hypothesis import strategies as st
+from nets import Net, assert_parity, full, shard_net, train_step
 from on_ranks import on_ranks
-from parity.cases import reproducible
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from training.cases import reproducible
+from two_tensors import two_tensor_mlp
 
 from composable_shard import FSDPModule, sync_module_states
 from composable_shard.testing import RankError, run_ranks

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from dist.models import (
+from nets import (
     Net,
     assert_parity,
     full,
@@ -18,13 +18,13 @@ from dist.models import (
     train_step,
     two_nets,
 )
-from dist.two_tensors import two_tensor_hooks, two_tensor_mlp
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
+from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard, unsharded
 from composable_shard.insight.events import record_events

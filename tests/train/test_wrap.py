@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from dist.models import Block, Net, assert_parity, own_input, train_step
 from hypothesis import given
 from hypothesis import strategies as st
+from nets import Block, Net, assert_parity, own_input, train_step
 from on_ranks import on_ranks
-from parity.cases import reproducible
 from torch import nn
+from training.cases import reproducible
 
 from composable_shard import FSDPModule, apply_fully_shard, fully_shard
 from composable_shard.core.group import ParamGroup

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.train.unsharded import full_copy
 
 # State dicts of a wrapped model: full, sharded or local, under the names of the plain model -------
 
@@ -173,11 +174,7 @@ def converted(
 ) -> torch.Tensor:
     """Return what a state dict of a kind holds for a tensor. Collective: its gather, if full."""
     if isinstance(value, DTensor) and kind is StateDictType.FULL_STATE_DICT:
-        sharded = cast(DTensor, value.detach())
-        if sharded.device.type != sharded.device_mesh.device_type:
-            sharded = cast(DTensor, sharded.to(sharded.device_mesh.device_type))
-        full = sharded.full_tensor()
-        value = full if config.offload_to_cpu and not full.is_cpu else full.clone()
+        value = full_copy(value)
     elif isinstance(value, DTensor) and kind is StateDictType.LOCAL_STATE_DICT:
         value = _torch.local_tensor(value).detach()
     return value.cpu() if config.offload_to_cpu else value

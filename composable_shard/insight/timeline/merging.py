@@ -22,7 +22,7 @@ from composable_shard.insight.timeline.analysis import (
     summarize,
     with_lateness,
 )
-from composable_shard.insight.timeline.page import to_html, to_svg
+from composable_shard.insight.timeline.page import to_html
 from composable_shard.insight.timeline.recording import RankTrace, file_of, write
 from composable_shard.insight.timeline.spans import Flight, Span
 
@@ -121,8 +121,8 @@ def _arrow(trace: RankTrace, what: Span | Flight) -> Event:
 
 # A folder of traces: what each rank wrote there, and what is made of it ---------------------------
 
-CHROME, PAGE, PICTURE = "trace.json", "timeline.html", "timeline.svg"
-MERGED = (CHROME, PAGE, PICTURE)
+CHROME, PAGE = "trace.json", "timeline.html"
+MERGED = (CHROME, PAGE)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,6 @@ class MergedTrace:
         """Write all that there is to look at."""
         self.save_chrome(Path(folder) / CHROME)
         self.save_html(Path(folder) / PAGE)
-        self.save_svg(Path(folder) / PICTURE)
 
     def save_chrome(self, path: str | Path) -> None:
         """Write a trace for https://ui.perfetto.dev or ``chrome://tracing``."""
@@ -171,18 +170,9 @@ class MergedTrace:
         """Write a page that needs nothing but a browser."""
         write(Path(path), to_html(self.ranks, self.summary))
 
-    def save_svg(self, path: str | Path, step: int = -1) -> None:
-        """Write a picture of one step.
-
-        Args:
-            path: The file.
-            step: Which of the recorded steps; the last one by default.
-        """
-        write(Path(path), to_svg(self.ranks, step))
-
 
 def merge(folder: str | Path, *others: str | Path) -> MergedTrace:
-    """Merge what the ranks wrote into ``trace.json``, ``timeline.html`` and ``timeline.svg`` there.
+    """Merge what the ranks wrote into ``trace.json`` and ``timeline.html`` there.
 
     Ranks that wrote nothing, because they died or have a disk of their own, are left out and named
     in ``summary["missing_ranks"]``.

@@ -186,6 +186,20 @@ function drawMemory() {
     pen.fillText(`rank ${rank.rank}`, LEFT + 66 * index + 17, 13);
   });
 }
+function savePicture() {
+  const picture = document.createElement("canvas");
+  picture.width = lanes.width;
+  picture.height = lanes.height + memory.height;
+  const pen = picture.getContext("2d");
+  pen.fillStyle = variable("--panel");
+  pen.fillRect(0, 0, picture.width, picture.height);
+  pen.drawImage(lanes, 0, 0);
+  if (memory.clientHeight) pen.drawImage(memory, 0, lanes.height);
+  const link = document.createElement("a");
+  link.download = "timeline.png";
+  link.href = picture.toDataURL();
+  link.click();
+}
 let isDue = false;
 function draw() {
   if (isDue) return;
@@ -211,6 +225,7 @@ const pan = (share) => {
 const fit = () => show(first, last);
 find("in").onclick = () => zoom(0.6);
 find("out").onclick = () => zoom(1 / 0.6);
+find("save").onclick = savePicture;
 find("fit").onclick = () => { find("steps").value = "all"; fit(); };
 chart.addEventListener("wheel", (event) => {
   if (event.ctrlKey || event.metaKey) {

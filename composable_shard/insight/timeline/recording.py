@@ -11,6 +11,7 @@ sees as resident often does not.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -32,7 +33,7 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.root import Listener
+from composable_shard.insight.events import listening
 from composable_shard.insight.timeline.spans import Flight, Mark, Sample, Span, unfold
 
 # When something happens on a rank: on the host, or in the order of the device's work --------------
@@ -189,28 +190,21 @@ class Recorder:
         self._memory = memory
         self._stamp = clock.stamp
         self._marks: list[tuple[Any, str, str, int | None]] = []
-        self._before: dict[str, Listener | None] = {}
-        self._hooks: list[Any] = []
+        self._open = contextlib.ExitStack()
         self._is_ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
     def open(self) -> None:
         """Begin to listen."""
         self.mark("begin")
         for prefix, root in self._roots.items():
-            before = self._before[prefix] = root.context.listener
-            root.context.listener = partial(self._hear, prefix, before)
+            self._open.enter_context(listening(root.context, partial(self._hear, prefix)))
         begin, end = partial(self._step, "begin_optimizer"), partial(self._step, "optimizer")
-        self._hooks = [
-            register_optimizer_step_pre_hook(begin),
-            register_optimizer_step_post_hook(end),
-        ]
+        self._open.callback(register_optimizer_step_pre_hook(begin).remove)
+        self._open.callback(register_optimizer_step_post_hook(end).remove)
 
     def close(self) -> list[Mark]:
         """Listen no longer; return all marks."""
-        for prefix, root in self._roots.items():
-            root.context.listener = self._before[prefix]
-        for hook in self._hooks:
-            hook.remove()
+        self._open.close()
         self.mark("end")
         times = self._clock.times([stamp for stamp, *_ in self._marks])
         marks = [
@@ -225,10 +219,8 @@ class Recorder:
         ask = self._memory if event in ASKS_MEMORY else None
         self._marks.append((self._stamp(), event, name, ask() if ask is not None else None))
 
-    def _hear(self, prefix: str, before: Listener | None, event: str, name: str) -> None:
+    def _hear(self, prefix: str, event: str, name: str) -> None:
         self.mark(event, join(prefix, name))
-        if before is not None:
-            before(event, name)
 
     def _step(self, event: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         is_ours = self._is_ours.get(optimizer)
@@ -308,6 +300,54 @@ class RankTrace:
     flights: list[Flight]
     memory: list[Sample]
 
+    @classmethod
+    def empty(cls, roots: Mapping[str, ParamGroup], memory_of: str) -> RankTrace:
+        """Return what is known of a rank before it records. Collective: none."""
+        sets: dict[tuple[int, ...], int] = {}
+        groups = {
+            join(prefix, group.name): _facts_of(group, sets)
+            for prefix, root in roots.items()
+            for group in root.context.groups
+        }
+        is_alone = not dist.is_initialized()
+        return cls(
+            rank=0 if is_alone else dist.get_rank(),
+            num_ranks=1 if is_alone else dist.get_world_size(),
+            host=platform.node(),
+            clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
+            wall=0,
+            device=str(next(iter(roots.values())).mesh.device),
+            memory_of=memory_of,
+            begin=0,
+            end=0,
+            first_step=0,
+            steps=[],
+            rank_sets=[list(ranks) for ranks in sets],
+            groups=groups,
+            spans=[],
+            flights=[],
+            memory=[],
+        )
+
+    def recorded(self, marks: Sequence[Mark], first_step: int) -> RankTrace:
+        """Return the trace of a rank that has made these marks, the last one just now."""
+        unfolded = unfold(marks)
+        # A tree that was sharded further meanwhile calls its groups otherwise: nothing is known.
+        sets = [*self.rank_sets, [self.rank]]
+        names = {flight.name for flight in unfolded.flights} - self.groups.keys()
+        renamed = dict.fromkeys(sorted(names), GroupFacts(0, 0, len(sets) - 1, len(sets) - 1))
+        behind = time.perf_counter_ns() - marks[0].time
+        return replace(
+            self,
+            rank_sets=sets if renamed else self.rank_sets,
+            groups={**self.groups, **renamed},
+            wall=time.time_ns() - behind,
+            begin=marks[0].time,
+            end=max(mark.time for mark in marks),
+            first_step=first_step,
+            **unfolded._asdict(),
+        )
+
     @property
     def intervals(self) -> list[tuple[int, int]]:
         """From when to when each step lasted; all of it is one if no step was marked."""
@@ -353,73 +393,6 @@ class RankTrace:
         for field, kind in (("spans", Span), ("flights", Flight), ("memory", Sample)):
             values[field] = [kind(*one) for one in values[field]]
         return cls(**values)
-
-
-class Facts(NamedTuple):
-    """What is known of a rank before it records.
-
-    Attributes:
-        rank: Which rank.
-        num_ranks: Of how many.
-        device: Where it computes.
-        memory_of: What live memory counts.
-        rank_sets: Sets of ranks that communicate.
-        groups: The groups of the model.
-    """
-
-    rank: int
-    num_ranks: int
-    device: str
-    memory_of: str
-    rank_sets: list[list[int]]
-    groups: dict[str, GroupFacts]
-
-    @classmethod
-    def gather(cls, roots: Mapping[str, ParamGroup], memory_of: str) -> Facts:
-        """Collect them. Collective: none."""
-        sets: dict[tuple[int, ...], int] = {}
-        groups = {
-            join(prefix, group.name): _facts_of(group, sets)
-            for prefix, root in roots.items()
-            for group in root.context.groups
-        }
-        is_alone = not dist.is_initialized()
-        device = next(iter(roots.values())).mesh.device
-        return cls(
-            rank=0 if is_alone else dist.get_rank(),
-            num_ranks=1 if is_alone else dist.get_world_size(),
-            device=str(device),
-            memory_of=memory_of,
-            rank_sets=[list(ranks) for ranks in sets],
-            groups=groups,
-        )
-
-    def trace(self, marks: Sequence[Mark], first_step: int) -> RankTrace:
-        """Return what a rank recorded that has made these marks and made the last one just now."""
-        unfolded = unfold(marks)
-        # A tree that was sharded further meanwhile calls its groups otherwise: nothing is known.
-        sets = [*self.rank_sets, [self.rank]]
-        names = {flight.name for flight in unfolded.flights} - self.groups.keys()
-        renamed = dict.fromkeys(sorted(names), GroupFacts(0, 0, len(sets) - 1, len(sets) - 1))
-        behind = time.perf_counter_ns() - marks[0].time
-        return RankTrace(
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            device=self.device,
-            memory_of=self.memory_of,
-            rank_sets=sets if renamed else self.rank_sets,
-            groups={**self.groups, **renamed},
-            host=platform.node(),
-            clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
-            wall=time.time_ns() - behind,
-            begin=marks[0].time,
-            end=max(mark.time for mark in marks),
-            first_step=first_step,
-            steps=unfolded.steps,
-            spans=unfolded.spans,
-            flights=unfolded.flights,
-            memory=unfolded.memory,
-        )
 
 
 def _facts_of(group: ParamGroup, sets: dict[tuple[int, ...], int]) -> GroupFacts:

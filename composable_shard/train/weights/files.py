@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -233,30 +233,12 @@ class Reader:
 # The progress bar of reading and writing weights --------------------------------------------------
 
 
-class Progress:
-    """A bar of bytes on the terminal; nothing if it is not shown.
-
-    Args:
-        title: What stands before it.
-        num_bytes: How many there are.
-        shown: Whether it is shown.
-    """
-
-    def __init__(self, title: str, num_bytes: int, *, shown: bool) -> None:
-        self._bar: Any = None
-        if shown:
-            self._bar = library("tqdm", EXTRA).tqdm(
-                desc=title, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024
-            )
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self, num_bytes: int) -> None:
-        """Count bytes that are done."""
-        if self._bar is not None:
-            self._bar.update(num_bytes)
+@contextlib.contextmanager
+def progress_bar(title: str, num_bytes: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Show a bar of bytes on the terminal, if asked to; yield what counts bytes that are done."""
+    if not shown:
+        yield lambda num_bytes: None
+        return
+    kind = library("tqdm", EXTRA).tqdm
+    with kind(desc=title, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024) as bar:
+        yield bar.update

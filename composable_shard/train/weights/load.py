@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +32,10 @@ from composable_shard.train.weights.files import (
     EXTRA,
     Box,
     Parts,
-    Progress,
     Reader,
     Stored,
     list_stored,
+    progress_bar,
 )
 
 # The values of a checkpoint on their way into a model, tensor by tensor ---------------------------
@@ -54,7 +53,6 @@ class Reading:
 
     Attributes:
         nbytes: How many bytes the tensors have, in the files.
-        failure: What went wrong first on this rank, if anything.
     """
 
     def __init__(self, matches: Sequence[Match], ranks: Ranks, *, strict: bool) -> None:
@@ -65,35 +63,31 @@ class Reading:
         self._strict = strict
         self._parts = Parts()
         self.nbytes = sum(stored.nbytes for match in matches for stored in match.stored)
-        self.failure: str | None = None
         self._buffer: torch.Tensor | None = None
 
-    def run(self, model: nn.Module, bar: Progress, *, sends: bool) -> str | None:
-        """Read everything.
+    def run(self, model: nn.Module, advance: Callable[[int], object], *, sends: bool) -> None:
+        """Read everything; what goes wrong on this rank is noted.
 
         Args:
             model: The model that the tensors are in.
-            bar: Told what is done.
+            advance: Told how many bytes are done.
             sends: Whether the first rank reads and sends to the others.
-
-        Returns:
-            What went wrong on this rank, if anything.
 
         Collective: with ``sends`` a broadcast of each tensor.
         """
+        ranks = self._ranks
         with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
-            with self._noting():
+            with ranks.noting_failure():
                 materialize(model, [match.entry for match in self._matches])
             for match in self._matches:
                 for stored in match.stored:
                     full = self._sent(stored, reader) if sends else None
-                    if self.failure is None:
-                        with self._noting():
+                    if ranks.failure is None:
+                        with ranks.noting_failure():
                             self._fill(match, stored, full, reader)
                     elif not sends:
-                        return self.failure
-                    bar.advance(stored.nbytes)
-        return self.failure
+                        return
+                    advance(stored.nbytes)
 
     def _fill(
         self, match: Match, stored: Stored, full: torch.Tensor | None, reader: Reader
@@ -120,8 +114,8 @@ class Reading:
     def _sent(self, stored: Stored, reader: Reader) -> torch.Tensor:
         """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes."""
         group, sent = self._ranks.group, self._room(stored.nbytes)
-        if self._ranks.is_first and self.failure is None and len(sent):
-            with self._noting():
+        if self._ranks.is_first and self._ranks.failure is None and len(sent):
+            with self._ranks.noting_failure():
                 full = reader.read(stored, tuple(slice(0, length) for length in stored.shape))
                 own = full.reshape(-1).view(torch.uint8)
                 sent = own if sent.device == own.device else sent.copy_(own)
@@ -139,14 +133,6 @@ class Reading:
                 device = _torch.device_for(group, device)
             self._buffer = _torch.empty(largest, dtype=torch.uint8, device=device)
         return self._buffer[:nbytes]
-
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Keep the text of an exception within, for all ranks to hear of at the end."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 (whatever it is)
-            self.failure = f"{type(error).__name__}: {error}"
 
 
 # Reading a checkpoint into shards, each rank its own rows -----------------------------------------
@@ -250,14 +236,14 @@ def load_sharded(
     stored = _agree_on_stored(ranks, contents, source, sends=broadcast_from_rank0, shows=shows)
     matching = match(contents.entries, stored, rename, source)
     if rename is not None:
-        ranks.agree(matching.facts(), None, RENAMED)
+        ranks.agree(matching.facts(), RENAMED)
     if strict:
         matching.check_names()
     matching.check_values()
     reading = Reading(matching.matches, ranks, strict=strict)
-    with Progress(f"loading {Path(source).name}", reading.nbytes, shown=shows) as bar:
-        failure = reading.run(model, bar, sends=broadcast_from_rank0)
-    said = ranks.agree([], failure, "tensors")
+    with progress_bar(f"loading {Path(source).name}", reading.nbytes, shown=shows) as advance:
+        reading.run(model, advance, sends=broadcast_from_rank0)
+    said = ranks.agree([], "tensors")
     if said is not None:
         raise ShardError(
             f"Expected to load '{source}', got {said}; the model is partly loaded, load it again"
@@ -278,18 +264,15 @@ def _agree_on_stored(
 ) -> list[Stored]:
     """Return the tensors of the checkpoint if all ranks have the same ones, and the same model."""
     stored: list[Stored] = []
-    failure: str | None = None
     if ranks.is_first or not sends:
-        try:
+        with ranks.noting_failure():
             if shows:
                 library("tqdm", EXTRA)
             stored = list_stored(source)
-        except Exception as error:  # noqa: BLE001 (whatever it is, all ranks shall hear of it)
-            failure = f"{type(error).__name__}: {error}"
     if sends:
         stored = ranks.from_first(stored)
     facts = [one.fact() for one in contents.entries] + [one.fact() for one in stored]
-    said = ranks.agree(facts, failure, "model and checkpoint")
+    said = ranks.agree(facts, "model and checkpoint")
     if said is not None:
         raise ShardError(f"Expected a checkpoint at '{source}', got {said}")
     return stored

@@ -21,7 +21,7 @@ from composable_shard.train.extras import library
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.unsharded import full_copy
 from composable_shard.train.weights.entries import RENAMED, Entry, Rename, contents_of, listed
-from composable_shard.train.weights.files import EXTRA, INDEX, SHARD, SINGLE, Progress
+from composable_shard.train.weights.files import EXTRA, INDEX, SHARD, SINGLE, progress_bar
 
 # Files of full tensors: planned beforehand, filled tensor by tensor, named when complete ----------
 
@@ -142,16 +142,14 @@ class Writing:
 
     Attributes:
         nbytes: How many bytes the tensors have.
-        failure: What went wrong first on this rank, if anything.
     """
 
     def __init__(self, output: Output, files: Sequence[Sequence[Planned]], ranks: Ranks) -> None:
         self._output, self._files, self._ranks = output, files, ranks
         self._names = output.file_names(len(files))
         self.nbytes = sum(one.nbytes for file in files for one in file)
-        self.failure: str | None = None
 
-    def run(self, bar: Progress) -> None:
+    def run(self, advance: Callable[[int], object]) -> None:
         """Write all files, then name them.
 
         Raises:
@@ -160,14 +158,16 @@ class Writing:
         Collective: an all-gather of each DTensor; a small object after each file.
         """
         for name, file in zip(self._names, self._files, strict=True):
-            tensors = self._gathered(file, bar)
-            self._try_on_first(partial(self._write, name, tensors))
+            tensors = self._gathered(file, advance)
+            self._on_first(partial(self._write, name, tensors))
             del tensors
             self._agree()
-        self._try_on_first(self._publish)
+        self._on_first(self._publish)
         self._agree()
 
-    def _gathered(self, file: Sequence[Planned], bar: Progress) -> dict[str, torch.Tensor]:
+    def _gathered(
+        self, file: Sequence[Planned], advance: Callable[[int], object]
+    ) -> dict[str, torch.Tensor]:
         """Return the full tensors of a file, on the first rank."""
         tensors: dict[str, torch.Tensor] = {}
         for one in file:
@@ -178,7 +178,7 @@ class Writing:
                 if self._ranks.is_first:
                     tensors[one.name] = full.to("cpu", one.dtype).contiguous()
                 del full  # or it would be held while the next one is gathered
-            bar.advance(one.nbytes)
+            advance(one.nbytes)
         return tensors
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -201,7 +201,7 @@ class Writing:
         return {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
 
     def _agree(self) -> None:
-        said = self._ranks.agree([], self.failure, "files")
+        said = self._ranks.agree([], "files")
         if said is None:
             return
         if self._ranks.is_first:
@@ -209,13 +209,10 @@ class Writing:
                 self._output.part(name).unlink(missing_ok=True)
         raise ShardError(f"Expected to save '{self._output.place}', got {said}")
 
-    def _try_on_first(self, act: Callable[[], None]) -> None:
-        """Do something on the first rank; keep what goes wrong for all ranks to hear of it."""
-        if self._ranks.is_first and self.failure is None:
-            try:
+    def _on_first(self, act: Callable[[], None]) -> None:
+        if self._ranks.is_first:
+            with self._ranks.noting_failure():
                 act()
-            except Exception as error:  # noqa: BLE001 (whatever it is)
-                self.failure = f"{type(error).__name__}: {error}"
 
 
 def _sync(file: Path) -> None:
@@ -293,11 +290,11 @@ def save_full(
     _agree_on_entries(ranks, entries, output, shows=shows)
     planned = _planned(entries, rename, dtype, output)
     if rename is not None:
-        ranks.agree([f"'{one.name}' of '{one.entry.names[0]}'" for one in planned], None, RENAMED)
+        ranks.agree([f"'{one.name}' of '{one.entry.names[0]}'" for one in planned], RENAMED)
     files = plan_files(planned, None if output.is_file else limit)
     writing = Writing(output, files, ranks)
-    with Progress(f"saving {output.name}", writing.nbytes, shown=shows) as bar:
-        writing.run(bar)
+    with progress_bar(f"saving {output.name}", writing.nbytes, shown=shows) as advance:
+        writing.run(advance)
 
 
 def num_bytes(asked: int | str) -> int:
@@ -325,13 +322,10 @@ def num_bytes(asked: int | str) -> int:
 
 
 def _agree_on_entries(ranks: Ranks, entries: list[Entry], output: Output, *, shows: bool) -> None:
-    failure: str | None = None
     if ranks.is_first:
-        try:
+        with ranks.noting_failure():
             output.check(shows=shows)
-        except Exception as error:  # noqa: BLE001 (whatever it is, all ranks shall hear of it)
-            failure = f"{type(error).__name__}: {error}"
-    said = ranks.agree([entry.fact() for entry in entries], failure, "model")
+    said = ranks.agree([entry.fact() for entry in entries], "model")
     if said is not None:
         raise ShardError(f"Expected to save '{output.place}', got {said}")
 
