@@ -14,10 +14,9 @@ DOCS_INSTALLED := $(VENV)/docs-installed
 CLIENTS := $(VENV)/clients
 
 # What is run on the newest torch besides: what a change of torch could break, the clients beside.
-ON_NEWEST := tests/test_contract.py tests/training tests/subclasses tests/interface \
-	tests/order/test_pipelines.py tests/parameters/test_freshness.py \
-	tests/parameters/test_grad_dtypes.py tests/parameters/test_kept_storage.py \
-	tests/compat/test_torch_dropin.py
+ON_NEWEST := tests/test_contract.py tests/training tests/subclasses tests/order tests/parameters \
+	tests/interface tests/compat/test_torch_dropin.py tests/faults/test_reset.py \
+	tests/faults/test_failed_iterations.py tests/faults/test_diverging_orders.py
 
 # An environment for one version of torch is held to our constraints alone, whatever pip is
 # configured to: a machine may cap torch.

@@ -24,14 +24,13 @@ outside_transforms = temporarily_clear_interpreter_stack
 _NOTHING = contextlib.nullcontext()
 
 
-def is_transforming() -> bool:
-    """Tell whether a transform runs."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+current_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+"""Returns the innermost transform that runs, ``None`` if none does."""
 
 
 def apart_from_transforms() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which no transform acts; costs next to nothing where none runs."""
-    return outside_transforms() if is_transforming() else _NOTHING
+    return _NOTHING if current_transform() is None else outside_transforms()
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

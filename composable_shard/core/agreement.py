@@ -47,7 +47,7 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
     channels = [(group, channel) for group in groups for channel in group.channels.values()]
     process_groups: dict[dist.ProcessGroup, list[tuple[ParamGroup, Channel]]] = {}
     for group, channel in channels:
-        channel.call(group.label)
+        channel.set_label(group.label)
         for ranks in channel.mesh.process_groups:
             process_groups.setdefault(ranks, []).append((group, channel))
     for ranks, members in process_groups.items():
@@ -61,11 +61,11 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
 def _agree(ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num_tags: int) -> int:
     """Compare ``facts`` over ``ranks``; return the first of ``num_tags`` tags for all of them."""
     global _last_tag
-    act = "comparing the model with that of the other ranks"
-    with watched(ranks, act):
+    op = "comparing the model with that of the other ranks"
+    with watched(ranks, op):
         is_same, (last,) = compare("\n".join(facts), ranks, device, _last_tag)
     if not is_same:
-        heard = gather_objects(facts, ranks, act)
+        heard = gather_objects(facts, ranks, op)
         raise_first_difference(heard, range(ranks.size()), "model")
     _last_tag = max(_last_tag, last + num_tags)
     return last + 1

@@ -140,7 +140,7 @@ def loses_weights(group: ParamGroup) -> bool:
     """
     settings = group.settings
     if settings.requires_gradient_sync or settings.reshard_after_backward:
-        return False  # a schedule sets both
+        return False  # a schedule sets both to False
     if group.is_unsharded and not group.shows_sharded:
         return False
     if not group.is_trainable or _torch.num_to_run(group.units.all.accumulators):
@@ -261,7 +261,8 @@ class BackwardPass:
             is_bounded: Whether input markers lie in front of the call that gave them.
         """
         run = self._enter(group, forward)
-        if not run.is_gathered and loses_weights(group):
+        settings = group.settings
+        if not (run.is_gathered or settings.requires_gradient_sync) and loses_weights(group):
             self._lost[group] = None
         if not run.is_complete:
             run.expect_markers(_torch.current_backward())
@@ -312,7 +313,8 @@ class BackwardPass:
         and has not been needed, will not be, and one that was entered later is complete, unless
         autograd says that it has nodes to run.
         """
-        self._free_computed()
+        if self._to_free:
+            self._free_computed()
         while self._steps and (until is None or until in self._to_gather):
             group, gathers = self._steps.pop()
             if not gathers:
@@ -375,10 +377,12 @@ class BackwardPass:
         """Take the next steps that reduce, of groups that are complete."""
         if self._is_inside:
             return
-        self._reduce_complete()
+        if self._to_reduce:
+            self._reduce_complete()
         while self._steps and not self._steps[-1].gathers:
             group = self._steps[-1].group
-            if not self._is_over(group) or self._may_be_computed_again(group):
+            run = self._runs.get(group) or self._enter(group)
+            if run.is_waiting or self._may_be_computed_again(group, run):
                 return
             self._steps.pop()
             self._take_turn(group)
@@ -386,20 +390,21 @@ class BackwardPass:
 
     def _reduce_complete(self) -> None:
         """Reduce the groups whose turn has come, up to the first that is not complete."""
-        while self._to_reduce and self._is_over(self._to_reduce[0]):
-            group = self._to_reduce.popleft()
-            run = self._runs[group]
-            self._complete(group, run)
+        while self._to_reduce:
+            group = self._to_reduce[0]
+            run = self._runs.get(group) or self._enter(group)
+            if run.is_waiting:
+                return
+            self._to_reduce.popleft()
+            if not run.is_complete:
+                self._complete(group, run)
             self._free_if_over(group, run)
             if group.settings.requires_gradient_sync:
                 self.reductions.launch(group)
 
-    def _is_over(self, group: ParamGroup) -> bool:
-        run = self._runs.get(group) or self._enter(group)
-        return not run.is_waiting
-
-    def _may_be_computed_again(self, group: ParamGroup) -> bool:
-        return self._runs[group].num_computed_again < self._plan.num_checkpoints.get(group, 0)
+    def _may_be_computed_again(self, group: ParamGroup, run: GroupRun) -> bool:
+        num_checkpoints = self._plan.num_checkpoints
+        return bool(num_checkpoints) and run.num_computed_again < num_checkpoints.get(group, 0)
 
     # Completion -----------------------------------------------------------------------------
 
@@ -466,8 +471,6 @@ class BackwardPass:
 
     def _complete(self, group: ParamGroup, run: GroupRun) -> None:
         """Note that all gradients of ``group`` are there; without sync, accumulate them."""
-        if run.is_complete:
-            return
         run.is_complete = True
         run.pending.clear()
         self._context.emit("post_backward", group)
@@ -488,7 +491,7 @@ class BackwardPass:
             return
         if not run.is_reduced and self._may_be_called_again(group):
             return
-        if self._may_be_computed_again(group):
+        if self._may_be_computed_again(group, run):
             if run.is_reduced:
                 self._to_free.append(group)
         elif group not in self._to_gather:
@@ -535,7 +538,8 @@ class BackwardPass:
             self.close()
             return
         for group, run in list(self._runs.items()):
-            self._complete(group, run)
+            if not run.is_complete:
+                self._complete(group, run)
             if not run.is_bounded:
                 self._context.forward.release(group)
         self._end, self._id, self._is_inside = None, -1, False
@@ -646,10 +650,12 @@ class BackwardPass:
         """End the backward: take the steps that are left, reduce what is unsynced, wait, free."""
         self._take_steps(None)
         for group, run in list(self._runs.items()):
-            self._complete(group, run)  # autograd may have given it undefined gradients
+            if not run.is_complete:  # autograd may have given it undefined gradients
+                self._complete(group, run)
         self._reduce_in_order()
         self.reductions.end_backward()
-        self._context.check_order("end of a backward", self._context.root)
+        if self._context.order_check is not None:
+            self._context.order_check.agree(self._context.root, "end of a backward")
         self._context.free_after_backward()
         for group in self._context.groups:
             group.freshness.forget_forward()

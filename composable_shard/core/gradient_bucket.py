@@ -127,10 +127,14 @@ class PackedGrads:
         packed = [self._packed(members, [], clears)] if members else []
         return [*packed, flags.view(-1)]
 
-    def release(self) -> None:
-        """Free the memory unless somebody still reads it; the views stay for the next time."""
-        if self._rows is not None and not self._rows.is_in_use:
-            _torch.free(self._rows.flat)
+    def release(self) -> bool:
+        """Free the memory, and return True, unless somebody still reads it; the views stay."""
+        if self._rows is None:
+            return True
+        if self._rows.is_in_use:
+            return False
+        _torch.free(self._rows.flat)
+        return True
 
     def _packed(
         self, members: list[torch.Tensor | None], present: list[bool], clears: bool
@@ -344,9 +348,9 @@ class GradBucket:
         transfer.inputs += self._packed.pack(grads, transfer.present, clears=reads_padding)
         return transfer
 
-    def release(self) -> None:
-        """Free what was packed, once this rank has its result."""
-        self._packed.release()
+    def release(self) -> bool:
+        """Free what was packed, once this rank has its result; return False if it is read yet."""
+        return self._packed.release()
 
     def settle(self, transfer: GradTransfer, divisor: float) -> None:
         """Divide what a collective has summed."""

@@ -114,8 +114,8 @@ def agree_formats(
 
     Collective: one all-gather of a small object over the shards, and one over the replicas.
     """
-    act = "agreeing on what gradients are on the wire"
-    said = agree(said, mesh, partial(_merged, extensions), act)
+    op = "agreeing on what gradients are on the wire"
+    said = agree(said, mesh, partial(_merged, extensions), op)
     if isinstance(said, str):
         raise ExtensionError(said) from cause
     for extension, formats in zip(extensions, said, strict=True):
@@ -194,8 +194,8 @@ class GradientCodecs:
         for param, grad in zip(params, grads, strict=True):
             if not param.is_subclass or param in self._codecs:
                 continue
-            act = "agreeing on what gradients are made of"
-            said = agree(_codec_of(grad), self._mesh, _first_known, act)
+            op = "agreeing on what gradients are made of"
+            said = agree(_codec_of(grad), self._mesh, _first_known, op)
             if said is not None:
                 self._codecs[param] = said if said.names else None
 

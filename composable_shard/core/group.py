@@ -441,9 +441,10 @@ class ParamGroup:
             raise
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
-        self.context.check_order("all-gather", self)
+        if self.context.order_check is not None:
+            self.context.order_check.agree(self, "all-gather")
         lane, works = None, list[Waitable]()
-        owned, act = list[torch.Tensor](), ""
+        owned, op = list[torch.Tensor](), ""
         for _, transfer in transfers:
             lane = lane or transfer.lane
         for mesh, channel in self.channels.items():
@@ -460,10 +461,10 @@ class ParamGroup:
                 else:
                     works += channel.regather(outputs, inputs, num_ranks)
             owned += inputs
-            act = channel.gathering
+            op = channel.gathering
         if lane is not None:  # before the gathers, which may read on the compute stream
             works.insert(0, lane.arrival())
-        pending = Pending(works, owned, act)
+        pending = Pending(works, owned, op)
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.context.emit("all_gather", self)
 

@@ -171,7 +171,7 @@ class ModuleHooks:
         if call.substitution is Substitution.FULL:
             group.calls.append(call)
             return args, kwargs
-        if not _torch.is_transforming():
+        if _torch.current_transform() is None:
             opens = self._gather(module)
         else:  # what the gather makes must outlive the transform
             with _torch.outside_transforms():
@@ -287,7 +287,7 @@ class ModuleHooks:
         graph = self._group.context.forward.graph
         pre_backward = partial(self._pre_backward, call.forward, call.input_markers, graph)
         tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._stored.newly())
-        if _torch.is_transforming():
+        if _torch.current_transform() is not None:
             tensors = [level for tensor in tensors for level in _levels(tensor)]
         for tensor in tensors:
             if not tensor.requires_grad:

@@ -32,7 +32,7 @@ from composable_shard.core.gradient import (
     to_reduce_and_held,
     unreplicated,
 )
-from composable_shard.core.gradient_bucket import GradTransfer
+from composable_shard.core.gradient_bucket import GradBucket, GradTransfer
 from composable_shard.core.gradient_extension import EncodedBucket, GradientCodecs
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction_plan import (
@@ -132,6 +132,7 @@ class MeshGradients:
         params: Sequence[ShardedParam],
         channel: Channel,
         settings: ReductionSettings,
+        still_read: list[GradBucket],
     ) -> None:
         self.state: State = Idle()
         self.unreduced = UnreducedGradients(params, channel.mesh, settings)
@@ -139,6 +140,7 @@ class MeshGradients:
         self._channel = channel
         self._mesh = channel.mesh
         self._settings = settings
+        self._still_read = still_read
         self._scales: dict[Any, ReductionScale] = {}
         self._codecs = GradientCodecs(channel.mesh)
         self._planner = ReductionPlanner(channel.mesh, self._codecs)
@@ -193,7 +195,7 @@ class MeshGradients:
         self._planner.look_at(params)
         if self._planner.take_any:
             self._agree_on_dtypes(self._planner.take_any, grads, held)
-        for index in self._planner.narrowed:
+        for index in self._planner.rounded_first:
             grad = grads[index]
             grads[index] = None if grad is None else narrowed(params[index], grad)
         launch, plans = self._channel.reduce_scatter, self._planner.plans_of(params, held)
@@ -249,8 +251,10 @@ class MeshGradients:
 
         Those on their way to the host are not there before :meth:`end_return`.
         """
-        self.start_all_reduce()
         state = self.state
+        if isinstance(state, Scattering) and state.over_replicas == "all-reduce":
+            self.start_all_reduce()
+            state = self.state
         if not isinstance(state, (Scattering, AllReducing)):
             return
         state.pending.wait()
@@ -278,10 +282,6 @@ class MeshGradients:
                 state.deliveries.pop(0)()
         self._move_to(Idle())
 
-    def release(self) -> None:
-        """Free what other ranks were reading when reductions were finished, and have read now."""
-        self._planner.release()
-
     def discard(self) -> None:
         """Let the launched reduction end and drop it, and all unsharded gradients."""
         state = self.state
@@ -291,6 +291,7 @@ class MeshGradients:
                 self._release_inputs(part)
         if not isinstance(state, Idle):
             self._move_to(Idle())
+        self._still_read += self._planner.release()
         take_all_unsharded(self._params)
 
     def _agree_on_dtypes(
@@ -355,7 +356,9 @@ class MeshGradients:
 
     def _release_inputs(self, part: _Part) -> None:
         part.transfer.inputs.clear()
-        part.plan.bucket.release()
+        bucket = part.plan.bucket
+        if not bucket.release() and bucket not in self._still_read:
+            self._still_read.append(bucket)
 
     def _call_hook(self, part: _Part) -> None:
         hook, stream = self._settings.hook, self._settings.hook_stream
@@ -464,7 +467,11 @@ def _widest(heard: dict[int, list[torch.dtype | None]]) -> list[torch.dtype | No
 
 
 class GroupGradients:
-    """Accumulates, reduces and hands out the gradients of one group."""
+    """Accumulates, reduces and hands out the gradients of one group.
+
+    Attributes:
+        still_read: Where other ranks were reading what this one had packed when it had its results.
+    """
 
     def __init__(
         self,
@@ -472,11 +479,15 @@ class GroupGradients:
         channels: Sequence[Channel],
         settings: ReductionSettings,
     ) -> None:
+        self.still_read: list[GradBucket] = []
         self._params = list(params)
         self._meshes = [
-            MeshGradients([p for p in params if p.mesh == channel.mesh], channel, settings)
+            MeshGradients(
+                [p for p in params if p.mesh == channel.mesh], channel, settings, self.still_read
+            )
             for channel in channels
         ]
+        self._have_replicas = any(channel.mesh.num_replicas > 1 for channel in channels)
 
     @property
     def are_to_reduce(self) -> bool:
@@ -507,7 +518,7 @@ class GroupGradients:
 
     def start_all_reduce(self) -> bool:
         """Go on to the reduction over the replicas; return whether there is one."""
-        return any([one.start_all_reduce() for one in self._meshes])
+        return self._have_replicas and any([one.start_all_reduce() for one in self._meshes])
 
     def finish(self) -> None:
         """Wait for the launched reduction and put its results on the sharded parameters."""
@@ -526,8 +537,7 @@ class GroupGradients:
 
     def release(self) -> None:
         """Free what other ranks were reading when reductions were finished, and have read now."""
-        for one in self._meshes:
-            one.release()
+        self.still_read[:] = [bucket for bucket in self.still_read if not bucket.release()]
 
     def discard(self) -> None:
         """Let the launched reduction end and drop it, and all unsharded gradients."""

@@ -198,7 +198,7 @@ class ReductionPlanner:
 
     Attributes:
         take_any: Which of the parameters are reduced in whatever dtype their gradients have.
-        narrowed: Whose gradients are rounded before they are reduced in a wider dtype.
+        rounded_first: Whose gradients are rounded before they are reduced in a wider dtype.
     """
 
     def __init__(self, mesh: ShardMesh, codecs: GradientCodecs) -> None:
@@ -212,7 +212,7 @@ class ReductionPlanner:
         self._asked: list[torch.dtype | None] = []
         self._dtypes: list[torch.dtype] = []
         self.take_any: list[int] = []
-        self.narrowed: list[int] = []
+        self.rounded_first: list[int] = []
 
     def plans_of(
         self, params: Sequence[ShardedParam], held: Sequence[torch.dtype | None]
@@ -252,16 +252,15 @@ class ReductionPlanner:
         real = promoted(dtype for dtype in own if not dtype.is_complex)
         imaginary = promoted(dtype for dtype in own if dtype.is_complex)
         self._dtypes = [(imaginary if one.is_complex else real) or one for one in own]
-        self.narrowed = [
+        self.rounded_first = [
             index
             for index, (param, dtype) in enumerate(zip(params, own, strict=True))
             if dtype != self._dtypes[index] and dtype.itemsize < param.compute_dtype.itemsize
         ]
 
-    def release(self) -> None:
-        """Free what was packed for reductions and is no longer read."""
-        for bucket in self._buckets.values():
-            bucket.release()
+    def release(self) -> list[GradBucket]:
+        """Free what was packed for reductions; return where others still read it."""
+        return [bucket for bucket in self._buckets.values() if not bucket.release()]
 
     def _planned(
         self, params: Sequence[ShardedParam], dtypes: list[torch.dtype], encodes: list[bool]

@@ -20,7 +20,7 @@ from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.backward import BackwardPass
 from composable_shard.core.forward import ForwardPass
-from composable_shard.core.group import ParamGroup, PartlySharded, Unsharded
+from composable_shard.core.group import ParamGroup, PartlySharded, Sharded, Unsharded
 from composable_shard.core.not_sharded import refuse_replicated, warn_of_plain
 from composable_shard.core.optimizers import watch_optimizer_steps
 from composable_shard.core.ties import refuse_unowned
@@ -45,8 +45,8 @@ class OrderCheck:
     def __init__(self) -> None:
         self._count = 0
 
-    def agree(self, group: ParamGroup, act: str) -> None:
-        """Raise on all ranks if some of them do not come to ``act`` of ``group`` now.
+    def agree(self, group: ParamGroup, op: str) -> None:
+        """Raise on all ranks if some of them do not come to ``op`` of ``group`` now.
 
         Raises:
             RankMismatchError: On all ranks, with what each of two does; on those that wait, if
@@ -56,7 +56,7 @@ class OrderCheck:
             only if it raises.
         """
         self._count += 1
-        what = f"{act} of {group.label}"
+        what = f"{op} of {group.label}"
         for mesh in group.channels:
             for ranks in mesh.process_groups:
                 self._compare(what, ranks, mesh.device)
@@ -99,6 +99,7 @@ class Context:
         listener: Called with ``(event, group name)`` and ``(moment, group name)``, if set.
         post_optim_event: What the next gather waits for besides the compute stream.
         opened: Groups whose modules hold full parameters, inside of ``unsharded()``.
+        order_check: Compares with the other ranks what comes next, if that is asked for.
     """
 
     def __init__(self, root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
@@ -110,9 +111,9 @@ class Context:
         self.post_optim_event: Waitable | None = None
         self.opened: set[ParamGroup] = set()
         self._agreed = False
-        self._acts: dict[int, str] = {}  # by the tag under which tensors are offered for them
+        self._ops: dict[int, str] = {}  # by the tag under which tensors are offered for them
         self._owners_checked = False
-        self._order_check = OrderCheck() if is_asked_for() else None
+        self.order_check = OrderCheck() if is_asked_for() else None
         self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:
             group.context = self
@@ -126,11 +127,6 @@ class Context:
     def has_run(self) -> bool:
         """Whether a forward has begun."""
         return self._owners_checked
-
-    def check_order(self, act: str, group: ParamGroup) -> None:
-        """Compare with the other ranks what comes next, if that is asked for."""
-        if self._order_check is not None:
-            self._order_check.agree(group, act)
 
     def check_owners(self) -> None:
         """Look once for parameters without an owner, and for settings that only the root has.
@@ -173,12 +169,10 @@ class Context:
             agree_on_model(self.groups)
             self._agreed = True
             channels = (channel for group in self.groups for channel in group.channels.values())
-            self._acts = {
-                tag: act
+            self._ops = {
+                tag: op
                 for channel in channels
-                for tag, act in zip(
-                    channel.tags, (channel.gathering, channel.reducing), strict=True
-                )
+                for tag, op in zip(channel.tags, (channel.gathering, channel.reducing), strict=True)
             }
 
     def note_new_params(self, group: ParamGroup) -> None:
@@ -193,9 +187,10 @@ class Context:
         self.emit("begin_wait_for_readers", self.root)
         host.settle()
         self.backward.reductions.in_flight.end_returns()
-        same_host.settle(self._acts)
+        same_host.settle(self._ops)
         for group in self.groups:
-            group.gradients.release()
+            if group.gradients.still_read:
+                group.gradients.release()
         self.emit("wait_for_readers", self.root)
 
     # What stays gathered --------------------------------------------------------------------
@@ -240,7 +235,7 @@ class Context:
         """
         goes_on = self.backward.reductions.are_to_go_on
         for group in self.groups:
-            if self.forward.holds(group):
+            if type(group.state) is Sharded or self.forward.holds(group):
                 continue
             if group.settings.reshard_after_backward or not goes_on:
                 group.reshard()

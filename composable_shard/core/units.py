@@ -45,6 +45,7 @@ class ParamSet:
         accumulators: The nodes that accumulate into the unsharded parameters, but frozen ones.
         readable: The unsharded parameters, and what is freed of those that are subclasses, whose
             version counters autograd compares.
+        is_created: Whether the unsharded parameters have been made, by a first gather.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -67,17 +68,13 @@ class ParamSet:
         readable = [*self._unsharded, *(part for param in params for part in param.parts)]
         self.readable = [tensor for tensor in readable if not tensor.is_inference()]
         self._first_places = [(param.slots[0].module, param.slots[0].attribute) for param in params]
+        self.is_created = len(self._unsharded) == len(params)
         self._put_sharded = _pairs(params, self._sharded)
         self._put_unsharded = _pairs(params, self._unsharded) if self.is_created else []
         both = (param.attributes for param in params)
         self._apart = [one for one in both if one is not None and not one.are_shared]
         self._followed: list[bool] | None = None
         self._note_accumulators()
-
-    @property
-    def is_created(self) -> bool:
-        """Whether the unsharded parameters have been made, by a first gather."""
-        return len(self._unsharded) == len(self._params)
 
     @property
     def is_trainable(self) -> bool:

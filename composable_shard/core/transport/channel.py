@@ -54,9 +54,9 @@ class Channel:
         self._reduce_group = mesh.shard_group
         self.tags = 0, 1
         self._is_custom = False
-        self.call("a group")
+        self.set_label("a group")
 
-    def call(self, label: str) -> None:
+    def set_label(self, label: str) -> None:
         """Let messages say which group this is."""
         self.gathering = f"gathering {label}"
         self.reducing = f"reducing the gradients of {label}"
@@ -224,7 +224,7 @@ class Channel:
         return [shards, self.mesh.replica_group, self._reduce_group, *subgroups_of(shards)]
 
     def _launch(
-        self, launch: Callable[[], list[Waitable]], group: dist.ProcessGroup, act: str
+        self, launch: Callable[[], list[Waitable]], group: dist.ProcessGroup, op: str
     ) -> list[Waitable]:
         """Launch collectives; if that fails, say what they were for, here and to other ranks."""
         go_on()
@@ -233,23 +233,23 @@ class Channel:
         except Exception as error:
             told: Exception = error
             if isinstance(error, RuntimeError):
-                told = watched(group, act).explain(error)
-            announce(self.process_groups, act, error)
+                told = watched(group, op).explain(error)
+            announce(self.process_groups, op, error)
             if told is error:
                 raise
             raise told from error
-        return [_Launched(works, group, act)] if works and is_watched(group) else works
+        return [_Launched(works, group, op)] if works and is_watched(group) else works
 
 
 class _Launched:
     """The works of one launch."""
 
-    def __init__(self, works: list[Waitable], group: dist.ProcessGroup, act: str) -> None:
+    def __init__(self, works: list[Waitable], group: dist.ProcessGroup, op: str) -> None:
         self._works = works[::-1]
         self._group = group
-        self._act = act
+        self._op = op
 
     def wait(self) -> None:
-        with watched(self._group, self._act):
+        with watched(self._group, self._op):
             while self._works:
                 self._works.pop().wait()

@@ -199,18 +199,18 @@ class Then:
     """
 
     def __init__(
-        self, work: Waitable | None, sent: torch.Tensor, act: Callable[[], object]
+        self, work: Waitable | None, sent: torch.Tensor, then: Callable[[], object]
     ) -> None:
         self._work = work
         self._sent: torch.Tensor | None = sent
-        self._act: Callable[[], object] | None = act
+        self._then: Callable[[], object] | None = then
 
     def wait(self) -> bool:
         if self._work is not None:
             self._work.wait()
-        act, self._act, self._sent = self._act, None, None
-        if act is not None:
-            act()
+        then, self._then, self._sent = self._then, None, None
+        if then is not None:
+            then()
         return True
 
 

@@ -73,19 +73,19 @@ def refuse_lost(group: dist.ProcessGroup) -> None:
         )
 
 
-def named(error: RuntimeError, act: str) -> RuntimeError:
+def named(error: RuntimeError, op: str) -> RuntimeError:
     """Return an error that says on which rank and at what a collective failed.
 
     Args:
         error: What was raised, by a backend or by a collective of ours; returned as it is if it
             says all that already.
-        act: What the rank was doing, such as "gathering group 'blocks.3'".
+        op: What the rank was doing, such as "gathering group 'blocks.3'".
     """
     said = f"Rank {dist.get_rank()} failed while "
     if isinstance(error, CommunicationError) or str(error).startswith(said):
         return error
     kind = RankMismatchError if isinstance(error, RankMismatchError) else CommunicationError
-    return kind(f"{said}{act}: {error}")
+    return kind(f"{said}{op}: {error}")
 
 
 # What ranks tell each other -----------------------------------------------------------------------
@@ -192,12 +192,12 @@ def _board_of(group: dist.ProcessGroup) -> _Board | None:
     return _boards[group]
 
 
-def announce(groups: Iterable[dist.ProcessGroup | None], act: str, error: Exception) -> None:
+def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Exception) -> None:
     """Tell the other ranks that this one has failed, until it calls a collective again.
 
     Args:
         groups: Whose ranks may wait for it.
-        act: What it was doing.
+        op: What it was doing.
         error: Why; it is announced once, however often it passes by. One of this rank's own gets a
             note.
 
@@ -208,7 +208,7 @@ def announce(groups: Iterable[dist.ProcessGroup | None], act: str, error: Except
     setattr(error, _ANNOUNCED, True)
     if not isinstance(error, (CommunicationError, RankMismatchError)):
         error.add_note(
-            f"Rank {dist.get_rank()} failed while {act}; ranks that did not fail likewise, and "
+            f"Rank {dist.get_rank()} failed while {op}; ranks that did not fail likewise, and "
             "wait for it, are told so (on gloo), or raise when their time-out has passed"
         )
     reason = str(error).partition("\n")[0][:500]
@@ -217,7 +217,7 @@ def announce(groups: Iterable[dist.ProcessGroup | None], act: str, error: Except
         if board is not None:
             board.num_failures += 1
             _announced.add(board)
-            text = f"{board.num_failures} {act}: {type(error).__name__}: {reason}"
+            text = f"{board.num_failures} {op}: {type(error).__name__}: {reason}"
             _watcher.ask(functools.partial(board.say, _FAILED, text))
 
 
@@ -236,27 +236,27 @@ class watched:
 
     Args:
         group: The process group.
-        act: What this rank does, such as "gathering group 'blocks.3'".
+        op: What this rank does, such as "gathering group 'blocks.3'".
 
     Raises:
         CommunicationError: In the place of any ``RuntimeError``, which is its cause.
     """
 
     __slots__ = (
-        "_act",
         "_answer",
         "_group",
         "_is_said",
         "_looked",
+        "_op",
         "_seen",
         "_start",
         "board",
         "failure",
     )
 
-    def __init__(self, group: dist.ProcessGroup, act: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, op: str) -> None:
         self.failure: str | None = None
-        self._act = act
+        self._op = op
         self._group = group
         self.board = _board_of(group)
         self._is_said = False
@@ -293,7 +293,7 @@ class watched:
         Args:
             error: See :func:`named`.
         """
-        error, board = named(error, self._act), self.board
+        error, board = named(error, self._op), self.board
         if board is None or type(error) is not CommunicationError:
             return error
         has_waited = self._start > 0  # the launch of a collective fails without
@@ -324,7 +324,7 @@ class watched:
         self._looked = now
         if not self._is_said:
             self._is_said = True
-            board.say(_WAITS, self._act)
+            board.say(_WAITS, self._op)
         failure = board.failure()
         if failure is not None and failure == self._seen and self in _waits:
             self.failure = failure

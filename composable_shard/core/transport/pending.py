@@ -35,20 +35,20 @@ class Pending:
     Args:
         works: The collectives, in the order in which to wait for them.
         owned: The tensors.
-        act: What they do, for messages.
+        op: What they do, for messages.
     """
 
-    __slots__ = ("_act", "_is_broken", "_owned", "_works")
+    __slots__ = ("_is_broken", "_op", "_owned", "_works")
 
     def __init__(
         self,
         works: Sequence[Waitable],
         owned: Sequence[torch.Tensor | None] = (),
-        act: str = "communicating",
+        op: str = "communicating",
     ) -> None:
         self._works = list(works)[::-1]
         self._owned = list(owned)
-        self._act = act
+        self._op = op
         self._is_broken = False
 
     def wait(self) -> None:
@@ -60,7 +60,7 @@ class Pending:
         """
         if self._is_broken:
             raise ShardError(
-                f"Expected to be waiting for the first time while {self._act}, got a wait that "
+                f"Expected to be waiting for the first time while {self._op}, got a wait that "
                 "failed or was interrupted before; run the whole iteration again"
             )
         works, self._is_broken = self._works, True
@@ -68,7 +68,7 @@ class Pending:
             while works:
                 works.pop().wait()
         except RuntimeError as error:
-            raise named(error, self._act) from error
+            raise named(error, self._op) from error
         self._owned.clear()
         self._is_broken = False
 

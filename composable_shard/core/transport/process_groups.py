@@ -80,13 +80,13 @@ atexit.register(end_process_groups)
 # Small objects that ranks tell each other once, such as what tensor types send --------------------
 
 
-def gather_objects(said: object, group: dist.ProcessGroup, act: str) -> list[Any]:
+def gather_objects(said: object, group: dist.ProcessGroup, op: str) -> list[Any]:
     """Return what the ranks of ``group`` say, in their order.
 
     Args:
         said: What this rank says; pickled.
         group: The ranks.
-        act: What this is for, such as "agreeing on what is sent"; for messages.
+        op: What this is for, such as "agreeing on what is sent"; for messages.
 
     Raises:
         CommunicationError: If a rank has ended, or does not answer within the time-out.
@@ -94,7 +94,7 @@ def gather_objects(said: object, group: dist.ProcessGroup, act: str) -> list[Any
     Collective: an all-gather of the objects, after one of their sizes.
     """
     heard: list[Any] = [None] * group.size()
-    with watched(group, act):
+    with watched(group, op):
         dist.all_gather_object(heard, said, group=group)
     return heard
 
@@ -103,7 +103,7 @@ def agree(
     said: Any,
     mesh: ShardMesh,
     merge: Callable[[dict[int, Any]], Any],
-    act: str,
+    op: str,
 ) -> Any:
     """Return what the ranks of a mesh say together: over the shards, then over the replicas.
 
@@ -111,12 +111,12 @@ def agree(
         said: What this rank says; pickled.
         mesh: The ranks.
         merge: Makes one of what some ranks say, by their numbers in the job.
-        act: See :func:`gather_objects`.
+        op: See :func:`gather_objects`.
 
     Collective: an all-gather of the objects over each axis of more than one rank.
     """
     for group in mesh.process_groups:
-        heard = gather_objects(said, group, act)
+        heard = gather_objects(said, group, op)
         said = merge(dict(zip(dist.get_process_group_ranks(group), heard, strict=True)))
     return said
 

@@ -513,7 +513,7 @@ class Offer:
             raise lost(self.group, peer, got) from error
 
 
-def settle(acts: Mapping[int, str]) -> None:
+def settle(ops: Mapping[int, str]) -> None:
     """Wait until neighbours have read what this rank has offered.
 
     Only finished exchanges count, and those of others are left alone: a rank that drops a model
@@ -521,17 +521,17 @@ def settle(acts: Mapping[int, str]) -> None:
     lost lives on: somebody may still read it.
 
     Args:
-        acts: Under which tags it was offered, and for what, for messages.
+        ops: Under which tags it was offered, and for what, for messages.
 
     Hazard: an optimizer changes shards that another rank is reading. Guard: every pass ends with
     this, before code of the user's runs. Test: ``test_nothing_is_read_when_a_pass_has_ended``.
     """
     if _abandoned:
         _let_go()
-    for offer in [offer for offer in _offers if offer.is_finished and offer.tag in acts]:
+    for offer in [offer for offer in _offers if offer.is_finished and offer.tag in ops]:
         if offer.is_abandoned or is_lost(offer.group):
             continue
-        with watched(offer.group, f"others were {acts[offer.tag]}"):
+        with watched(offer.group, f"others were {ops[offer.tag]}"):
             offer.wait_until_read()
         _forget(offer)
 
