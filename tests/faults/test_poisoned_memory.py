@@ -234,7 +234,7 @@ FAULTS = {
         ExtensionGather, "keep", "mine.clone()", "mine", 4, 2
     ),
     "gradients are packed into memory that others still read": Fault(
-        PackedGrads, "release", "not self._rows.is_in_use", "True"
+        PackedGrads, "release", "self._rows.is_in_use", "False"
     ),
 }
 
