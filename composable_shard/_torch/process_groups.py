@@ -35,9 +35,7 @@ def all_gather_flat(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work:
     """All-gather each input into its output, all in one launch."""
-    if any(map(torch.is_complex, inputs)):
-        outputs, inputs = _as_real(outputs), _as_real(inputs)
-    return cast(dist.Work, getattr(group, _ALL_GATHER)(outputs, inputs))
+    return cast(dist.Work, getattr(group, _ALL_GATHER)(*_as_real(outputs, inputs)))
 
 
 def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -53,9 +51,8 @@ def reduce_scatter_flat(
     op: Any,
 ) -> dist.Work:
     """Reduce-scatter each input into its output, all in one launch."""
-    if any(map(torch.is_complex, inputs)):
-        outputs, inputs = _as_real(outputs), _as_real(inputs)
-    return cast(dist.Work, getattr(group, _REDUCE_SCATTER)(outputs, inputs, _options_for(op)))
+    reduce_scatter = getattr(group, _REDUCE_SCATTER)
+    return cast(dist.Work, reduce_scatter(*_as_real(outputs, inputs), _options_for(op)))
 
 
 @lru_cache
@@ -65,9 +62,13 @@ def _options_for(op: Any) -> Any:
     return options
 
 
-def _as_real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """View complex numbers as pairs of real ones, which is all that backends know."""
-    return [torch.view_as_real(one).view(-1) if one.is_complex() else one for one in tensors]
+def _as_real(*lists: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield lists of tensors, complex ones viewed as pairs of real ones: all that backends know."""
+    for tensors in lists:
+        if any(map(torch.is_complex, tensors)):
+            yield [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
+        else:
+            yield tensors
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -261,8 +261,7 @@ class BackwardPass:
             is_bounded: Whether input markers lie in front of the call that gave them.
         """
         run = self._enter(group, forward)
-        settings = group.settings
-        if not (run.is_gathered or settings.requires_gradient_sync) and loses_weights(group):
+        if not run.is_gathered and loses_weights(group):
             self._lost[group] = None
         if not run.is_complete:
             run.expect_markers(_torch.current_backward())
@@ -313,8 +312,9 @@ class BackwardPass:
         and has not been needed, will not be, and one that was entered later is complete, unless
         autograd says that it has nodes to run.
         """
-        if self._to_free:
-            self._free_computed()
+        for computed in self._to_free:  # groups in checkpoints that the backward has come past
+            computed.reshard()
+        self._to_free.clear()
         while self._steps and (until is None or until in self._to_gather):
             group, gathers = self._steps.pop()
             if not gathers:
@@ -328,12 +328,6 @@ class BackwardPass:
             if not run.is_gathered or (group.is_read_in_backward and not group.is_unsharded):
                 self._gather(group, run)
         self._reduce_in_order()
-
-    def _free_computed(self) -> None:
-        """Free groups in checkpoints that the backward has come past."""
-        for group in self._to_free:
-            group.reshard()
-        self._to_free.clear()
 
     def _pass_by(self, group: ParamGroup, run: GroupRun) -> None:
         """Prepare a group that this loss has not reached where it was left."""
@@ -377,8 +371,7 @@ class BackwardPass:
         """Take the next steps that reduce, of groups that are complete."""
         if self._is_inside:
             return
-        if self._to_reduce:
-            self._reduce_complete()
+        self._reduce_complete()
         while self._steps and not self._steps[-1].gathers:
             group = self._steps[-1].group
             run = self._runs.get(group) or self._enter(group)
@@ -396,15 +389,13 @@ class BackwardPass:
             if run.is_waiting:
                 return
             self._to_reduce.popleft()
-            if not run.is_complete:
-                self._complete(group, run)
+            self._complete(group, run)
             self._free_if_over(group, run)
             if group.settings.requires_gradient_sync:
                 self.reductions.launch(group)
 
     def _may_be_computed_again(self, group: ParamGroup, run: GroupRun) -> bool:
-        num_checkpoints = self._plan.num_checkpoints
-        return bool(num_checkpoints) and run.num_computed_again < num_checkpoints.get(group, 0)
+        return run.num_computed_again < self._plan.num_checkpoints.get(group, 0)
 
     # Completion -----------------------------------------------------------------------------
 
@@ -471,6 +462,8 @@ class BackwardPass:
 
     def _complete(self, group: ParamGroup, run: GroupRun) -> None:
         """Note that all gradients of ``group`` are there; without sync, accumulate them."""
+        if run.is_complete:
+            return
         run.is_complete = True
         run.pending.clear()
         self._context.emit("post_backward", group)
@@ -538,8 +531,7 @@ class BackwardPass:
             self.close()
             return
         for group, run in list(self._runs.items()):
-            if not run.is_complete:
-                self._complete(group, run)
+            self._complete(group, run)
             if not run.is_bounded:
                 self._context.forward.release(group)
         self._end, self._id, self._is_inside = None, -1, False
@@ -650,12 +642,10 @@ class BackwardPass:
         """End the backward: take the steps that are left, reduce what is unsynced, wait, free."""
         self._take_steps(None)
         for group, run in list(self._runs.items()):
-            if not run.is_complete:  # autograd may have given it undefined gradients
-                self._complete(group, run)
+            self._complete(group, run)  # autograd may have given it undefined gradients
         self._reduce_in_order()
         self.reductions.end_backward()
-        if self._context.order_check is not None:
-            self._context.order_check.agree(self._context.root, "end of a backward")
+        self._context.check_order("end of a backward", self._context.root)
         self._context.free_after_backward()
         for group in self._context.groups:
             group.freshness.forget_forward()

@@ -216,8 +216,7 @@ class ForwardPass:
     def _close(self) -> None:
         """End the pass: finish groups that ran in part, drop gathers that nobody used."""
         assert self._outermost is not None
-        if self._context.order_check is not None:
-            self._context.order_check.agree(self._outermost, "end of a forward")
+        self._context.check_order("end of a forward", self._outermost)
         for group in list(self._to_run):
             if group is not self._outermost:
                 del self._to_run[group]

@@ -441,8 +441,7 @@ class ParamGroup:
             raise
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
-        if self.context.order_check is not None:
-            self.context.order_check.agree(self, "all-gather")
+        self.context.check_order("all-gather", self)
         lane, works = None, list[Waitable]()
         owned, op = list[torch.Tensor](), ""
         for _, transfer in transfers:

@@ -251,10 +251,8 @@ class MeshGradients:
 
         Those on their way to the host are not there before :meth:`end_return`.
         """
+        self.start_all_reduce()
         state = self.state
-        if isinstance(state, Scattering) and state.over_replicas == "all-reduce":
-            self.start_all_reduce()
-            state = self.state
         if not isinstance(state, (Scattering, AllReducing)):
             return
         state.pending.wait()
@@ -487,7 +485,6 @@ class GroupGradients:
             )
             for channel in channels
         ]
-        self._have_replicas = any(channel.mesh.num_replicas > 1 for channel in channels)
 
     @property
     def are_to_reduce(self) -> bool:
@@ -518,7 +515,7 @@ class GroupGradients:
 
     def start_all_reduce(self) -> bool:
         """Go on to the reduction over the replicas; return whether there is one."""
-        return self._have_replicas and any([one.start_all_reduce() for one in self._meshes])
+        return any([one.start_all_reduce() for one in self._meshes])
 
     def finish(self) -> None:
         """Wait for the launched reduction and put its results on the sharded parameters."""

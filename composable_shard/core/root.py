@@ -99,7 +99,6 @@ class Context:
         listener: Called with ``(event, group name)`` and ``(moment, group name)``, if set.
         post_optim_event: What the next gather waits for besides the compute stream.
         opened: Groups whose modules hold full parameters, inside of ``unsharded()``.
-        order_check: Compares with the other ranks what comes next, if that is asked for.
     """
 
     def __init__(self, root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
@@ -113,7 +112,7 @@ class Context:
         self._agreed = False
         self._ops: dict[int, str] = {}  # by the tag under which tensors are offered for them
         self._owners_checked = False
-        self.order_check = OrderCheck() if is_asked_for() else None
+        self._order_check = OrderCheck() if is_asked_for() else None
         self._below: dict[ParamGroup, set[nn.Module]] = {}
         for group in self.groups:
             group.context = self
@@ -127,6 +126,11 @@ class Context:
     def has_run(self) -> bool:
         """Whether a forward has begun."""
         return self._owners_checked
+
+    def check_order(self, op: str, group: ParamGroup) -> None:
+        """Compare with the other ranks what comes next, if that is asked for."""
+        if self._order_check is not None:
+            self._order_check.agree(group, op)
 
     def check_owners(self) -> None:
         """Look once for parameters without an owner, and for settings that only the root has.

@@ -166,8 +166,7 @@ class Reductions:
         if self._limit is None:
             self._limit = max(g.settings.max_reductions for g in self._context.groups)
         self.in_flight.leave_room(self._limit)
-        if self._context.order_check is not None:
-            self._context.order_check.agree(group, "reduction")
+        self._context.check_order("reduction", group)
         if group.settings.reduction.all_reduces:
             self._unreplicated.pop(group, None)
         elif any(mesh.num_replicas > 1 for mesh in group.channels):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,17 @@ def value_differences(sharded: Iterable[tuple[str, nn.Parameter]], oracle: Oracl
         for name, param in sharded
         for text in _difference(name, whole(param.detach()), wanted[name].detach())
     ]
+
+
+def step_differences(
+    model: nn.Module, oracle: Oracle, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[str]:
+    """Step the model and its oracle; tell how gradients differ before and values after."""
+    found = gradient_differences(dict(model.named_parameters()), oracle)
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    oracle.step(optimizers[1])
+    return found + value_differences(model.named_parameters(), oracle)
 
 
 def _difference(name: str, got: torch.Tensor, wanted: torch.Tensor) -> list[str]:

@@ -21,7 +21,7 @@ from composable_shard.core.transport import point_to_point
 from composable_shard.core.transport.process_groups import subgroup
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
-from meshes.compare import Oracle, gradient_differences, value_differences
+from meshes.compare import Oracle, gradient_differences, step_differences
 
 
 def train(num_ranks: int, policy: MixedPrecisionPolicy) -> list[str]:
@@ -39,11 +39,7 @@ def train(num_ranks: int, policy: MixedPrecisionPolicy) -> list[str]:
             (first + either(x.sin())).square().mean().backward()
         oracle.take()
         oracle.reduce()
-        found += gradient_differences(dict(model.named_parameters()), oracle)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        found += value_differences(model.named_parameters(), oracle)
+        found += step_differences(model, oracle, optimizers)
     return found
 
 

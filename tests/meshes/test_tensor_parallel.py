@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks
-from meshes.compare import Oracle, gradient_differences, value_differences
+from meshes.compare import Oracle, gradient_differences, step_differences, value_differences
 
 WIDTH = 8
 
@@ -107,11 +107,7 @@ def train(shape: Mesh, hidden: int, reshard: bool | int) -> list[str]:
         oracle.model(x).square().sum().backward()
         oracle.take()
         oracle.reduce()
-        found += gradient_differences(dict(model.named_parameters()), oracle)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        found += value_differences(model.named_parameters(), oracle)
+        found += step_differences(model, oracle, optimizers)
     return found
 
 

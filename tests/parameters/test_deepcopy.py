@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes.compare import Oracle, gradient_differences, value_differences
+from meshes.compare import Oracle, step_differences, value_differences
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -59,11 +59,7 @@ def train(model: nn.Module, oracle: Oracle, steps: range) -> list[str]:
         oracle.take()
         oracle.reduce()
         model.reshard()  # type: ignore[operator]
-        found += gradient_differences(dict(model.named_parameters()), oracle)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        found += value_differences(model.named_parameters(), oracle)
+        found += step_differences(model, oracle, optimizers)
     return found
 
 

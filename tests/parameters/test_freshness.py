@@ -14,7 +14,7 @@ from nets import Net, assert_parity, full, own_input, train_step, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training.compare import Comparison
+from training.compare import Comparison, step_both
 from training.oracle import OPTIMIZERS, OptimizerFactory, Unsharded
 from training.scenarios import STACK_GROUPS, Stack, loss_of
 from training.trees import inputs_for
@@ -206,10 +206,7 @@ def train_without_resharding(
         oracle.after_backward()
         comparison.grads(f"step {step}")
         if not grow_only or step % 2:
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-            oracle.step(optimizers[1])
-            oracle.clear()
+            step_both(optimizers, oracle)
         comparison.params(f"step {step}")
     return comparison.differences
 

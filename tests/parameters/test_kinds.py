@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from meshes.compare import Oracle, gradient_differences, value_differences, whole
+from meshes.compare import Oracle, gradient_differences, step_differences, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -59,11 +59,7 @@ def train(dim: int | None, hybrid: bool, reshard: bool | int) -> list[str]:
         if step % 3 == 2:
             model.reshard()
             oracle.reduce()
-            found += gradient_differences(dict(model.named_parameters()), oracle)
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-            oracle.step(optimizers[1])
-            found += value_differences(model.named_parameters(), oracle)
+            found += step_differences(model, oracle, optimizers)
         elif not hybrid and step % 3 == 1:
             oracle.reduce()
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes.compare import Oracle, gradient_differences, value_differences
+from meshes.compare import Oracle, gradient_differences, step_differences
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -50,11 +50,7 @@ def train(syncs: tuple[bool, ...], hybrid: bool, reshard: bool | int) -> list[st
             oracle.take()
             if sync:
                 oracle.reduce()
-        found += gradient_differences(dict(model.named_parameters()), oracle)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        found += value_differences(model.named_parameters(), oracle)
+        found += step_differences(model, oracle, optimizers)
     states = [state["exp_avg"] for state in optimizers[0].state.values()]
     if not all(isinstance(s, DTensor) and s.to_local().device.type == "cpu" for s in states):
         found.append("optimizer states are elsewhere")

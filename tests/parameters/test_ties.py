@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from meshes.compare import Oracle, gradient_differences, value_differences
+from meshes.compare import Oracle, step_differences
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -79,11 +79,7 @@ def train(groups: Groups, owner: str, reshard: bool | None) -> list[str]:
         oracle.take()
         oracle.reduce()
         model.reshard()  # type: ignore[operator]
-        found += gradient_differences(dict(model.named_parameters()), oracle)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        found += value_differences(model.named_parameters(), oracle)
+        found += step_differences(model, oracle, optimizers)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,14 @@ def my_rows(param: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     chunks = full.chunk(dist.get_world_size(), own.dim)
     rank = dist.get_rank()
     return chunks[rank] if rank < len(chunks) else full.narrow(own.dim, 0, 0)
+
+
+def step_both(optimizers: Sequence[torch.optim.Optimizer], oracle: Unsharded) -> None:
+    """Step the sharded model and its oracle, in this order, and clear the gradients of both."""
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    oracle.step(optimizers[1])
+    oracle.clear()
 
 
 class Comparison:

@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks
-from training.compare import Comparison
+from training.compare import Comparison, step_both
 from training.oracle import Unsharded
 from training.trees import WIDTH, inputs_for
 
@@ -68,10 +68,7 @@ def follow(scenario: Scenario) -> list[str]:
         _compare(comparison, f"step {step}", got, wanted)
         comparison.grads(f"step {step}")
         if scenario.optimizes:
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-            oracle.step(optimizers[1])
-            oracle.clear()
+            step_both(optimizers, oracle)
         comparison.params(f"step {step}")
     return comparison.differences
 

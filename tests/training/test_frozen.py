@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks
 from training.cases import reproducible
-from training.compare import Comparison
+from training.compare import Comparison, step_both
 from training.oracle import Unsharded
 from training.scenarios import STACK_GROUPS, Block, Scenario, Stack, assert_same, loss_of
 from training.trees import WIDTH, inputs_for
@@ -140,10 +140,7 @@ def thaw(case: Thawing) -> list[str]:
             oracle.after_backward()
         comparison.grads(f"step {step}")
         if not case.accumulates:
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-            oracle.step(optimizers[1])
-            oracle.clear()
+            step_both(optimizers, oracle)
         comparison.params(f"step {step}")
     return comparison.differences
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import FSDPModule, fully_shard
 from composable_shard.testing import run_ranks
 from training.cases import reproducible
-from training.compare import Comparison
+from training.compare import Comparison, step_both
 from training.oracle import Unsharded
 from training.scenarios import STACK_GROUPS, Stack, loss_of
 from training.trees import inputs_for
@@ -61,10 +61,7 @@ def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
             comparison.tensor(f"step {step}: loss {microbatch}", *losses)
         comparison.grads(f"step {step}")
         comparison.exact &= not oracle.has_folded
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        oracle.clear()
+        step_both(optimizers, oracle)
         comparison.params(f"step {step}")
     return comparison.differences
 
@@ -137,10 +134,7 @@ def train_with(settings: Settings) -> list[str]:
             loss.backward()
         oracle.after_backward()
         comparison.grads(f"step {step}")
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        oracle.clear()
+        step_both(optimizers, oracle)
         comparison.params(f"step {step}")
     return comparison.differences
 
@@ -223,10 +217,7 @@ def gathered_long_before() -> list[str]:
         comparison.tensor(f"step {step}: loss", *losses)
         oracle.after_backward()
         comparison.grads(f"step {step}")
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        oracle.clear()
+        step_both(optimizers, oracle)
     return comparison.differences
 
 

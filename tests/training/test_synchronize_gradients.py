@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes.compare import Oracle, gradient_differences, value_differences
+from meshes.compare import Oracle, gradient_differences, step_differences
 from nets import Net, shard_net
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -58,11 +58,7 @@ def train(defer: Defer, hybrid: bool, differ: bool) -> list[str]:
         oracle.reduce()
         found += gradient_differences(dict(model.named_parameters()), oracle)
         model.synchronize_gradients()  # there is nothing left
-        found += gradient_differences(dict(model.named_parameters()), oracle)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        found += value_differences(model.named_parameters(), oracle)
+        found += step_differences(model, oracle, optimizers)
     return found
 
 

@@ -18,7 +18,7 @@ from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 from composable_shard.testing.strategies import num_ranks
 from training.cases import param_specs, reproducible, tree_specs
-from training.compare import Comparison
+from training.compare import Comparison, step_both
 from training.oracle import OPTIMIZERS, Unsharded
 from training.trees import ParamSpec, TreeSpec, build, inputs_for, shard
 
@@ -62,10 +62,7 @@ def train(case: Training) -> list[str]:
         comparison.grads(f"step {step}")
         if case.max_norm is not None:
             clip_both(case.max_norm, model, comparison, f"step {step}")
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        oracle.clear()
+        step_both(optimizers, oracle)
         comparison.params(f"step {step}", low_precision)
         comparison.start_anew_from_the_same(low_precision)
     return comparison.differences

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes.compare import Oracle, gradient_differences, value_differences
+from meshes.compare import Oracle, gradient_differences, step_differences
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
@@ -107,11 +107,7 @@ def train(choose: Choose, when: int, hybrid: bool) -> list[str]:
             either(x).square().mean().backward()
         oracle.take()
         oracle.reduce()
-        found += gradient_differences(dict(model.named_parameters()), oracle)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        oracle.step(optimizers[1])
-        found += value_differences(model.named_parameters(), oracle)
+        found += step_differences(model, oracle, optimizers)
     return found
 
 
