@@ -35,7 +35,7 @@ HAS_TORCH = test -z "$(TORCH)" && $(PYTHON) -c 'import sys, torch, torch.distrib
 
 help:
 	@echo "make demo     train a small language model on two ranks, with a timeline"
-	@echo "make test     run the tests: every value of every parameter, once at least"
+	@echo "make test     run the tests: every behaviour once"
 	@echo "make test-all  run every case of every test, and all generated examples"
 	@echo "make test-clients  run those with transformers, accelerate, lightning and others"
 	@echo "make test-newest  run what a new torch could break, clients too, on torch $(NEWEST_TORCH)"

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard.core.group import ParamGroup, check_reshard
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.not_sharded import ignore
-from composable_shard.core.root import join_tree, share_reductions
+from composable_shard.core.root import context_of, join_tree, share_reductions
 from composable_shard.core.shard import (
     ShardPlacementFn,
     build_group,
@@ -29,7 +29,7 @@ from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.ties import Managed, claim_ties
 from composable_shard.core.transport.host import check_offload
 from composable_shard.mesh import DataParallelMeshDims, resolve_mesh
-from composable_shard.module import group_of, groups_of, make_sharded
+from composable_shard.module import check_class, group_of, groups_of, make_sharded
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
@@ -132,7 +132,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         >>> with fake_ranks(2):
         ...     share_comm_ctx([fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))])
     """
-    share_reductions(list(dict.fromkeys(group.context for group in groups_of(modules))))
+    share_reductions(list(dict.fromkeys(map(context_of, groups_of(modules)))))
 
 
 def _check_arguments(
@@ -161,7 +161,9 @@ def _check_arguments(
 
 
 def _adopt(group: ParamGroup, managed: Managed) -> None:
-    """Turn the modules into sharded ones. Nothing here can fail for a reason the user gave."""
+    """Turn the modules into sharded ones. Behind the check nothing can fail for the user's sake."""
+    for module in group.modules:
+        check_class(module)
     commit(group, managed)
     install(group, managed.modules)
     install_state_dict_hooks(group)

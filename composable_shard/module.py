@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from composable_shard import _torch
 from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
-from composable_shard.core.gradient import is_partial
+from composable_shard.core.gradient import clear
 from composable_shard.core.group import ParamGroup, check_reshard, group_of, set_group
-from composable_shard.core.root import Context
+from composable_shard.core.root import Context, context_of
 from composable_shard.core.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.core.transport.collectives import (
     AllGather,
@@ -27,7 +27,14 @@ from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 from composable_shard.train.clip import clip_grad_norm
 
-__all__ = ["FSDPModule", "GradientReductionHandle", "UnshardHandle", "group_of", "make_sharded"]
+__all__ = [
+    "FSDPModule",
+    "GradientReductionHandle",
+    "UnshardHandle",
+    "check_class",
+    "group_of",
+    "make_sharded",
+]
 
 _sharded_classes: dict[type, type] = {}
 
@@ -37,6 +44,18 @@ def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     set_group(module, group)
     answer_torch(module, group)
     module.__class__ = _sharded_class(type(module))
+
+
+def check_class(module: nn.Module) -> None:
+    """Make the class that a module will have, and try it, before anything is changed.
+
+    Raises:
+        Exception: What the module's class raises when it is inherited from.
+        TypeError: If the module cannot be of another class.
+    """
+    original = type(module)
+    module.__class__ = _sharded_class(original)
+    module.__class__ = original
 
 
 def _sharded_class(original: type) -> type:
@@ -123,12 +142,12 @@ class FSDPModule(TorchFSDPModule):
             False
         """
         group = self._group()
-        if group in group.context.opened:
+        if group.is_opened:
             raise ShardError(
                 f"Expected unshard() of {group.label} outside of unsharded(), got it inside, where "
                 "the parameters are full"
             )
-        group.context.free_unless_trusted(group)
+        context_of(group).free_unless_trusted(group)
         group.unshard()
         group.is_held = group.is_exposed = True
         handle = UnshardHandle(group)
@@ -164,8 +183,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].weight.grad is None
             True
         """
-        context = self._group().context
-        context.clean_up()
+        context = context_of(self._group())
+        context.backward.clean_up()
         for group in context.groups:
             group.gradients.discard_partial()
 
@@ -195,8 +214,7 @@ class FSDPModule(TorchFSDPModule):
             >>> run_threads(accumulate, 2)[0]
             ((Partial(avg),), (Shard(dim=0),))
         """
-        self._between_iterations("synchronize_gradients")
-        self._group().context.backward.synchronize()
+        self._between_iterations("synchronize_gradients").backward.synchronize()
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -245,14 +263,14 @@ class FSDPModule(TorchFSDPModule):
             )
         if not context.has_run:
             return GradientReductionHandle(None) if async_op else None
-        context.backward.check_finalized()
+        context.finalization.check_ended()
         if not group.settings.finalizes_by_hand:
             raise ShardError(
                 "Expected finalize_backward() where backward is finalized by hand, got a root that "
                 "does it at the end of backward; call set_manual_backward_finalization(True) first"
             )
         handle = GradientReductionHandle(group)
-        context.backward.start_finalization(handle)
+        context.finalization.start(handle)
         if async_op:
             return handle
         handle.wait()
@@ -265,14 +283,14 @@ class FSDPModule(TorchFSDPModule):
             ShardError: In a forward or backward.
         """
         group = self._group()
-        context = group.context
+        context = context_of(group)
         if context.forward.is_running or _torch.current_backward() != -1:
             raise ShardError(
                 f"Expected {method}() of {group.label} outside of forward and backward, got it "
                 "within one; call it between iterations"
             )
         if context.backward.was_aborted:
-            context.clean_up()
+            context.backward.clean_up()
         return context
 
     # Training -------------------------------------------------------------------------------
@@ -332,15 +350,7 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse=True):
             group.gradients.discard()
             for param in group.params:
-                grad = param.sharded.grad
-                if grad is None:
-                    continue
-                if set_to_none:
-                    param.sharded.grad = None
-                elif is_partial(grad):
-                    _torch.local_tensor(grad).zero_()
-                else:
-                    param.sharded.grad = torch.zeros_like(grad)
+                clear(param.sharded, to_none=set_to_none)
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
@@ -568,7 +578,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].weight.grad.placements
             (Shard(dim=0),)
         """
-        self._group().context.backward.reductions.is_last = checked_bool(
+        context_of(self._group()).reductions.is_last = checked_bool(
             "is_last_backward", is_last_backward
         )
 
@@ -596,9 +606,9 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("enabled", enabled)
         group = self._group()
-        context = group.context
+        context = context_of(group)
         if group is context.root:
-            context.backward.finalize_by_hand(enabled)
+            context.finalization.set_by_hand(enabled)
             return
         if enabled or not group.settings.finalizes_by_hand:
             raise ShardError(
@@ -928,13 +938,13 @@ class GradientReductionHandle:
         """
         if self._root is None:
             return
-        backward = self._root.context.backward
-        if backward.finalization is not self:
+        context = context_of(self._root)
+        if context.reductions.handle is not self:
             raise ShardError(
                 "Expected the reductions that finalize_backward() launched, got none, since they "
                 "were dropped by reset_iter_state() or after a failure; run the iteration again"
             )
-        backward.end_finalization()
+        context.finalization.end()
         self._root = None
 
 
@@ -948,5 +958,5 @@ class UnshardHandle:
         """Wait for the gather and register the unsharded parameters; idempotent."""
         if self._group is not None:
             self._group.wait_for_unshard()
-            self._group.context.wait_until_read()
+            context_of(self._group).reductions.wait_until_read()
             self._group = None

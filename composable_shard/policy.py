@@ -88,7 +88,7 @@ class MixedPrecisionPolicy:
         """Return the dtype of the unsharded parameter; integers are never cast."""
         if self.param_dtype is None or not (original.is_floating_point or original.is_complex):
             return original
-        return self.param_dtype
+        return of_its_kind(self.param_dtype, original)
 
     def for_parameter(self, name: str, param: nn.Parameter) -> MixedPrecisionPolicy:
         """Return the policy of one parameter, which has nothing to override any more.
@@ -135,7 +135,14 @@ class MixedPrecisionPolicy:
             original: Dtype of the parameter.
             asked: Its ``grad_dtype``, if that is set.
         """
-        return self.reduce_dtype or asked or self.grad_dtype or original
+        return of_its_kind(self.reduce_dtype or asked or self.grad_dtype or original, original)
+
+
+def of_its_kind(dtype: torch.dtype, original: torch.dtype) -> torch.dtype:
+    """Return a dtype for what is ``original``: complex numbers stay complex, whatever is asked."""
+    if original.is_complex and not dtype.is_complex:
+        return torch.promote_types(dtype, torch.complex64)
+    return dtype
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Read when the library is imported, here and in the ranks and programs that tests start: what is
 # read before it was written or after it was freed is NaN then. Tests that count bytes, time or
@@ -37,14 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--brief",
         action="store_true",
-        help="of each test with many cases, run as few as hold every value of every parameter; "
-        "leave out what is marked as matrix, and most generated examples",
+        help="of each test with many cases, run as few as hold every value of every parameter, or "
+        "as many as its mark says; leave out what is marked as matrix, and most examples",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("brief"):
         os.environ["BRIEF_EXAMPLES"] = "1"  # read where examples are generated
+        settings.register_profile("brief", max_examples=25)
+        settings.load_profile("brief")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,7 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _covering(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the cases that have a value of a parameter that none before has, test by test.
 
-    Those with many such values come first, so that few hold them all.
+    Those with many such values come first, so that few hold them all; a test marked as ``brief``
+    says after how many it is enough.
     """
     cases: dict[str, list[tuple[set[tuple[int, str]], pytest.Item]]] = {}
     for item in items:
@@ -70,9 +74,13 @@ def _covering(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         cases.setdefault(test, []).append((set(enumerate(names)), item))
     for some in cases.values():
         seen: set[tuple[int, str]] = set()
-        while not (most := max(some, key=lambda case: len(case[0] - seen)))[0] <= seen:
-            seen |= most[0]
-            yield most[1]
+        mark = some[0][1].get_closest_marker("brief")
+        for _ in range(mark.args[0] if mark else len(some)):
+            values, item = max(some, key=lambda case: len(case[0] - seen))
+            if values <= seen:
+                break
+            seen |= values
+            yield item
 
 
 @pytest.fixture(scope="session", autouse=True)

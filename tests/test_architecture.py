@@ -139,15 +139,14 @@ def test_the_core_imports_in_no_circle() -> None:
 
 # From the top down: each imports only what stands below it.
 CORE = [
-    *("state_dict", "copying", "hooks", "shard", "root", "torch_state", "forward", "backward"),
-    *("tree_reductions", "substituted", "optimizers", "ties", "not_sharded", "agreement", "group"),
-    *("nested", "order", "reduction", "reduction_plan", "gradient_extension", "gradient_bucket"),
-    *("gradient", "units", "extension", "bucket", "param", "placement", "layout"),
-    *("transport.channel", "transport.point_to_point", "transport.same_host"),
-    *("transport.collectives", "transport.host", "transport.pending"),
-    *("transport.process_groups", "transport.failures"),
+    *("state_dict", "copying", "hooks", "shard", "torch_state", "root", "finalization", "backward"),
+    *("forward", "tree_reductions", "substituted", "optimizers", "ties", "not_sharded"),
+    *("agreement", "group", "tree", "nested", "order", "reduction", "reduction_plan"),
+    *("gradient_extension", "gradient_bucket", "gradient", "units", "gather_extension"),
+    *("bucket", "param", "codec", "placement", "layout", "transport.channel"),
+    *("transport.point_to_point", "transport.same_host", "transport.collectives"),
+    *("transport.host", "transport.pending", "transport.process_groups", "transport.failures"),
 ]
-KNOW_THEIR_TREE = {"group", "tree_reductions", "forward", "backward"}
 
 
 def test_the_modules_of_the_core_stand_above_one_another() -> None:
@@ -157,8 +156,6 @@ def test_the_modules_of_the_core_stand_above_one_another() -> None:
             continue
         for imported in own_imports(module):
             name = imported.removeprefix(f"{PACKAGE}.core.")
-            if name == "root" and own in KNOW_THEIR_TREE:
-                continue  # the type of an attribute alone
             if name != imported:
                 assert CORE.index(name) > CORE.index(own), f"{module}: {imported}"
 

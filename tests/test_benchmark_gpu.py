@@ -47,6 +47,7 @@ def size_flags() -> list[str]:
     return [word for pair in pairs for word in pair]
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_without_a_gpu_it_says_so_and_measures_nothing() -> None:
     done = run()

@@ -288,6 +288,7 @@ def test_a_ratio_to_a_growth_of_nothing(ours: int, other: int, cell: str) -> Non
 # Host time --------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_host_time_is_shown_raw_and_beyond_the_plain_module(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

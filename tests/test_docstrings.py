@@ -14,17 +14,16 @@ import torch
 from torch import nn
 
 import composable_shard
-from composable_shard import FSDPModule, fully_shard, trace
+from composable_shard import FSDPModule, fully_shard, testing, trace
 from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks
+from composable_shard.testing import fake_ranks, strategies
 
 ROOT = Path(composable_shard.__file__).parent
-ELSEWHERE = {"programs", "strategies", "training"}  # of the kit, in its own tests
+LONG = {"testing.strategies", "testing.extension_kit.kit"}
 WITH_EXAMPLES = [
-    path
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted(ROOT.rglob("*.py"))
     if re.search(r"^ *>>> ", path.read_text(), re.M)
-    and not (path.parent.name == "testing" and path.stem in ELSEWHERE)
 ]
 
 
@@ -46,8 +45,8 @@ def names_for(module: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     "module",
     [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in WITH_EXAMPLES
+        pytest.param(name, marks=pytest.mark.matrix) if name in LONG else name
+        for name in WITH_EXAMPLES
     ],
 )
 def test_examples_run(module: str) -> None:
@@ -71,6 +70,13 @@ def test_every_public_name_has_an_example() -> None:
         and not issubclass_of_errors(getattr(composable_shard, name))
     ]
     assert without == ["FSDPModule", "UnshardHandle"]  # their methods have
+
+
+def test_everything_public_of_the_kit_has_an_example() -> None:
+    public = [getattr(testing, name) for name in testing.__all__ if name not in ("STEPS", "Step")]
+    public += [getattr(strategies, n) for n in strategies.__all__ if n != "AccumulationStep"]
+    without = [one.__name__ for one in public if ">>>" not in (one.__doc__ or "")]
+    assert without == ["RankError", "RankFailure", "RankTimeout"]  # nobody makes them
 
 
 def issubclass_of_errors(value: object) -> bool:

@@ -35,6 +35,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
     tmp_path: Path, text: Path, uninterrupted: Path
 ) -> None:
@@ -46,6 +47,7 @@ def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
     assert losses(parts) == losses(uninterrupted)
 
 
+@pytest.mark.matrix
 def test_the_example_records_a_timeline(uninterrupted: Path) -> None:
     found = json.loads((uninterrupted / "timeline" / "trace.json").read_text())
     summary = found["otherData"]["summary"]
@@ -53,6 +55,7 @@ def test_the_example_records_a_timeline(uninterrupted: Path) -> None:
     assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
 
 
+@pytest.mark.matrix
 def test_gradients_as_int8_hardly_change_the_losses_and_resume(
     tmp_path: Path, text: Path, uninterrupted: Path
 ) -> None:
@@ -73,6 +76,7 @@ def run_main_block(program: str) -> None:
     exec(compile(ast.Module(block.body, []), module.__file__, "exec"), vars(module))
 
 
+@pytest.mark.matrix
 def test_the_example_of_a_subclass_passes_the_kit_and_learns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -9,5 +9,4 @@ from composable_shard._torch.memory import *
 from composable_shard._torch.modules import *
 from composable_shard._torch.pretended import *
 from composable_shard._torch.process_groups import *
-from composable_shard._torch.rehearsed import *
 from composable_shard._torch.tensors import *

@@ -35,7 +35,7 @@ def all_gather_flat(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work:
     """All-gather each input into its output, all in one launch."""
-    return cast(dist.Work, getattr(group, _ALL_GATHER)(*_as_real(outputs, inputs)))
+    return cast(dist.Work, getattr(group, _ALL_GATHER)(_as_real(outputs), _as_real(inputs)))
 
 
 def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -52,7 +52,7 @@ def reduce_scatter_flat(
 ) -> dist.Work:
     """Reduce-scatter each input into its output, all in one launch."""
     reduce_scatter = getattr(group, _REDUCE_SCATTER)
-    return cast(dist.Work, reduce_scatter(*_as_real(outputs, inputs), _options_for(op)))
+    return cast(dist.Work, reduce_scatter(_as_real(outputs), _as_real(inputs), _options_for(op)))
 
 
 @lru_cache
@@ -62,13 +62,11 @@ def _options_for(op: Any) -> Any:
     return options
 
 
-def _as_real(*lists: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of tensors, complex ones viewed as pairs of real ones: all that backends know."""
-    for tensors in lists:
-        if any(map(torch.is_complex, tensors)):
-            yield [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
-        else:
-            yield tensors
+def _as_real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """View complex tensors as pairs of real ones: all that backends know."""
+    if not any(map(torch.is_complex, tensors)):
+        return tensors
+    return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -193,7 +191,9 @@ def _name_of_group(*args: Any, **kwargs: Any) -> Any:
     return getattr(_given, "name", None) or _unnamed(*args, **kwargs)
 
 
-def new_local_group(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
+def new_local_group(
+    ranks: list[int], backend: str, name: str, timeout: float | None
+) -> dist.ProcessGroup:
     """Make a process group that only its own ranks take part in making.
 
     Hazard: by itself torch names such a group after its ranks and the number of groups that this
@@ -206,6 +206,7 @@ def new_local_group(ranks: list[int], backend: str, name: str) -> dist.ProcessGr
         ranks: Ranks of the job.
         backend: What they communicate by.
         name: What no other group of the job is called; the same on all of ``ranks``.
+        timeout: Seconds until its collectives give up; what torch takes by itself if absent.
 
     Collective: among ``ranks``.
     """
@@ -213,7 +214,8 @@ def new_local_group(ranks: list[int], backend: str, name: str) -> dist.ProcessGr
     _given.name = name
     try:
         with gloo_of_one_worker():
-            made = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            limit = None if timeout is None else timedelta(seconds=timeout)
+            made = dist.new_group(ranks, limit, backend, use_local_synchronization=True)
         return cast(dist.ProcessGroup, made)
     finally:
         _given.name = None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.extension import has_extension, has_grad_extension
+from composable_shard.core.codec import has_extension, has_grad_extension
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport.channel import Channel

@@ -11,17 +11,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup, Token
-from composable_shard.core.order import NO_PLAN, ExecutionOrder, Interval, OrderRecord, Plan, Step
+from composable_shard.core.forward import ForwardPass
+from composable_shard.core.group import ParamGroup, Sharded, Token
+from composable_shard.core.order import NO_PLAN, ExecutionOrder, Plan, Step
 from composable_shard.core.tree_reductions import Reductions
 from composable_shard.errors import ShardError, StaleParameterError
-
-if TYPE_CHECKING:
-    from composable_shard.core.root import Context
 
 # What autograd still has to do for one group in the backward that is running ----------------------
 
@@ -61,7 +58,7 @@ class GroupRun:
         is_bounded: Whether input markers lie in front of all calls that the backward goes through.
             If not, nodes that read a parameter detached may run after its last gradient.
         is_complete: Whether all of its gradients are there.
-        is_reduced: Whether its turn to be reduced has come.
+        had_turn: Whether its turn to be reduced has come.
         num_computed_again: How often a checkpoint has computed it again.
     """
 
@@ -70,7 +67,7 @@ class GroupRun:
         self.is_gathered = False
         self.is_bounded = True
         self.is_complete = False
-        self.is_reduced = False
+        self.had_turn = False
         self.num_computed_again = 0
         self._group = group
         # Within a forward more changes than the count when a gradient is there.
@@ -124,12 +121,10 @@ class GroupRun:
         return not self.is_waiting
 
 
-# What the pipeline schedules of torch do with a sharded module ------------------------------------
+# Halves of a backward, as pipeline schedules run them ---------------------------------------------
 #
-# A schedule runs the backwards of all microbatches without sync, some of them in two halves (first
-# the gradients of inputs, later those of weights, both by ``torch.autograd.grad``), and then has
-# what they left reduced: by ``FSDPModule.finalize_backward`` since torch 2.15, before by asking
-# ``torch.distributed.fsdp.fully_shard.state(module)``.
+# A schedule runs the backwards of all microbatches without sync, some of them in two halves: first
+# the gradients of inputs, later those of weights, both by ``torch.autograd.grad``.
 
 
 def loses_weights(group: ParamGroup) -> bool:
@@ -141,7 +136,7 @@ def loses_weights(group: ParamGroup) -> bool:
     settings = group.settings
     if settings.requires_gradient_sync or settings.reshard_after_backward:
         return False  # a schedule sets both to False
-    if group.is_unsharded and not group.shows_sharded:
+    if group.shows_unsharded:
         return False
     if not group.is_trainable or _torch.num_to_run(group.units.all.accumulators):
         return False
@@ -149,106 +144,104 @@ def loses_weights(group: ParamGroup) -> bool:
     return _torch.is_ahead(group.units.all.accumulators, before=markers)
 
 
-def refuse_lost_weights(groups: Iterable[ParamGroup]) -> None:
-    """Raise for groups of which backwards in halves have lost gradients.
-
-    Raises:
-        ShardError: If there are any. On all ranks of the stage.
-    """
-    for group in groups:
-        raise ShardError(
-            f"Expected gradients of {group.label} after the microbatches of a pipeline "
-            "stage, got none; a schedule that splits backward into inputs and weights "
-            "needs set_reshard_after_forward(False) on the stage"
-        )
-
-
-class PipelineState:
-    """Reduces the gradients of a pipeline stage when its schedule says so.
-
-    The schedule goes through all states of a context and their groups first; here there are none,
-    and one call does everything.
-    """
-
-    all_states: tuple[()] = ()
-    _group: ParamGroup
-
-    def __init__(self, group: ParamGroup) -> None:
-        self.__dict__["_group"] = group  # the subclass refuses to be written to
-
-    @property
-    def _state_ctx(self) -> PipelineState:
-        return self
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduce what all microbatches left, wait, and free.
-
-        Raises:
-            ShardError: See :func:`refuse_lost_weights`.
-
-        Collective: the reductions of a backward.
-        """
-        self._group.context.backward.settle()
-
-
 # A backward pass: who is gathered, and whose gradients are complete -------------------------------
 
 
+class BackwardRun:
+    """One backward: from its first gradient until it has ended, or something else has begun.
+
+    Attributes:
+        end: Dies with it.
+        id: Its number.
+        is_inside: Whether it lies within a forward.
+        plan: What it does.
+        steps: Its steps to be taken, the next one last.
+        to_gather: The groups with a step that gathers among them.
+        planned: The groups with a step that reduces, taken or not.
+        to_reduce: The groups whose turn to be reduced has come.
+        to_free: Those that are reduced, but a checkpoint may compute them again.
+        groups: How far it has come with each group.
+    """
+
+    def __init__(
+        self, end: weakref.ref[End], number: int, plan: Plan[ParamGroup], *, is_inside: bool
+    ) -> None:
+        self.end = end
+        self.id = number
+        self.is_inside = is_inside
+        self.plan = plan
+        self.steps = plan.steps.copy()
+        self.to_gather = {group for group, gathers in self.steps if gathers}
+        self.planned = {group for group, gathers in self.steps if not gathers}
+        self.to_reduce: deque[ParamGroup] = deque()
+        self.to_free: list[ParamGroup] = []
+        self.groups: dict[ParamGroup, GroupRun] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has neither ended nor failed, as far as is known."""
+        end = self.end()
+        return end is not None and not end.has_failed
+
+    def plan_reduction(self, group: ParamGroup) -> None:
+        """Have ``group`` reduced next if no step does, as in a backward of a backward."""
+        if group.params and group not in self.planned and not self.is_inside:
+            self.planned.add(group)
+            self.steps.append(Step(group, gathers=False))
+
+    def next_to_gather(self) -> list[ParamGroup]:
+        """Return the group that is gathered next, if any is."""
+        for group, gathers in reversed(self.steps):
+            if gathers and group.params:
+                return [group]
+        return []
+
+    def may_be_computed_again(self, group: ParamGroup) -> bool:
+        """Tell whether a checkpoint has yet to compute ``group`` again."""
+        num_checkpoints = self.plan.num_checkpoints
+        return bool(num_checkpoints) and (
+            self.groups[group].num_computed_again < num_checkpoints.get(group, 0)
+        )
+
+
 class BackwardPass:
-    """The backward that is running in one tree, if any, and what the last ones left to do.
+    """The backwards of one tree, and what the last ones left to do.
 
     A group is complete when autograd has run all of its nodes that this backward will run: the
     accumulation into each parameter, and the markers at the module's inputs. It is reduced when it
     is complete and all steps before have been taken.
 
     Attributes:
-        order: What forwards have done since the last backward.
-        record: In which order the last backward gathered.
-        reductions: What is reduced.
-        finalization: The handle of one that is to be waited for, if any.
+        run: The one that was begun and not ended, if any.
     """
 
-    def __init__(self, context: Context) -> None:
-        self.order: ExecutionOrder[ParamGroup] = ExecutionOrder()
-        self.record: OrderRecord[ParamGroup] = OrderRecord()
-        self.reductions = Reductions(context)
-        self.finalization: object | None = None
-        self._context = context
-        self._lost: dict[ParamGroup, None] = {}  # of which backwards in halves lose gradients
-        self._end: weakref.ref[End] | None = None
-        self._id = -1
-        self._runs: dict[ParamGroup, GroupRun] = {}
-        self._steps: list[Step[ParamGroup]] = []  # to be taken, the next one last
-        self._to_gather: set[ParamGroup] = set()  # those with a step that gathers among them
-        self._planned: set[ParamGroup] = set()  # those with a step that reduces, taken or not
-        self._to_reduce: deque[ParamGroup] = deque()  # their turn has come
-        self._to_free: list[ParamGroup] = []  # reduced, but a checkpoint may compute them again
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        order: ExecutionOrder[ParamGroup],
+        forward: ForwardPass,
+        reductions: Reductions,
+    ) -> None:
+        self.run: BackwardRun | None = None
+        self._groups = groups
+        self._order = order
+        self._forward = forward
+        self._reductions = reductions
         self._plan: Plan[ParamGroup] = NO_PLAN
         self._last_forward = 0  # the latest forward that the last backward could go through
-        self._is_inside = False  # the running backward lies within a forward
-        self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of such backwards
+        self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of backwards within forward
+        self._lost: dict[ParamGroup, None] = {}  # of which backwards in halves lose gradients
+
+    def goes_through(self, group: ParamGroup) -> bool:
+        """Tell whether the backward that is running, of whatever tree, goes through ``group``.
+
+        The first that a backward comes to may be a checkpoint, which computes its groups again; a
+        graph that is kept is gone through once more by the same plan.
+        """
+        is_planned = group in self._order or group in self._plan.num_checkpoints
+        return self.run is not None or is_planned
 
     # Told by the hooks ----------------------------------------------------------------------
-
-    def begin_forward(self) -> None:
-        """Note that a forward begins."""
-        self.order.begin()
-
-    def leave(self, group: ParamGroup, interval: Interval | None, *, is_watched: bool) -> None:
-        """Note that a forward leaves ``group``.
-
-        Args:
-            group: The group.
-            interval: What the execution order returned when it was entered; ``None`` if the call
-                cannot have a backward.
-            is_watched: Whether it has outputs that may get a gradient; a frozen group is read then.
-        """
-        if interval is not None:
-            self.order.leave(group, interval, trains=group.is_trainable, is_watched=is_watched)
-
-    def forget_forwards(self) -> None:
-        """Expect no backward of the forwards so far; one that comes all the same works."""
-        self.order.clear()
 
     def need(
         self, group: ParamGroup, *, forward: int | None = None, is_bounded: bool = False
@@ -260,24 +253,25 @@ class BackwardPass:
             forward: The number of the forward that gave these outputs, if it was one.
             is_bounded: Whether input markers lie in front of the call that gave them.
         """
-        run = self._enter(group, forward)
-        if not run.is_gathered and loses_weights(group):
+        run, one = self._enter(group, forward)
+        if not one.is_gathered and loses_weights(group):
             self._lost[group] = None
-        if not run.is_complete:
-            run.expect_markers(_torch.current_backward())
-            run.is_bounded = run.is_bounded and is_bounded
-        self._come_to(group, run)
+        if not one.is_complete:
+            one.expect_markers(_torch.current_backward())
+            one.is_bounded = one.is_bounded and is_bounded
+        self._come_to(run, group)
 
     def recompute(self, group: ParamGroup) -> None:
         """Note that a checkpoint computes ``group`` again: steps before it are taken."""
-        if group in self._runs or group in self.order:
-            self._begin_unless_running(None)
-        if self._is_inside or not (group in self._runs or group in self._to_gather):
+        run = self.run
+        if (run is not None and group in run.groups) or group in self._order:
+            run = self._begin_unless_running(None)
+        if run is None or run.is_inside or not (group in run.groups or group in run.to_gather):
             return
-        run = self._enter(group)
-        run.compute_again()
-        if group in self._to_gather:
-            self._come_to(group, run)
+        run, one = self._enter(group)
+        one.compute_again()
+        if group in run.to_gather:
+            self._come_to(run, group)
 
     def pass_marker(self, group: ParamGroup, token: Token) -> None:
         """Note that autograd has run an input marker; it counts if somebody waits for it."""
@@ -286,225 +280,217 @@ class BackwardPass:
 
     def count(self, group: ParamGroup) -> None:
         """Note that autograd has run one of the nodes that are waited for."""
-        run = self._enter(group)
-        if run.is_complete:
-            self._open_again(group, run)
-        if self._is_inside:
+        run, one = self._enter(group)
+        if one.is_complete:
+            self._open_again(run, group)
+        if run.is_inside:
             self._ran_inside[group] = None
-            self.order.forget(group)
-        if run.count(_torch.current_backward()):
-            self._complete(group, run)
-            self._reduce_in_order()
+            self._order.forget(group)
+        if one.count(_torch.current_backward()):
+            self._complete(run, group)
+            self._reduce_in_order(run)
 
     # Steps ----------------------------------------------------------------------------------
 
-    def _come_to(self, group: ParamGroup, run: GroupRun) -> None:
+    def _come_to(self, run: BackwardRun, group: ParamGroup) -> None:
         """Take the steps up to that which gathers ``group``; gather it now if there is none."""
-        if group in self._to_gather and _torch.current_backward() == self._id:
-            self._take_steps(group)
-        elif not run.is_gathered or (group.is_read_in_backward and not group.is_unsharded):
-            self._gather(group, run)
+        if group in run.to_gather and _torch.current_backward() == run.id:
+            self._take_steps(run, group)
+        else:
+            self._gather_unless_there(run, group)
 
-    def _take_steps(self, until: ParamGroup | None) -> None:
+    def _take_steps(self, run: BackwardRun, until: ParamGroup | None) -> None:
         """Take the steps up to that which gathers ``until``, or all.
 
         Autograd goes back in the order of forward. So a group that was left later than ``until``,
         and has not been needed, will not be, and one that was entered later is complete, unless
         autograd says that it has nodes to run.
         """
-        for computed in self._to_free:  # groups in checkpoints that the backward has come past
+        for computed in run.to_free:  # groups in checkpoints that the backward has come past
             computed.reshard()
-        self._to_free.clear()
-        while self._steps and (until is None or until in self._to_gather):
-            group, gathers = self._steps.pop()
+        run.to_free.clear()
+        while run.steps and (until is None or until in run.to_gather):
+            group, gathers = run.steps.pop()
             if not gathers:
-                self._take_turn(group).stop_expecting_inner()
-                self._reduce_complete()
+                one = run.groups.get(group) or self._enter(group)[1]
+                one.stop_expecting_inner()
+                self._take_turn(run, group)
                 continue
-            self._to_gather.discard(group)
-            run = self._enter(group)
-            if group is not until and not run.is_gathered:
-                self._pass_by(group, run)
-            if not run.is_gathered or (group.is_read_in_backward and not group.is_unsharded):
-                self._gather(group, run)
-        self._reduce_in_order()
+            run.to_gather.discard(group)
+            _, one = self._enter(group)
+            if group is not until and not one.is_gathered:
+                self._pass_by(group, one)
+            self._gather_unless_there(run, group)
+        self._reduce_in_order(run)
 
-    def _pass_by(self, group: ParamGroup, run: GroupRun) -> None:
+    def _pass_by(self, group: ParamGroup, one: GroupRun) -> None:
         """Prepare a group that this loss has not reached where it was left."""
-        num_markers = 0 if run.is_complete else run.expect_markers(_torch.current_backward())
-        if not run.is_waiting:
+        num_markers = 0 if one.is_complete else one.expect_markers(_torch.current_backward())
+        if not one.is_waiting:
             group.freshness.forget_forward()  # perhaps of a loss that was let go
         elif not num_markers:
-            run.is_bounded = False
+            one.is_bounded = False
 
-    def _gather(self, group: ParamGroup, run: GroupRun) -> None:
-        run.is_gathered = True
-        self._context.emit("pre_backward", group)
+    def _gather_unless_there(self, run: BackwardRun, group: ParamGroup) -> None:
+        one = run.groups[group]
+        if one.is_gathered and (group.is_unsharded or not group.is_read_in_backward):
+            return
+        one.is_gathered = True
+        group.emit("pre_backward")
         if not group.params:
             return
-        if self._is_inside:
-            self._context.forward.gather(group)
+        if run.is_inside:
+            self._forward.gather(group)
             return
-        self.record.advance(group)
+        self._order.of_backward.advance(group)
         if group.is_read_in_backward:
             group.unshard()
             group.wait_for_unshard()
-        for target in group.settings.backward_prefetch or self._next_to_gather():
-            was_gathered = target in self._runs and self._runs[target].is_gathered
+        for target in group.settings.backward_prefetch or run.next_to_gather():
+            was_gathered = target in run.groups and run.groups[target].is_gathered
             if target.is_sharded and target.is_read_in_backward and not was_gathered:
                 with contextlib.suppress(StaleParameterError):  # raised where it is needed, if ever
                     target.unshard()
 
-    def _next_to_gather(self) -> list[ParamGroup]:
-        for group, gathers in reversed(self._steps):
-            if gathers and group.params:
-                return [group]
-        return []
+    def _take_turn(self, run: BackwardRun, group: ParamGroup) -> None:
+        """Reduce ``group`` as soon as it is complete, and all whose turn came before it."""
+        run.groups[group].had_turn = True
+        run.to_reduce.append(group)
+        self._reduce_complete(run)
 
-    def _take_turn(self, group: ParamGroup) -> GroupRun:
-        run = self._runs.get(group) or self._enter(group)
-        run.is_reduced = True
-        self._to_reduce.append(group)
-        return run
-
-    def _reduce_in_order(self) -> None:
+    def _reduce_in_order(self, run: BackwardRun) -> None:
         """Take the next steps that reduce, of groups that are complete."""
-        if self._is_inside:
+        if run.is_inside:
             return
-        self._reduce_complete()
-        while self._steps and not self._steps[-1].gathers:
-            group = self._steps[-1].group
-            run = self._runs.get(group) or self._enter(group)
-            if run.is_waiting or self._may_be_computed_again(group, run):
+        if run.to_reduce:
+            self._reduce_complete(run)
+        while run.steps and not run.steps[-1].gathers:
+            group = run.steps[-1].group
+            one = run.groups.get(group) or self._enter(group)[1]
+            if one.is_waiting or run.may_be_computed_again(group):
                 return
-            self._steps.pop()
-            self._take_turn(group)
-            self._reduce_complete()
+            run.steps.pop()
+            self._take_turn(run, group)
 
-    def _reduce_complete(self) -> None:
+    def _reduce_complete(self, run: BackwardRun) -> None:
         """Reduce the groups whose turn has come, up to the first that is not complete."""
-        while self._to_reduce:
-            group = self._to_reduce[0]
-            run = self._runs.get(group) or self._enter(group)
-            if run.is_waiting:
+        while run.to_reduce:
+            group = run.to_reduce[0]
+            if run.groups[group].is_waiting:
                 return
-            self._to_reduce.popleft()
-            self._complete(group, run)
-            self._free_if_over(group, run)
+            run.to_reduce.popleft()
+            if not run.groups[group].is_complete:
+                self._complete(run, group)
+            self._free_if_over(run, group)
             if group.settings.requires_gradient_sync:
-                self.reductions.launch(group)
-
-    def _may_be_computed_again(self, group: ParamGroup, run: GroupRun) -> bool:
-        return run.num_computed_again < self._plan.num_checkpoints.get(group, 0)
+                self._reductions.launch(group)
 
     # Completion -----------------------------------------------------------------------------
 
-    def _enter(self, group: ParamGroup, forward: int | None = None) -> GroupRun:
-        """Return the run of a group, of which something happens in the running backward."""
-        backward = _torch.current_backward()
-        if backward != self._id or backward == -1:  # -1: outside of all, or at the end of one
-            self._begin_unless_running(forward)
-        run = self._runs.get(group)
-        if run is None:
-            run = self._runs[group] = GroupRun(group, is_inside=self._is_inside)
-            self._plan_reduction(group)
-        if not run.is_complete and backward not in run.pending:
-            run.enter(backward)
-        return run
+    def _enter(self, group: ParamGroup, forward: int | None = None) -> tuple[BackwardRun, GroupRun]:
+        """Return the running backward, in which something happens to a group, and that group's."""
+        run, backward = self.run, _torch.current_backward()
+        if run is None or backward != run.id or backward == -1:  # -1: outside, or at the end of one
+            run = self._begin_unless_running(forward)
+        one = run.groups.get(group)
+        if one is None:
+            one = run.groups[group] = GroupRun(group, is_inside=run.is_inside)
+            run.plan_reduction(group)
+        if not one.is_complete and backward not in one.pending:
+            one.enter(backward)
+        return run, one
 
-    def _plan_reduction(self, group: ParamGroup) -> None:
-        """Have ``group`` reduced next if no step does, as in a backward of a backward."""
-        if group.params and group not in self._planned and not self._is_inside:
-            self._planned.add(group)
-            self._steps.append(Step(group, gathers=False))
-
-    def _open_again(self, group: ParamGroup, run: GroupRun) -> None:
+    def _open_again(self, run: BackwardRun, group: ParamGroup) -> None:
         """Wait for a node of a complete group, whose parameters are used outside of its modules."""
-        run.is_complete = False
-        run.pending[_torch.current_backward()] = 1
-        if run.is_reduced:
-            run.is_reduced = False
-            self._planned.discard(group)
-            self._plan_reduction(group)
+        one = run.groups[group]
+        one.is_complete = False
+        one.pending[_torch.current_backward()] = 1
+        if one.had_turn:
+            one.had_turn = False
+            run.planned.discard(group)
+            run.plan_reduction(group)
 
-    def _begin_unless_running(self, forward: int | None) -> None:
-        if self._is_running:
-            return
+    def _begin_unless_running(self, forward: int | None) -> BackwardRun:
+        if self.run is not None and self.run.is_running:
+            return self.run
         if self.was_aborted:
-            self._context.clean_up()
-        self._begin(forward)
+            self.clean_up()
+        return self._begin(forward)
 
-    def _begin(self, forward: int | None) -> None:
-        self._forget_runs()
-        end = End(self.end)
-        self._end, self._id = weakref.ref(end), _torch.current_backward()
+    def _begin(self, forward: int | None) -> BackwardRun:
+        self._forget_run()
+        self._agree_on_requires_grad()
+        end, is_inside = End(self._on_end), self._forward.is_running
+        plan = NO_PLAN if is_inside else self._next_plan(forward)
+        run = BackwardRun(weakref.ref(end), _torch.current_backward(), plan, is_inside=is_inside)
+        self.run = run
         _torch.on_backward_end(end)
         del end  # a traceback through here would keep it
-        self._is_inside = self._context.forward.is_running
-        self._context.agree_on_requires_grad()
-        if self._is_inside:
-            return
-        if self.reductions.by_hand is None:
-            self.reductions.by_hand = self._context.root.settings.finalizes_by_hand
-        if self.order:
-            self._plan = self.order.plan(_is_trainable)
-            self._last_forward = self.order.forward
+        if is_inside:
+            return run
+        if self._reductions.by_hand is None:
+            self._reductions.by_hand = self._groups[0].settings.finalizes_by_hand
+        for group in self._ran_inside:
+            _, one = self._enter(group)
+            if not one.is_waiting:  # complete since its own backward within forward
+                one.is_complete = True
+                self._accumulate_unless_synced(group)
+        return run
+
+    def _next_plan(self, forward: int | None) -> Plan[ParamGroup]:
+        """Return the plan of a backward; that of the last one if it goes through the same."""
+        if self._order:
+            self._plan = self._order.plan(_is_trainable)
+            self._last_forward = self._order.forward
         elif forward is None or forward > self._last_forward:
             self._plan = NO_PLAN
-        self._steps = self._plan.steps.copy()  # that of the last one if it goes through the same
-        self._to_gather = {group for group, gathers in self._steps if gathers}
-        self._planned = {group for group, gathers in self._steps if not gathers}
-        for group in self._ran_inside:
-            run = self._enter(group)
-            if not run.is_waiting:  # complete since its own backward within forward
-                run.is_complete = True
-                self._accumulate_unless_synced(group)
+        return self._plan
 
-    def _complete(self, group: ParamGroup, run: GroupRun) -> None:
+    def _agree_on_requires_grad(self) -> None:
+        """Let both forms of all parameters ask for gradients as users said, to whichever form."""
+        for group in self._groups:
+            if group.is_unsharded or not group.settings.unshards_in_backward:
+                group.agree_on_requires_grad()
+
+    def _complete(self, run: BackwardRun, group: ParamGroup) -> None:
         """Note that all gradients of ``group`` are there; without sync, accumulate them."""
-        if run.is_complete:
+        one = run.groups[group]
+        one.is_complete = True
+        one.pending.clear()
+        group.emit("post_backward")
+        if run.is_inside:
+            if one.is_bounded:
+                self._forward.release(group)
             return
-        run.is_complete = True
-        run.pending.clear()
-        self._context.emit("post_backward", group)
-        if self._is_inside:
-            if run.is_bounded:
-                self._context.forward.release(group)
-            return
-        self._free_if_over(group, run)
+        self._free_if_over(run, group)
         self._accumulate_unless_synced(group)
 
     def _accumulate_unless_synced(self, group: ParamGroup) -> None:
         if not group.settings.requires_gradient_sync and group.is_trainable:
-            self.reductions.accumulate(group)
+            self._reductions.accumulate(group)
 
-    def _free_if_over(self, group: ParamGroup, run: GroupRun) -> None:
+    def _free_if_over(self, run: BackwardRun, group: ParamGroup) -> None:
         """Free a complete group unless something may read it, or other ranks gather it later."""
-        if not group.settings.reshard_after_backward or not run.is_bounded:
+        one = run.groups[group]
+        if not group.settings.reshard_after_backward or not one.is_bounded:
             return
-        if not run.is_reduced and self._may_be_called_again(group):
+        if not one.had_turn and self._may_be_called_again(run, group):
             return
-        if self._may_be_computed_again(group, run):
-            if run.is_reduced:
-                self._to_free.append(group)
-        elif group not in self._to_gather:
+        if run.may_be_computed_again(group):
+            if one.had_turn:
+                run.to_free.append(group)
+        elif group not in run.to_gather:
             group.reshard()
 
-    def _may_be_called_again(self, group: ParamGroup) -> bool:
+    def _may_be_called_again(self, run: BackwardRun, group: ParamGroup) -> bool:
         """Tell whether this backward may come to another call of a complete group.
 
         What comes to nothing only keeps memory, so this rank may ask whether a graph lives.
         """
-        plan = self._plan
-        is_alive = group in plan.called_before and self._context.forward.has_several_graphs
-        return is_alive or group in plan.called_again
+        is_alive = group in run.plan.called_before and self._forward.has_several_graphs
+        return is_alive or group in run.plan.called_again
 
     # The end --------------------------------------------------------------------------------
-
-    @property
-    def _is_running(self) -> bool:
-        end = None if self._end is None else self._end()
-        return end is not None and not end.has_failed
 
     @property
     def was_aborted(self) -> bool:
@@ -513,49 +499,88 @@ class BackwardPass:
         Hazard: the engine, on a thread of its own, lets go of a failed backward some time after it
         has raised. Guard: outside of every backward none is running, whatever is still alive.
         """
-        if self._end is None or self._is_inside:
+        run = self.run
+        if run is None or run.is_inside:
             return False
-        return _torch.current_backward() == -1 or not self._is_running
+        return _torch.current_backward() == -1 or not run.is_running
 
     @property
     def ran_inside(self) -> bool:
         """Whether a backward within a forward has left gradients, or failed."""
-        return bool(self._ran_inside) or self._is_inside
+        return bool(self._ran_inside) or (self.run is not None and self.run.is_inside)
 
-    def end(self) -> None:
+    def _on_end(self) -> None:
         """End the backward, or one within a forward, whose gradients wait for that of the forward.
 
         What such a backward left may be used again by forward; nothing is sent.
         """
-        if not self._is_inside:
-            self.close()
+        run = self.run
+        assert run is not None
+        if not run.is_inside:
+            self._close(run)
             return
-        for group, run in list(self._runs.items()):
-            self._complete(group, run)
-            if not run.is_bounded:
-                self._context.forward.release(group)
-        self._end, self._id, self._is_inside = None, -1, False
+        for group, one in list(run.groups.items()):
+            if not one.is_complete:
+                self._complete(run, group)
+            if not one.is_bounded:
+                self._forward.release(group)
+        self._forget_run()
+
+    def _close(self, run: BackwardRun) -> None:
+        """End the backward: take the steps that are left, reduce what is unsynced, wait, free."""
+        self._take_steps(run, None)
+        for group, one in list(run.groups.items()):
+            if not one.is_complete:  # autograd may have given it undefined gradients
+                self._complete(run, group)
+        self._reduce_in_order(run)
+        self._reductions.end_backward()
+        self._groups[0].check_order("end of a backward")
+        self.free_what_is_over()
+        for group in self._groups:
+            group.freshness.forget_forward()
+        self._reductions.wait_until_read()
+        self._order.of_backward.finish()
+        self._reset()
+
+    def free_what_is_over(self) -> None:
+        """Free what stays neither for a running forward nor for the rest of an accumulation.
+
+        What stays shows the sharded parameters, which have the gradients, unless a forward waits
+        for its backward: its loss may be made of the unsharded ones yet.
+        """
+        goes_on = self._reductions.are_to_go_on
+        for group in self._groups:
+            if type(group.state) is Sharded or self._forward.holds(group):
+                continue
+            if group.settings.reshard_after_backward or not goes_on:
+                group.reshard()
+            elif not self._forward.waits_for_backward:
+                group.show_sharded()
 
     def finish_inside(self) -> None:
         """Reduce what backwards within a forward left, as none of that forward itself will come."""
         if self._ran_inside:
-            self.settle()
+            self.reduce_left()
 
     def synchronize(self) -> None:
-        """Reduce over all ranks what is not, whatever is set; wait. Collective: see settle."""
-        self.reductions.synchronize(self._ran())
-        self._context.wait_until_read()
-        self.reductions.by_hand = None
+        """Reduce over all ranks what is not, whatever is set; wait.
+
+        Collective: see Reductions.synchronize.
+        """
+        self._reductions.synchronize(self._ran())
+        self._reductions.wait_until_read()
+        self._reductions.by_hand = None
+        self._reductions.reset()
 
     def _ran(self) -> list[ParamGroup]:
         """Return the groups that may have gradients of which no backward has told."""
         return [
             group
-            for group in dict.fromkeys([*self.order.last_entered_first(), *self._ran_inside])
+            for group in dict.fromkeys([*self._order.last_entered_first(), *self._ran_inside])
             if group.is_trainable
         ]
 
-    def settle(self) -> None:
+    def reduce_left(self) -> None:
         """Reduce what backwards have left, without another; wait, and free.
 
         Raises:
@@ -564,120 +589,61 @@ class BackwardPass:
         Collective: a reduction of each group that ran forward or is not synchronized, but those
             without sync.
         """
-        self._refuse_lost_weights()
-        for group in dict.fromkeys([*self._ran(), *self.reductions.unsynced]):
+        self.refuse_lost_weights()
+        for group in dict.fromkeys([*self._ran(), *self._reductions.unsynced]):
             if group.settings.requires_gradient_sync:
-                self.reductions.launch_at_end(group)
+                self._reductions.launch_at_end(group)
             else:
-                self.reductions.accumulate(group)
-        if not self.reductions.is_left_open:
-            self.reductions.in_flight.wait()
-        self._context.free_after_backward()
-        self._context.wait_until_read()
+                self._reductions.accumulate(group)
+        self._reductions.wait_unless_open()
+        self.free_what_is_over()
+        self._reductions.wait_until_read()
         self._reset()
 
-    # Finalization by a call -----------------------------------------------------------------
-
-    def finalize_by_hand(self, enabled: bool) -> None:
-        """Set whether a call, and not the end of a backward, finishes the reductions.
+    def refuse_lost_weights(self) -> None:
+        """Raise for a group of which backwards in halves have lost gradients.
 
         Raises:
-            ShardError: If it changes while a backward runs, or one before is not finished.
+            ShardError: If there is one. On all ranks of the stage.
         """
-        if self.was_aborted:
-            self._context.clean_up()
-        settings = self._context.root.settings
-        in_use = True if self.finalization is not None else self.reductions.by_hand
-        if enabled != (settings.finalizes_by_hand if in_use is None else in_use):
-            if _torch.current_backward() != -1:
-                raise ShardError(
-                    "Expected set_manual_backward_finalization() to change outside of backward, "
-                    "got it within one; call it between iterations"
-                )
-            if in_use is not None:
-                remedy = "finalize_backward()" if in_use else "set_is_last_backward(True)"
-                raise ShardError(
-                    "Expected set_manual_backward_finalization() to change between iterations, got "
-                    f"a backward that is not finished; end it by {remedy}, or drop it by "
-                    "reset_iter_state()"
-                )
-        settings.finalizes_by_hand = enabled
-
-    def start_finalization(self, handle: object) -> None:
-        """Launch what backwards have left to reduce, and free.
-
-        Raises:
-            ShardError: See refuse_lost_weights.
-
-        Collective: see Reductions.launch_left.
-        """
-        self._refuse_lost_weights()
-        self.reductions.launch_left()
-        self.reductions.reset()
-        self.reductions.by_hand = None
-        self._context.free_after_backward()
-        self.finalization = handle
-
-    def check_finalized(self) -> None:
-        """Raise if a finalization has been launched and not waited for."""
-        if self.finalization is not None:
-            raise ShardError(
-                "Expected the gradients of the last backward before another forward or "
-                "finalize_backward(), got a GradientReductionHandle that was not waited for; call "
-                "its wait()"
-            )
-
-    def end_finalization(self) -> None:
-        """Wait for what was launched. Collective: none."""
-        self.reductions.in_flight.wait()
-        self._context.wait_until_read()
-        self.finalization = None
-
-    def _refuse_lost_weights(self) -> None:
         lost = list(self._lost)
         self._lost.clear()
-        refuse_lost_weights(lost)
+        for group in lost:
+            raise ShardError(
+                f"Expected gradients of {group.label} after the microbatches of a pipeline "
+                "stage, got none; a schedule that splits backward into inputs and weights "
+                "needs set_reshard_after_forward(False) on the stage"
+            )
 
-    def close(self) -> None:
-        """End the backward: take the steps that are left, reduce what is unsynced, wait, free."""
-        self._take_steps(None)
-        for group, run in list(self._runs.items()):
-            self._complete(group, run)  # autograd may have given it undefined gradients
-        self._reduce_in_order()
-        self.reductions.end_backward()
-        self._context.check_order("end of a backward", self._context.root)
-        self._context.free_after_backward()
-        for group in self._context.groups:
-            group.freshness.forget_forward()
-        self._context.wait_until_read()
-        self.record.finish()
-        self._reset()
+    def clean_up(self) -> None:
+        """Return to the state between two iterations, whatever was under way.
 
-    def abandon(self) -> None:
-        """Forget a backward that failed, and what forwards left for it to do."""
-        self.record.abandon()
+        What this iteration's backward has not yet reduced is dropped; gradients that are visible
+        on the sharded parameters stay.
+        """
+        self._forward.abandon()
+        self._order.of_backward.abandon()
         self._last_forward = 0
-        self.reductions.abandon()
-        self.reductions.by_hand = self.finalization = None
+        self._reductions.abandon()
         self._lost.clear()
         self._reset()
+        for group in self._groups:
+            group.reshard()
+            group.gradients.discard()
+            group.freshness.forget_forward()
+        self._reductions.wait_until_read()
 
     def _reset(self) -> None:
-        self._end, self._id, self._is_inside = None, -1, False
+        self._forget_run()
         self._ran_inside.clear()
-        self.reductions.reset()
-        self.order.clear()
-        self._forget_runs()
+        self._reductions.reset()
+        self._order.clear()
 
-    def _forget_runs(self) -> None:
-        for group in self._runs:
-            group.pending_nodes = {}
-        self._runs.clear()
-        self._steps.clear()
-        self._to_gather.clear()
-        self._planned.clear()
-        self._to_reduce.clear()
-        self._to_free.clear()
+    def _forget_run(self) -> None:
+        if self.run is not None:
+            for group in self.run.groups:
+                group.pending_nodes = {}
+            self.run = None
 
 
 def _is_trainable(group: ParamGroup) -> bool:

@@ -198,6 +198,8 @@ class ParamBucket:
         self.shares_storage = (
             mesh.num_shards == 1 and dtype == compute_dtype and device == mesh.device
         )
+        for param in self.params:
+            param.shares_storage = self.shares_storage
         offload = params[0].offload
         is_pinned = device.type == "cpu" and offload is not None and pins(offload)
         self._is_on_host = device.type == "cpu" and copies_beside_compute(offload, mesh.device)

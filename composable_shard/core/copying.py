@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.extension import copied_shard
+from composable_shard.core.codec import copied_shard
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import (
     AccumulateHook,
@@ -29,7 +29,7 @@ from composable_shard.core.hooks import (
     register_forward_method,
 )
 from composable_shard.core.param import ShardedParam, Slot
-from composable_shard.core.root import Context, join_tree
+from composable_shard.core.root import Context, context_of, join_tree
 from composable_shard.core.torch_state import answer_torch, list_with_torch
 from composable_shard.core.units import build_units
 from composable_shard.mesh import ShardMesh
@@ -56,13 +56,13 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
         memo[id(group)] = object.__new__(ParamGroup)
         for param in group.params:
             memo[id(param)] = object.__new__(ShardedParam)
-            memo[id(param.sharded)] = _copied_sharded(param)
+            memo[id(param.sharded)] = _copied_sharded(param, memo.get(id(param.sharded)))
     copied = _copied_module(module, memo)
     for group in groups:
         _fill(group, memo)
     for group in reversed(groups):  # as fully_shard is called: the inner ones first
         tree = join_tree(memo[id(group)], group_of)
-        tree.backward.reductions.is_last = group.context.backward.reductions.is_last
+        tree.reductions.is_last = context_of(group).reductions.is_last
     return copied
 
 
@@ -77,14 +77,17 @@ def _groups_below(module: nn.Module, memo: Memo) -> list[ParamGroup]:
 
 
 @torch.no_grad()
-def _copied_sharded(param: ShardedParam) -> nn.Parameter:
+def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Parameter:
+    """Copy the sharded form, or go on with a copy that there is: of an optimizer, for example."""
     local = _torch.local_tensor(param.sharded)
-    with torch.inference_mode(False):
-        own = copied_shard(local)
-        spec = _torch.spec_with_dtype(param.spec, own.dtype)
-        copied = _torch.parameter_of(_torch.from_local(own, spec), param.sharded.requires_grad)
+    if copied is None:
+        with torch.inference_mode(False):
+            own = copied_shard(local)
+            spec = _torch.spec_with_dtype(param.spec, own.dtype)
+            copied = _torch.parameter_of(_torch.from_local(own, spec), param.sharded.requires_grad)
+    own = _torch.local_tensor(copied)
     if type(own) is torch.Tensor:
-        _torch.local_tensor(copied).__dict__.update(local.__dict__)
+        own.__dict__.update(local.__dict__)
     for name, value in param.sharded.__dict__.items():
         copied.__dict__.setdefault(name, value)
     if param.sharded.grad_dtype != copied.grad_dtype:
@@ -246,7 +249,7 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
         reduction,
         {name: [target.name for target in settings.pop(name)] for name in _LISTS},
         {mesh: channel.saved() for mesh, channel in group.channels.items()},
-        group.context.backward.reductions.is_last,
+        context_of(group).reductions.is_last,
     )
     return object.__new__, (ParamGroup,), saved, None, None, _restore_group
 
@@ -258,7 +261,7 @@ def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
     group.__dict__[_SAVED] = _Restored(saved.name, saved.prefetch, saved.is_last_backward)
-    Context(group, [group])
+    Context([group])
     _join(group)
 
 
@@ -276,7 +279,7 @@ def _join(group: ParamGroup) -> None:
     if not all(_SAVED in found.__dict__ for found in groups):
         return
     context = join_tree(group, group_of)
-    context.backward.reductions.is_last = group.__dict__[_SAVED].is_last_backward
+    context.reductions.is_last = group.__dict__[_SAVED].is_last_backward
     by_name = {found.__dict__[_SAVED].name: found for found in groups}
     for found in groups:
         for name, targets in found.__dict__[_SAVED].prefetch.items():

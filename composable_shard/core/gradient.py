@@ -188,6 +188,17 @@ def _add(param: nn.Parameter, grad: torch.Tensor) -> None:
             _torch.local_tensor(present).add_(_torch.local_tensor(grad))
 
 
+def clear(leaf: torch.Tensor, *, to_none: bool) -> None:
+    """Drop what stands in ``.grad`` of a sharded parameter, or fill it with zeros."""
+    grad = leaf.grad
+    if grad is None or to_none:
+        leaf.grad = None
+    elif is_partial(grad):
+        _torch.local_tensor(grad).zero_()
+    else:
+        leaf.grad = torch.zeros_like(grad)
+
+
 def assign(param: ShardedParam, grad: torch.Tensor) -> None:
     """Set the gradient, of whatever dtype; remember which dtype the user asked for."""
     param.remember_grad_dtype()

@@ -65,6 +65,31 @@ def flags_travel_alone(num_shards: int, num_flags: int, itemsize: int) -> bool:
     return num_shards * num_flags * itemsize > PACKED_NBYTES_PER_PEER
 
 
+def packed_numels(layout: BucketLayout, num_flags: int, itemsize: int) -> list[int]:
+    """Return the elements for each rank of the last messages: small gradients, and the flags."""
+    numels = [layout.packed_numel, num_flags]
+    if flags_travel_alone(layout.num_shards, num_flags, itemsize):
+        return [numel for numel in numels if numel]
+    return [sum(numels)]
+
+
+def goes_as_it_is(
+    layout: ParamLayout, grad_dtype: torch.dtype, dtype: torch.dtype, *, widens: bool
+) -> bool:
+    """Tell whether a contiguous gradient is sent from where autograd left it.
+
+    Args:
+        layout: How it is cut; it has a message of its own.
+        grad_dtype: Its dtype.
+        dtype: That of the reduction.
+        widens: Whether the reduce-scatter casts to that by itself.
+    """
+    fits = grad_dtype == dtype
+    if widens and not fits:
+        fits = torch.promote_types(grad_dtype, dtype) == dtype
+    return fits and layout.is_even
+
+
 class PackedGrads:
     """Packs gradients of one bucket for one message, and the flags with them or for another.
 
@@ -93,8 +118,7 @@ class PackedGrads:
         self._layout = layout
         self.flags = Flags(layout.num_shards, device)
         self._flags_are_alone = flags_travel_alone(layout.num_shards, num_flags, dtype.itemsize)
-        numels = [layout.packed_numel, num_flags]
-        self.numels = [n for n in numels if n] if self._flags_are_alone else [sum(numels)]
+        self.numels = packed_numels(layout, num_flags, dtype.itemsize)
         self._indices = [i for i in layout.packed if layout.params[i].numel]
         self._shape = (layout.num_shards, self.numels[0])
         self._dtype = dtype
@@ -352,7 +376,7 @@ class GradBucket:
         """Free what was packed, once this rank has its result; return False if it is read yet."""
         return self._packed.release()
 
-    def settle(self, transfer: GradTransfer, divisor: float) -> None:
+    def divide(self, transfer: GradTransfer, divisor: float) -> None:
         """Divide what a collective has summed."""
         if divisor != 1:
             transfer.result.div_(divisor)
@@ -389,10 +413,8 @@ class GradBucket:
         """Return [num_shards * shard_numel], without a copy where the gradient allows."""
         if grad is None:
             return self._empty(param.gathered_numel).zero_()
-        fits = grad.dtype == self.dtype
-        if widens and not fits:
-            fits = torch.promote_types(grad.dtype, self.dtype) == self.dtype
-        if fits and param.is_even and grad.is_contiguous():
+        goes = goes_as_it_is(param, grad.dtype, self.dtype, widens=widens)
+        if goes and grad.is_contiguous():
             return grad.view(-1)
         scratch = self._empty(param.gathered_numel)
         scratch[: param.numel].view(param.shape).copy_(grad)

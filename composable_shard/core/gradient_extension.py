@@ -13,7 +13,6 @@ bytes. Rows are exchanged all to all, and each rank sums what arrives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -21,7 +20,16 @@ from typing import Any
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.extension import GRAD_POST, GRAD_PRE, Format, bound_hook
+from composable_shard.core.codec import (
+    GRAD_POST,
+    GRAD_PRE,
+    Codec,
+    Format,
+    Formats,
+    bound_hook,
+    codec_of,
+    in_words,
+)
 from composable_shard.core.gradient_bucket import GradBucket, GradTransfer
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport.process_groups import agree
@@ -29,8 +37,6 @@ from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 
 # The hooks by which a tensor type says what the gradient of its parameter is on the wire ----------
-
-Formats = tuple[Format, ...]
 
 
 class GradExtension:
@@ -66,7 +72,7 @@ class GradExtension:
         formats = formats_of(tensors)
         if self.formats not in (None, formats):
             assert self.formats is not None
-            raise self._broken(GRAD_PRE, f"{_in_words(self.formats)} as before", _in_words(formats))
+            raise self._broken(GRAD_PRE, f"{in_words(self.formats)} as before", in_words(formats))
         return list(tensors)
 
     def decode(self, received: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
@@ -138,35 +144,17 @@ def _merged(
             if formats != known[0][1]:
                 return (
                     f"Expected {GRAD_PRE} of {extension.param.name} to return the same on all "
-                    f"ranks, got {_in_words(known[0][1])} on rank {known[0][0]} and "
-                    f"{_in_words(formats)} on rank {rank}"
+                    f"ranks, got {in_words(known[0][1])} on rank {known[0][0]} and "
+                    f"{in_words(formats)} on rank {rank}"
                 )
         merged.append(known[0][1] if known else None)
     return merged
 
 
-def _in_words(formats: Formats) -> str:
-    return f"[{', '.join(map(str, formats))}]"
-
-
 # Gradients that are tensor subclasses: taken apart, reduced inner tensor by inner tensor, rebuilt
 
 
-@dataclass(frozen=True)
-class GradientCodec:
-    """How the gradient of a tensor subclass is rebuilt from its reduced inner tensors."""
-
-    kind: type
-    names: tuple[str, ...]
-    context: Any
-
-    def rebuild(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Make the gradient out of inner tensors."""
-        like = parts[self.names[0]]
-        rebuilt: torch.Tensor = self.kind.__tensor_unflatten__(  # type: ignore[attr-defined]
-            parts, self.context, like.shape, like.stride()
-        )
-        return rebuilt
+_PLAIN = Codec(torch.Tensor, (), None)
 
 
 class GradientCodecs:
@@ -174,9 +162,9 @@ class GradientCodecs:
 
     def __init__(self, mesh: ShardMesh) -> None:
         self._mesh = mesh
-        self._codecs: dict[ShardedParam, GradientCodec | None] = {}
+        self._codecs: dict[ShardedParam, Codec | None] = {}
 
-    def of(self, param: ShardedParam) -> GradientCodec | None:
+    def of(self, param: ShardedParam) -> Codec | None:
         """Return how the gradient of ``param`` is rebuilt, ``None`` for a plain one."""
         return self._codecs.get(param)
 
@@ -195,23 +183,18 @@ class GradientCodecs:
             if not param.is_subclass or param in self._codecs:
                 continue
             op = "agreeing on what gradients are made of"
-            said = agree(_codec_of(grad), self._mesh, _first_known, op)
+            said = agree(_codec_of_grad(grad), self._mesh, _first_known, op)
             if said is not None:
                 self._codecs[param] = said if said.names else None
 
 
-def _first_known(heard: dict[int, GradientCodec | None]) -> GradientCodec | None:
+def _first_known(heard: dict[int, Codec | None]) -> Codec | None:
     return next((codec for codec in heard.values() if codec is not None), None)
 
 
-def _codec_of(grad: torch.Tensor | None) -> GradientCodec | None:
+def _codec_of_grad(grad: torch.Tensor | None) -> Codec | None:
     """Describe a gradient's inner tensors (none for a plain one); ``None`` if there is none."""
-    if grad is None:
-        return None
-    if not _torch.is_wrapper_subclass(grad):
-        return GradientCodec(torch.Tensor, (), None)
-    names, context = grad.__tensor_flatten__()  # type: ignore[attr-defined]
-    return GradientCodec(type(grad), tuple(names), context)
+    return None if grad is None else codec_of(grad) or _PLAIN
 
 
 # The flat buffers of gradients whose tensor types decide what of them travels ---------------------
@@ -275,10 +258,10 @@ class EncodedBucket(GradBucket):
         return GradTransfer(result, present, [_torch.empty_like(rows)], [rows])
 
     @torch.no_grad()
-    def settle(self, transfer: GradTransfer, divisor: float) -> None:
+    def divide(self, transfer: GradTransfer, divisor: float) -> None:
         """Sum what has arrived, at the first time, and divide."""
         if not transfer.outputs:
-            super().settle(transfer, divisor)
+            super().divide(transfer, divisor)
             return
         (rows,) = transfer.outputs
         transfer.outputs = []

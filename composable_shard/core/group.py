@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -35,13 +35,11 @@ from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.pending import Pending, Waitable, compute_stream
+from composable_shard.core.tree import Tree
 from composable_shard.core.units import GroupUnits, Kept, ParamSet, Transfers
 from composable_shard.errors import StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
-
-if TYPE_CHECKING:
-    from composable_shard.core.root import Context
 
 # Whether unsharded parameters still are what the shards say ---------------------------------------
 
@@ -186,8 +184,10 @@ class Call:
         input_markers: What was put before the inputs that need a gradient.
         outer_bases: The tensors that those inputs are views of, and the nodes they had.
         substitution: Whether it computes with parameters of somebody else.
-        forward: The number of the forward that it is part of; ``None`` within a backward.
+        forward: The number of the forward that it is part of, if that may have a backward.
         interval: Where it stands in the execution order, if it may have a backward.
+        handled: The exception that was being handled when it began, if any.
+        is_again: Whether a backward of the tree computes it again, by an activation checkpoint.
     """
 
     input_markers: list[InputMarker] = field(default_factory=list)
@@ -195,6 +195,8 @@ class Call:
     substitution: Substitution = Substitution.NOTHING
     forward: int | None = None
     interval: Interval | None = None
+    handled: BaseException | None = None
+    is_again: bool = False
 
     def came_in(self, base: torch.Tensor) -> bool:
         """Tell whether ``base`` was made outside, and not changed in place by the call."""
@@ -284,7 +286,7 @@ class ParamGroup:
         units: The same, in what is gathered as a whole.
         freshness: Whether unsharded parameters are still valid.
         settings: What users may change.
-        context: What is shared with the other groups of the tree.
+        context: What it shares with the other groups of the tree.
         name: Name of the modules within the root; for messages and traces.
         gradients: Its gradients: accumulated, reduced and delivered.
         state: Sharded, being gathered or unsharded.
@@ -292,6 +294,7 @@ class ParamGroup:
         input_markers: What lies in front of all calls whose graph is alive.
         shows_sharded: Whether the sharded parameters are registered though it is unsharded.
         is_held: Whether the user unsharded it; it shows the unsharded ones until ``reshard()``.
+        is_opened: Whether its modules hold full parameters, inside of ``unsharded()``.
         is_exposed: Whether users may have had the unsharded ones in their hands.
         on_gradient: Called when a backward has accumulated into one of the parameters.
         pending_nodes: By the number of each backward that waits for the group, how many nodes of
@@ -314,7 +317,7 @@ class ParamGroup:
         self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
         self.freshness = Freshness(self.units.all, mesh)
         self.settings = GroupSettings()
-        self.context: Context
+        self.context: Tree[ParamGroup]
         self.name = ""
         self.state: State = Sharded()
         self.gradients: GroupGradients
@@ -323,6 +326,7 @@ class ParamGroup:
         self.input_markers: WeakSet[InputMarker] = WeakSet()
         self.shows_sharded = False
         self.is_held = False
+        self.is_opened = False
         self.is_exposed = False
         self.on_gradient: Callable[[torch.Tensor], None]
         self.pending_nodes: dict[int, int] = {}
@@ -332,6 +336,16 @@ class ParamGroup:
     def label(self) -> str:
         """What messages call the group; that of the root has no name."""
         return f"group '{self.name}'" if self.name else "the root group"
+
+    def emit(self, event: str) -> None:
+        """Tell who listens that ``event``, or a part of one, happened; see ``insight.events``."""
+        if self.context.listener is not None:
+            self.context.listener(event, self.name)
+
+    def check_order(self, op: str) -> None:
+        """Compare with the other ranks what comes next, if that is asked for."""
+        if self.context.order_check is not None:
+            self.context.order_check.agree(f"{op} of {self.label}", self.channels)
 
     def give_back(self, param: ShardedParam) -> None:
         """Let go of a parameter that another group will own; nothing was gathered yet."""
@@ -388,13 +402,14 @@ class ParamGroup:
             self._unshard()
 
     def _unshard(self) -> None:
-        state, in_backward = self.state, _torch.current_backward() != -1
+        state = self.state
+        in_backward = _torch.current_backward() != -1 and self.context.is_in_backward(self)
         if in_backward:
             self._check_unchanged_since_forward()
         if not isinstance(state, Sharded):
             is_valid = in_backward or self._is_valid(state)
             if is_valid and isinstance(state, PartlySharded):
-                self._regather(state)
+                self._launch_or_tell(partial(self._regather, state))
                 return
             if is_valid:
                 if self.is_unsharded:
@@ -405,17 +420,21 @@ class ParamGroup:
             is_held = self.is_held
             self.reshard()
             self.is_held = is_held
-        self.context.emit("begin_all_gather", self)
-        self.context.before_gather()
-        if self.units.settle(self.label):
+        self.emit("begin_all_gather")
+        if not self.context.is_agreed:
+            self.context.agree()
+        if self.units.refresh(self.label):
             self.context.note_new_params(self)
         self.freshness.note_gather()
         version = self.freshness.at_forward  # in backward they are as they were then
         if version is None or not in_backward:
             version = self.freshness.version()
+        self._launch_or_tell(lambda: self._launch(self._start(self.units.start_gather), version))
+
+    def _launch_or_tell(self, launch: Callable[[], None]) -> None:
+        """Launch a gather; if this rank cannot, the others hear of it."""
         try:
-            transfers = self._start(self.units.start_gather)
-            self._launch(transfers, version)
+            launch()
         except Exception as error:
             self._tell_failure(error)
             raise
@@ -427,7 +446,7 @@ class ParamGroup:
         return not self.shows_sharded or self.units.all.are_intact()
 
     def _regather(self, state: PartlySharded) -> None:
-        self.context.emit("begin_regather", self)
+        self.emit("begin_regather")
         transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
         self._launch(transfers, state.version, state.num_ranks)
 
@@ -441,7 +460,7 @@ class ParamGroup:
             raise
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
-        self.context.check_order("all-gather", self)
+        self.check_order("all-gather")
         lane, works = None, list[Waitable]()
         owned, op = list[torch.Tensor](), ""
         for _, transfer in transfers:
@@ -465,7 +484,7 @@ class ParamGroup:
             works.insert(0, lane.arrival())
         pending = Pending(works, owned, op)
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
-        self.context.emit("all_gather", self)
+        self.emit("all_gather")
 
     def wait_for_unshard(self) -> None:
         """Finish a launched gather and register the unsharded parameters."""
@@ -478,10 +497,10 @@ class ParamGroup:
             self._finish_unshard(self.state)
 
     def _finish_unshard(self, state: Unsharding) -> None:
-        self.context.emit("begin_wait_for_all_gather", self)
+        self.emit("begin_wait_for_all_gather")
         try:
             state.pending.wait()
-            self.context.emit("waited_for_all_gather", self)
+            self.emit("waited_for_all_gather")
             if state.is_regather:
                 self.units.finish_regather(state.transfers)
             else:
@@ -494,7 +513,7 @@ class ParamGroup:
         self.shows_sharded = False
         self.units.all.allow_reading()
         self._move_to(Unsharded(state.version))
-        self.context.emit("wait_for_all_gather", self)
+        self.emit("wait_for_all_gather")
 
     def _tell_failure(self, error: Exception) -> None:
         """Tell this rank, by a note, and the others that it failed in gathering."""
@@ -502,7 +521,9 @@ class ParamGroup:
         announce(groups, f"gathering {self.label}", error)
 
     def reshard(self, num_ranks: int | None = None) -> None:
-        """Free the unsharded parameters and register the sharded ones. Collective: none.
+        """Free the unsharded parameters and register the sharded ones.
+
+        Collective: none, but for the process group of neighbours at the first time.
 
         Args:
             num_ranks: Of how many neighbours each keeps a part, to regather from; all of the
@@ -519,15 +540,16 @@ class ParamGroup:
             self.show_sharded()
             self.shows_sharded = False
             if num_ranks is not None:
+                for channel in self.channels.values():
+                    channel.prepare_regather(num_ranks)
                 freed = PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
         elif num_ranks is not None:
             return
         if not self.settings.keeps_unsharded_storage:
             self.units.free()
-        if not self.units.share_storage:
-            self.units.all.forbid_reading()
+        self.units.all.forbid_reading()
         self._move_to(freed)
-        self.context.emit("reshard", self)
+        self.emit("reshard")
 
     def keep_unsharded_storage(self, keep: bool) -> None:
         """Set whether resharding leaves the memory of the unsharded parameters where it is."""

@@ -5,12 +5,11 @@ No arithmetic, no streams, no collectives here.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -20,9 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.forward import Graph
+from composable_shard.core.forward import ForwardRun, Graph
 from composable_shard.core.group import Call, InputMarker, ParamGroup, Substitution, Token
 from composable_shard.core.nested import StoredTensors, map_tensors, tensors_in
+from composable_shard.core.root import Context, context_of
 from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_substitution
 from composable_shard.errors import ShardError
 
@@ -42,15 +42,6 @@ class AccumulateHook:
     def __init__(self, group: ParamGroup) -> None:
         self._group = weakref.ref(group)
 
-    @property
-    def group(self) -> ParamGroup | None:
-        """The group, while it lives."""
-        return self._group()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AccumulateHook | None:
-        group = self._group()
-        return None if group is None else AccumulateHook(copy.deepcopy(group, memo))
-
     def __call__(self, *_: object) -> None:
         group = self._group()
         if group is None:
@@ -67,7 +58,7 @@ class AccumulateHook:
             left[backward] = more - 1
             return
         with _torch.apart_from_transforms():
-            group.context.backward.count(group)
+            context_of(group).backward.count(group)
 
 
 # The moments: what is called by modules and by autograd, and what it tells the passes -------------
@@ -161,32 +152,33 @@ class ModuleHooks:
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Gather the group; cast inputs; mark where gradients leave it."""
         group = self._group
-        context = group.context
-        if group in context.opened:
+        if group.is_opened:
             _check_can_run_opened(group)
             return args, kwargs
         call = Call(
-            substitution=group.calls[-1].substitution if group.calls else find_substitution(group)
+            substitution=group.calls[-1].substitution if group.calls else find_substitution(group),
+            handled=sys.exc_info()[1],
         )
         if call.substitution is Substitution.FULL:
             group.calls.append(call)
             return args, kwargs
+        context = context_of(group)
+        call.is_again = _torch.current_backward() != -1 and context.is_in_backward(group)
         if _torch.current_transform() is None:
-            opens = self._gather(module)
+            opens = self._gather(context, module, call)
         else:  # what the gather makes must outlive the transform
             with _torch.outside_transforms():
-                opens = self._gather(module)
-        if call.substitution is Substitution.SHARDED:
-            context.forward.frees_all = True  # before functional_call takes them out again
+                opens = self._gather(context, module, call)
+        if call.substitution is Substitution.SHARDED and context.forward.run is not None:
+            context.forward.run.frees_all = True  # before functional_call takes them out again
         if opens:
-            context.backward.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
         if self._substitutes and not group.calls:
             self._restore()  # what an interrupt left in their place
             for substitute in self._substitutes:
                 substitute.put()
         group.calls.append(call)
-        self._join(call)
+        self._join(context, call)
         dtype = group.policy.param_dtype if group.policy.cast_forward_inputs else None
         is_marked = bool(group.params) and torch.is_grad_enabled()
         if is_marked or dtype is not None:
@@ -194,24 +186,27 @@ class ModuleHooks:
             args, kwargs = _map_inputs(take_in, args, kwargs)
         return args, kwargs
 
-    def _join(self, call: Call) -> None:
+    def _join(self, context: Context, call: Call) -> None:
         """Note a call that may have a backward in the execution order."""
-        context = self._group.context
-        if context.forward.graph is None or _torch.current_backward() != -1:
+        run = context.forward.run
+        if run is None or run.graph is None or call.is_again:
             return
-        call.forward = context.backward.order.forward
+        call.forward = context.order.forward
         if self._group.params:
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=True)
             if checkpoints or torch.is_grad_enabled():
-                call.interval = context.backward.order.enter(self._group, checkpoints)
+                call.interval = context.order.enter(self._group, checkpoints)
 
     @torch.compiler.disable
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Free the group; cast outputs; ask to be told when they get a gradient.
 
-        Also called, without output, when forward raised.
+        Also called, without output, when forward raised, or could not begin.
         """
-        return self._leave(module, output, failed=output is None and sys.exc_info()[0] is not None)
+        calls = self._group.calls
+        raised = sys.exc_info()[1] if output is None else None
+        failed = raised is not None and (not calls or raised is not calls[-1].handled)
+        return self._leave(module, output, failed=failed)
 
     @torch.compiler.disable
     def leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
@@ -219,10 +214,11 @@ class ModuleHooks:
         return self._leave(module, output, failed=failed)
 
     def _leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
-        if self._group in self._group.context.opened:
+        if self._group.is_opened:
             return output
         calls = self._group.calls
-        call = calls.pop() if calls else Call()  # none if forward could not begin
+        # There is none if forward could not begin.
+        call = calls.pop() if calls else Call(is_again=_torch.current_backward() != -1)
         if call.substitution is Substitution.FULL:
             return output
         if self._substitutes and not calls:
@@ -231,20 +227,32 @@ class ModuleHooks:
         if dtype is not None:
             output = map_tensors(partial(_cast, dtype), output)
         group, has_grad = self._group, torch.is_grad_enabled()
-        is_watched = self._watch(call, output) if has_grad else False
-        if _torch.current_backward() == -1:
+        storages, tensors = group.units.all.storages, tuple(tensors_in(output))
+        for tensor in tensors if storages else ():
+            if _lies_in(storages, tensor):
+                output = map_tensors(partial(_apart_from, storages), output)
+                tensors = tuple(tensors_in(output))
+                break
+        context = context_of(group)
+        is_watched = self._watch(context.forward.run, call, tensors) if has_grad else False
+        if not call.is_again:
             # Without grad, a call that is noted lies in a checkpoint, whose outputs may be reached.
             has_backward = is_watched or (call.interval is not None and not has_grad)
-            group.context.backward.leave(group, call.interval, is_watched=has_backward)
-            group.context.forward.leave(group, module, failed=failed, has_backward=has_backward)
+            if call.interval is not None:
+                trains = group.is_trainable
+                context.order.leave(group, call.interval, trains=trains, is_watched=has_backward)
+            if context.forward.leave(group, module, has_backward=has_backward):
+                context.end_forward(group, failed=failed, has_backward=has_backward)
         return output
 
-    def _gather(self, module: nn.Module) -> bool:
+    def _gather(self, context: Context, module: nn.Module, call: Call) -> bool:
         """Gather the group; return whether that opens a forward pass."""
         group = self._group
-        if _torch.current_backward() == -1:
-            return group.context.forward.enter(group, module)
-        group.context.backward.recompute(group)  # by an activation checkpoint
+        if not call.is_again:
+            opens = context.begin_forward(group, module)
+            context.forward.enter(group)
+            return opens
+        context.backward.recompute(group)
         group.unshard()
         group.wait_for_unshard()
         return False
@@ -277,25 +285,28 @@ class ModuleHooks:
         call.outer_bases.append((base, base.grad_fn))
         return inner
 
-    def _watch(self, call: Call, output: object) -> bool:
+    def _watch(self, run: ForwardRun | None, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
         """Ask to be told when an output, or what forward stored away, gets a gradient.
 
         Returns:
             Whether there is any that may.
         """
         is_watched = False
-        graph = self._group.context.forward.graph
+        graph = None if run is None else run.graph
         pre_backward = partial(self._pre_backward, call.forward, call.input_markers, graph)
-        tensors: Iterable[torch.Tensor] = (*tensors_in(output), *self._stored.newly())
+        tensors: Iterable[torch.Tensor] = (*outputs, *self._stored.newly())
         if _torch.current_transform() is not None:
             tensors = [level for tensor in tensors for level in _levels(tensor)]
         for tensor in tensors:
             if not tensor.requires_grad:
                 continue
             is_watched = True
-            tensor.register_hook(pre_backward)
+            if not tensor.is_leaf:  # a parameter lives on, and counts its gradients by itself
+                tensor.register_hook(pre_backward)
             base = tensor._base
-            if base is not None and base.requires_grad and not call.came_in(base):
+            if base is None or base.is_leaf or not base.requires_grad:
+                continue
+            if not call.came_in(base):
                 # an in-place op on a view replaces its node, and a hook on the old one never runs
                 base.register_hook(pre_backward)
         return is_watched
@@ -308,10 +319,9 @@ class ModuleHooks:
         grad: torch.Tensor,
     ) -> None:
         """Gather the group; the hook that this is keeps the markers and the graph alive."""
+        group = self._group
         with _torch.apart_from_transforms():
-            self._group.context.backward.need(
-                self._group, forward=forward, is_bounded=bool(markers)
-            )
+            context_of(group).backward.need(group, forward=forward, is_bounded=bool(markers))
         if graph is not None and not graph.is_reached:
             graph.is_reached = _torch.num_to_run(self._group.units.all.accumulators) > 0
 
@@ -350,7 +360,7 @@ def _pass_marker(
     group: ParamGroup, token: Token, grads: Sequence[torch.Tensor | None], *_: object
 ) -> None:
     with _torch.apart_from_transforms():
-        group.context.backward.pass_marker(group, token)
+        context_of(group).backward.pass_marker(group, token)
     if torch.is_grad_enabled():  # with create_graph: a backward may start from these gradients
         for grad in grads:
             for tensor in () if grad is None else _levels(grad):
@@ -366,7 +376,7 @@ def _watch_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
 
 def _need(group: ParamGroup, _: torch.Tensor) -> None:
     with _torch.apart_from_transforms():
-        group.context.backward.need(group)
+        context_of(group).backward.need(group)
 
 
 def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
@@ -376,6 +386,18 @@ def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     Guard: it is waited for. Other memory of the host has been read when the copy returns.
     """
     return tensor.to(device, non_blocking=not tensor.is_pinned())
+
+
+def _apart_from(storages: Container[int], tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor that lies in one of some storages, which are going to be freed."""
+    return tensor.clone() if _lies_in(storages, tensor) else tensor
+
+
+def _lies_in(storages: Container[int], tensor: torch.Tensor) -> bool:
+    try:
+        return _torch.storage_number(tensor) in storages
+    except RuntimeError:  # a sparse one, or one of torch.func, has none
+        return False
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

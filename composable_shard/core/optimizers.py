@@ -17,6 +17,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -25,6 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard import _torch
+from composable_shard.core.gradient import clear
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.not_sharded import warn_of_unsharded
 from composable_shard.core.param import sharded_form, stands_for_sharded
@@ -48,6 +50,7 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     _correct_new_groups()
+    _clear_sharded_gradients_too()
     _torch.let_foreach_zero_any_placement()
 
 
@@ -69,6 +72,24 @@ def _correct_new_groups() -> None:
         add(self, param_group)
 
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def _clear_sharded_gradients_too() -> None:
+    """Let ``zero_grad`` of any module clear what stands on sharded parameters.
+
+    Between a forward and its backward modules may hold the unsharded ones.
+    """
+    zero = nn.Module.zero_grad
+
+    @functools.wraps(zero)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        zero(self, set_to_none)
+        for param in self.parameters():
+            sharded = sharded_form(param)
+            if sharded is not param:
+                clear(sharded, to_none=set_to_none)
+
+    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _sharded_entry(entry: Any) -> Any:

@@ -11,7 +11,7 @@ every step in this order and none twice; autograd only tells how far it has come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 # The order in which groups are needed: recorded once, then used. Pure -----------------------------
@@ -139,9 +139,11 @@ class _Visit:
         left: Its last call that a backward may read it for, if any.
         checkpoints: The outermost checkpoints around its calls in that forward.
         num_before: How many there were around calls in earlier forwards.
+        before: The same before the latest forward, if an earlier one has entered it.
     """
 
     __slots__ = (
+        "before",
         "checkpoints",
         "earliest",
         "forward",
@@ -161,10 +163,19 @@ class _Visit:
         self.left: Interval | None = None
         self.checkpoints: set[Interval] = set()
         self.num_before = 0
+        self.before: _Visit | None = None
+
+    def again(self, place: int, forward: int) -> _Visit:
+        """Return what comes of it in another forward."""
+        visit = _Visit(self.earliest, place, forward)
+        visit.is_earlier, visit.left = True, self.left
+        visit.num_before = self.num_before + len(self.checkpoints)
+        visit.before, self.before = self, None
+        return visit
 
 
 class ExecutionOrder(Generic[Key]):
-    """Where the forwards since the last backward have entered and left groups.
+    """In which order forward and backward need groups; what forwards did since the last backward.
 
     A group is gathered where it was left last and reduced where it was entered first: in between,
     a backward may read it. An activation checkpoint computes all of its groups again at once, so
@@ -173,20 +184,31 @@ class ExecutionOrder(Generic[Key]):
 
     Attributes:
         forward: The number of the latest forward.
+        of_backward: In which order backwards gather.
     """
 
     def __init__(self) -> None:
         self.forward = 0
+        self.of_backward: OrderRecord[Key] = OrderRecord()
+        self._of_forward: dict[Key, OrderRecord[Key]] = {}
         self._now = 0
         self._has_trained = False  # the latest forward has left a group that trains
         self._visits: dict[Key, _Visit] = {}
+
+    def of_forward(self, outermost: Key) -> OrderRecord[Key]:
+        """Return in which order the forwards gather that ``outermost`` opens.
+
+        Each has a record of its own: calling an encoder alone is another pass than calling the
+        model.
+        """
+        return self._of_forward.setdefault(outermost, OrderRecord())
 
     def begin(self) -> None:
         """Note that a forward begins."""
         self.forward += 1
         self._has_trained = False
 
-    def enter(self, group: Key, checkpoints: Iterable[dict[Any, Any]] = ()) -> Interval:
+    def enter(self, group: Key, checkpoints: Sequence[dict[Any, Any]] = ()) -> Interval:
         """Note that a call of ``group`` begins.
 
         Args:
@@ -202,16 +224,13 @@ class ExecutionOrder(Generic[Key]):
         if visit is None:
             visit = self._visits[group] = _Visit(interval, self._now, self.forward)
         elif visit.forward != self.forward:
-            visit.place, visit.forward = self._now, self.forward
-            visit.num_calls, visit.is_earlier = 0, True
-            visit.num_before += len(visit.checkpoints)
-            visit.checkpoints.clear()
+            visit = self._visits[group] = visit.again(self._now, self.forward)
         visit.num_calls += 1
         if checkpoints:
             visit.checkpoints.add(interval)
         return interval
 
-    def _interval(self, checkpoints: Iterable[dict[Any, Any]]) -> Interval:
+    def _interval(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:
         kept = [one for notes in checkpoints if (one := notes.get(self)) is not None]
         interval = kept[0] if kept else Interval(self._now, is_shared=bool(checkpoints))
         for notes in checkpoints:  # those within each other share the interval of the outermost
@@ -241,6 +260,14 @@ class ExecutionOrder(Generic[Key]):
         visit = self._visits.get(group)
         if visit is not None:
             visit.left = None
+
+    def abandon(self) -> None:
+        """Forget the calls in the latest forward, which failed."""
+        for group, visit in list(self._visits.items()):
+            if visit.forward == self.forward and visit.before is not None:
+                self._visits[group] = visit.before
+            elif visit.forward == self.forward:
+                del self._visits[group]
 
     def clear(self) -> None:
         """Forget all calls."""

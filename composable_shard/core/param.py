@@ -31,7 +31,7 @@ from composable_shard import _torch
 from composable_shard.core.layout import ParamLayout
 from composable_shard.core.placement import GradStage, plan_dense, plan_placement
 from composable_shard.mesh import ShardMesh
-from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, of_its_kind
 
 LIFTED = "_composable_shard_lifted"
 """On a parameter whose ``grad_dtype`` the library, and not the user, has set to ``None``."""
@@ -160,6 +160,7 @@ class ShardedParam:
         is_subclass: Whether ``unsharded`` is made of inner tensors.
         parts: What autograd may save of a subclass by itself and is freed with ``unsharded``.
         encodes_grad: Whether the local shard says what its gradient looks like on the wire.
+        shares_storage: Whether the unsharded parameter is the shard itself, which is never freed.
         is_unsynced: Whether gradients of it were accumulated that the ranks have not reduced yet,
             on this rank or on others; the next reduction takes it in, frozen or not.
         accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
@@ -199,6 +200,7 @@ class ShardedParam:
         self.is_subclass = False
         self.parts: Sequence[torch.Tensor] = ()
         self.encodes_grad = False
+        self.shares_storage = False
         self.is_unsynced = False
         self.accumulator: Node | None = None
         self._is_watched = False
@@ -331,7 +333,7 @@ class ShardedParam:
         asked = self.remember_grad_dtype()
         if self._has_asked and asked is None:
             return reduced
-        return asked or self.policy.grad_dtype or self.local.dtype
+        return of_its_kind(asked or self.policy.grad_dtype or self.local.dtype, self.local.dtype)
 
     def forget_unsharded(self) -> None:
         """Let go of the unsharded parameter; the next gather makes another."""

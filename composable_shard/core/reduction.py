@@ -158,13 +158,23 @@ class MeshGradients:
     def accumulate(self) -> None:
         """Add the unsharded gradients to what is not yet reduced; alone, they are the sum.
 
-        Hooks of the user's wait for the reduction.
+        Hooks of the user's wait for the reduction, and so does rounding to what users get.
         """
-        if self._mesh.num_ranks == 1 and not any(map(has_hooks, self._params)):
+        if self._mesh.num_ranks == 1 and self._settings.hook is None and self._is_summed_at_once:
             self.reduce()
             self.finish()
         else:
             self.unreduced.accumulate()
+
+    @property
+    def _is_summed_at_once(self) -> bool:
+        """Whether a gradient of this rank alone may be added to what users see, as precisely."""
+        for param in self._params:
+            dtype = param.reduction_dtype()
+            final = param.final_grad_dtype(dtype)
+            if has_hooks(param) or torch.promote_types(dtype, final) != final:
+                return False
+        return True
 
     # The stages -----------------------------------------------------------------------------
 
@@ -224,7 +234,7 @@ class MeshGradients:
         state.pending.wait()
         average = self._channel.can_average_replicas() and not self._settings.sums_only
         for part in state.parts:
-            self._settle(part)
+            self._divide(part)
             self._add_held(part)
             self._release_inputs(part)
         works, results = [], [part.transfer.result for part in state.parts]
@@ -251,7 +261,8 @@ class MeshGradients:
 
         Those on their way to the host are not there before :meth:`end_return`.
         """
-        self.start_all_reduce()
+        if isinstance(self.state, Scattering) and self.state.over_replicas == "all-reduce":
+            self.start_all_reduce()
         state = self.state
         if not isinstance(state, (Scattering, AllReducing)):
             return
@@ -260,12 +271,12 @@ class MeshGradients:
         deliveries: list[Callable[[], None]] = []
         self._move_to(Returning(deliveries))
         for part in state.parts:
-            self._settle(part)
+            self._divide(part)
             self._release_inputs(part)
-            self._call_hook(part)
-            if is_held:
+            if is_held:  # the hook waits for what is averaged over the replicas, too
                 self._hold(part)
             else:
+                self._call_hook(part)
                 deliveries += self._hand_out(part)
 
     @_tells_failures
@@ -347,9 +358,9 @@ class MeshGradients:
 
     # What comes out -------------------------------------------------------------------------
 
-    def _settle(self, part: _Part) -> None:
+    def _divide(self, part: _Part) -> None:
         """Divide what a collective has summed."""
-        part.plan.bucket.settle(part.transfer, part.divide_after)
+        part.plan.bucket.divide(part.transfer, part.divide_after)
         part.divide_after = 1.0
 
     def _release_inputs(self, part: _Part) -> None:
@@ -510,8 +521,8 @@ class GroupGradients:
     def wait(self) -> None:
         """Wait for what was launched last; what comes of it is left to the methods below."""
         for one in self._meshes:
-            if one.pending is not None:
-                one.pending.wait()
+            if (pending := one.pending) is not None:
+                pending.wait()
 
     def start_all_reduce(self) -> bool:
         """Go on to the reduction over the replicas; return whether there is one."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.extension import GRAD_PRE, POST
+from composable_shard.core.codec import GRAD_PRE, POST
 from composable_shard.core.gradient_bucket import GradBucket
 from composable_shard.core.gradient_extension import EncodedBucket, Extensions, GradientCodecs
 from composable_shard.core.param import ShardedParam

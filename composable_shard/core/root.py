@@ -1,138 +1,102 @@
-"""What the groups of one module tree share: the running passes, the trace, the names.
-
-Ranks that call different collectives, or the same ones in different order, wait for each other
-until the process group's time-out, and nothing says which group it was. With
-``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they exchange a number before every
-collective and at the end of every forward and backward: ranks that disagree raise the same error.
-"""
+"""The groups of one module tree together: where forwards begin and end, and what stays gathered."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.backward import BackwardPass
+from composable_shard.core.finalization import Finalization
 from composable_shard.core.forward import ForwardPass
-from composable_shard.core.group import ParamGroup, PartlySharded, Sharded, Unsharded
+from composable_shard.core.group import ParamGroup, PartlySharded, Unsharded
 from composable_shard.core.not_sharded import refuse_replicated, warn_of_plain
 from composable_shard.core.optimizers import watch_optimizer_steps
+from composable_shard.core.order import ExecutionOrder
 from composable_shard.core.ties import refuse_unowned
-from composable_shard.core.transport import host, same_host
-from composable_shard.core.transport.pending import Waitable
-from composable_shard.core.transport.process_groups import compare
-from composable_shard.errors import RankMismatchError, ShardError
-
-# Comparing with the other ranks what comes next, for the one who hunts a hang ---------------------
-
-VARIABLE = "COMPOSABLE_SHARD_CHECK"
+from composable_shard.core.tree import Tree
+from composable_shard.core.tree_reductions import Reductions
+from composable_shard.errors import ShardError
 
 
-def is_asked_for() -> bool:
-    """Tell whether the environment asks for the check."""
-    return os.environ.get(VARIABLE, "0") not in ("", "0")
-
-
-class OrderCheck:
-    """Compares what the ranks of a tree are about to do."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def agree(self, group: ParamGroup, op: str) -> None:
-        """Raise on all ranks if some of them do not come to ``op`` of ``group`` now.
-
-        Raises:
-            RankMismatchError: On all ranks, with what each of two does; on those that wait, if
-                another does not come within the time-out.
-
-        Collective: one all-reduce of 16 bytes for each process group of more than one rank; more
-            only if it raises.
-        """
-        self._count += 1
-        what = f"{op} of {group.label}"
-        for mesh in group.channels:
-            for ranks in mesh.process_groups:
-                self._compare(what, ranks, mesh.device)
-
-    def _compare(self, what: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
-        try:
-            is_same, _ = compare(what, ranks, device)
-        except RuntimeError as error:
-            raise RankMismatchError(
-                f"Expected all ranks to come to the {what}, step {self._count}, got none of "
-                "some rank within the time-out; it has ended, or waits elsewhere"
-            ) from error
-        if not is_same:
-            self._raise_difference(what, ranks)
-
-    def _raise_difference(self, what: str, ranks: dist.ProcessGroup) -> None:
-        heard: list[Any] = [None] * ranks.size()
-        dist.all_gather_object(heard, what, group=ranks)
-        first = heard[0]
-        rank = next(rank for rank, theirs in enumerate(heard) if theirs != first)
-        raise RankMismatchError(
-            f"Expected the same order of collectives on all ranks, got at step {self._count} on "
-            f"rank 0: {first}; on rank {rank}: {heard[rank]}"
-        )
-
-
-# What the groups of one module tree share: the running passes, the trace, the names ---------------
-
-Listener = Callable[[str, str], None]
-
-
-class Context:
+class Context(Tree[ParamGroup]):
     """Shared by all groups below one root.
 
     Attributes:
-        groups: All groups, the root first, in the order of ``named_modules``.
-        root: The group of the outermost sharded module.
-        forward: The running forward pass.
-        backward: The running backward pass.
-        listener: Called with ``(event, group name)`` and ``(moment, group name)``, if set.
-        post_optim_event: What the next gather waits for besides the compute stream.
-        opened: Groups whose modules hold full parameters, inside of ``unsharded()``.
+        order: In which order forward and backward need them.
+        forward: The running forward.
+        backward: The running backward.
+        reductions: What backwards reduce.
+        finalization: Finishes reductions when users say so.
+        has_run: Whether a forward has begun.
     """
 
-    def __init__(self, root: ParamGroup, groups: Sequence[ParamGroup]) -> None:
-        self.root = root
-        self.groups = list(groups)
-        self.forward = ForwardPass(self)
-        self.backward = BackwardPass(self)
-        self.listener: Listener | None = None
-        self.post_optim_event: Waitable | None = None
-        self.opened: set[ParamGroup] = set()
-        self._agreed = False
-        self._ops: dict[int, str] = {}  # by the tag under which tensors are offered for them
-        self._owners_checked = False
-        self._order_check = OrderCheck() if is_asked_for() else None
-        self._below: dict[ParamGroup, set[nn.Module]] = {}
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        super().__init__(groups)
+        self.order: ExecutionOrder[ParamGroup] = ExecutionOrder()
+        self.reductions = Reductions(self.groups)
+        self.forward = ForwardPass(self.groups, self.order, self.reductions)
+        self.backward = BackwardPass(self.groups, self.order, self.forward, self.reductions)
+        self.finalization = Finalization(self.root, self.backward, self.reductions)
+        self.has_run = False
+        self._first: nn.Module | None = None
         for group in self.groups:
             group.context = self
 
-    def emit(self, event: str, group: ParamGroup) -> None:
-        """Tell the listener that ``event``, or a part of one, happened; see ``insight.events``."""
-        if self.listener is not None:
-            self.listener(event, group.name)
+    # Where a forward begins and ends --------------------------------------------------------
 
-    @property
-    def has_run(self) -> bool:
-        """Whether a forward has begun."""
-        return self._owners_checked
+    def begin_forward(self, group: ParamGroup, module: nn.Module) -> bool:
+        """Begin a forward with the call of ``module``, unless it is part of one; return whether."""
+        run = self.forward.run
+        if run is not None and not run.was_interrupted:
+            return False
+        if run is not None or self.backward.was_aborted:
+            self.backward.clean_up()
+        self._check_once()
+        self.finalization.check_ended()
+        self._free_earlier(is_anew=self._begins_anew(group, module))
+        self.forward.begin(group, module)
+        return True
 
-    def check_order(self, op: str, group: ParamGroup) -> None:
-        """Compare with the other ranks what comes next, if that is asked for."""
-        if self._order_check is not None:
-            self._order_check.agree(group, op)
+    def end_forward(self, outermost: ParamGroup, *, failed: bool, has_backward: bool) -> None:
+        """End a forward, or clean up after it.
 
-    def check_owners(self) -> None:
+        Args:
+            outermost: The group that began it.
+            failed: Whether it raised.
+            has_backward: Whether it gave anything that a backward may start from.
+        """
+        if failed and self.backward.ran_inside:
+            self.backward.clean_up()
+        elif failed:
+            self.forward.abandon()
+            self.order.abandon()
+            for group in self.groups:
+                group.reshard()
+            self.reductions.wait_until_read()
+        else:
+            self.forward.close()
+            if not has_backward:
+                self.backward.finish_inside()
+                self.forward.show_sharded(outermost)
+
+    def _begins_anew(self, group: ParamGroup, module: nn.Module) -> bool:
+        """Tell whether a call begins another forward of the tree, and does not go on with the last.
+
+        Modules of a tree may be called one by one, and a head several times. What is called first
+        begins anew: the root, or that one of its modules which was the first to be called.
+        """
+        if group is not self.root:
+            return False
+        if self._first is None or len(group.modules) == 1:
+            self._first = module
+        return self._first is module
+
+    # What is looked at once -----------------------------------------------------------------
+
+    def _check_once(self) -> None:
         """Look once for parameters without an owner, and for settings that only the root has.
 
         Raises:
@@ -140,7 +104,7 @@ class Context:
                 and refuse_replicated. For others there is a warning. For a group below the root
                 whose backward is finalized by hand.
         """
-        if self._owners_checked:
+        if self.has_run:
             return
         for group in self.groups:
             if group is not self.root and group.settings.finalizes_by_hand:
@@ -152,54 +116,35 @@ class Context:
         for group in self.groups:
             holders = {slot.module for param in group.params for slot in param.slots}
             refuse_replicated(group.modules, holders, group.label)
-        self._owners_checked = True
+        self.has_run = True
         if self.root.mesh.num_ranks > 1:
             unsharded = (param.unsharded for group in self.groups for param in group.params)
             warn_of_plain(self.root.modules, unsharded)
 
-    def wait_for_optimizer(self) -> None:
-        """Wait for the end of an optimizer step that runs beside, if that was asked for.
-
-        Hazard: a stream takes an event of another kind for one that was never recorded, and does
-        not wait. Guard: the event is asked, which knows its kind.
-        """
-        event, self.post_optim_event = self.post_optim_event, None
-        if event is not None:
-            event.wait()
-
-    def before_gather(self) -> None:
+    def agree(self) -> None:
         """Check once that all ranks hold the same model. Collective: see agree_on_model."""
-        if not self._agreed:
-            agree_on_model(self.groups)
-            self._agreed = True
-            channels = (channel for group in self.groups for channel in group.channels.values())
-            self._ops = {
-                tag: op
-                for channel in channels
-                for tag, op in zip(channel.tags, (channel.gathering, channel.reducing), strict=True)
-            }
+        if self.is_agreed:
+            return
+        agree_on_model(self.groups)
+        self.is_agreed = True
+        channels = (channel for group in self.groups for channel in group.channels.values())
+        self.ops = {
+            tag: op
+            for channel in channels
+            for tag, op in zip(channel.tags, (channel.gathering, channel.reducing), strict=True)
+        }
+
+    def is_in_backward(self, group: ParamGroup) -> bool:
+        """Tell whether the backward that is running, of whatever tree, goes through ``group``."""
+        return self.backward.goes_through(group)
 
     def note_new_params(self, group: ParamGroup) -> None:
         """Have ``group``, of which parameters are new, told of optimizer steps on them."""
         watch_optimizer_steps(group)
 
-    def wait_until_read(self) -> None:
-        """Wait until the other ranks, and the device, have read what they read of this rank's.
-
-        Gradients that are copied to the host are there, too.
-        """
-        self.emit("begin_wait_for_readers", self.root)
-        host.settle()
-        self.backward.reductions.in_flight.end_returns()
-        same_host.settle(self._ops)
-        for group in self.groups:
-            if group.gradients.still_read:
-                group.gradients.release()
-        self.emit("wait_for_readers", self.root)
-
     # What stays gathered --------------------------------------------------------------------
 
-    def free_earlier(self, *, is_anew: bool) -> None:
+    def _free_earlier(self, *, is_anew: bool) -> None:
         """Free what an earlier pass has gathered and what nobody said stays as it is.
 
         Writes that move no counter cannot be seen, so a forward trusts what was gathered before it
@@ -226,25 +171,16 @@ class Context:
             return False
         if group.is_held:
             return True
-        if not settings.reshard_after_backward and self.backward.reductions.are_to_go_on:
+        if not settings.reshard_after_backward and self.reductions.are_to_go_on:
             return True
         is_for_backward = settings.reshard_after_forward is False or not is_anew
         return is_for_backward and any(one.is_trainable for one in self.groups)
 
-    def free_after_backward(self) -> None:
-        """Free what stays neither for a running forward nor for the rest of an accumulation.
-
-        What stays shows the sharded parameters, which have the gradients, unless a forward waits
-        for its backward: its loss may be made of the unsharded ones yet.
-        """
-        goes_on = self.backward.reductions.are_to_go_on
-        for group in self.groups:
-            if type(group.state) is Sharded or self.forward.holds(group):
-                continue
-            if group.settings.reshard_after_backward or not goes_on:
-                group.reshard()
-            elif not self.forward.waits_for_backward:
-                group.show_sharded()
+    def take_over(self, inner: Context) -> None:
+        """Go on with what another tree has under way, which is a part of this one from now on."""
+        self.reductions.take_over(inner.reductions)
+        if self.post_optim_event is None:
+            self.post_optim_event = inner.post_optim_event
 
     def show_sharded(self) -> None:
         """Register the sharded parameters, which an optimizer has changed, but while computing."""
@@ -253,41 +189,20 @@ class Context:
         for group in self.groups:
             group.show_sharded()
 
-    def agree_on_requires_grad(self) -> None:
-        """Let both forms of all parameters ask for gradients as users said, to whichever form."""
-        for group in self.groups:
-            if group.is_unsharded or not group.settings.unshards_in_backward:
-                group.agree_on_requires_grad()
 
-    def encloses(self, outer: ParamGroup, inner: ParamGroup) -> bool:
-        """Tell whether the modules of ``inner`` lie within those of ``outer``."""
-        below = self._below.get(outer)
-        if below is None:
-            below = self._below[outer] = {m for top in outer.modules for m in top.modules()}
-        return any(module in below for module in inner.modules)
-
-    def clean_up(self) -> None:
-        """Return to the state between two iterations, whatever was under way.
-
-        What this iteration's backward has not yet reduced is dropped; gradients that are visible
-        on the sharded parameters stay.
-        """
-        self.forward.abandon()
-        self.backward.abandon()
-        for group in self.groups:
-            group.reshard()
-            group.gradients.discard()
-            group.freshness.forget_forward()
-        self.wait_until_read()
+def context_of(group: ParamGroup) -> Context:
+    """Return what a group shares with the others of its tree."""
+    assert isinstance(group.context, Context)
+    return group.context
 
 
 def share_reductions(contexts: Sequence[Context]) -> None:
     """Let trees that train together count their reductions in flight as one."""
-    shared = contexts[0].backward.reductions.in_flight if contexts else None
+    shared = contexts[0].reductions.in_flight if contexts else None
     for context in contexts[1:]:
-        if shared is not None and context.backward.reductions.in_flight is not shared:
-            shared.take_over(context.backward.reductions.in_flight)
-            context.backward.reductions.in_flight = shared
+        if shared is not None and context.reductions.in_flight is not shared:
+            shared.take_over(context.reductions.in_flight)
+            context.reductions.in_flight = shared
 
 
 def join_tree(root: ParamGroup, group_of: Callable[[nn.Module], ParamGroup | None]) -> Context:
@@ -298,14 +213,20 @@ def join_tree(root: ParamGroup, group_of: Callable[[nn.Module], ParamGroup | Non
         group_of: Returns the group of a module, if it has one.
     """
     groups: dict[ParamGroup, list[str]] = {root: []}
-    for top in root.modules:
+    for place, top in enumerate(root.modules):
+        prefix = f"{place}." if len(root.modules) > 1 else ""
         for name, module in top.named_modules():
             group = group_of(module)
             if group is not None and group is not root:
-                groups.setdefault(group, []).append(name)
-    listeners = {g.context.listener for g in groups if g is not root and g.context.listener}
-    context = Context(root, list(groups))
+                groups.setdefault(group, []).append(f"{prefix}{name}")
+    inner = list(dict.fromkeys(context_of(group) for group in groups if group is not root))
+    listeners = {one.listener for one in inner if one.listener is not None}
+    context = Context(list(groups))
     context.listener = listeners.pop() if len(listeners) == 1 else None
+    if inner:
+        context.reductions.in_flight = inner[0].reductions.in_flight  # other trees may share it
+    for one in inner:
+        context.take_over(one)
     for group, names in groups.items():
         group.name = ", ".join(names)
     return context

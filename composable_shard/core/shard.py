@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import _torch
-from composable_shard.core.extension import agree_on_shards, cut_shard, needs_extension
+from composable_shard.core.codec import agree_on_shards, cut_shard, needs_extension
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.not_sharded import is_taken
 from composable_shard.core.param import Attributes, ShardedParam, Slot

@@ -102,21 +102,29 @@ class CastBuffers:
 
     def put(self) -> None:
         """Put the cast buffers in."""
+        casts: dict[int, torch.Tensor] = {}  # several modules may share a buffer
         for module in self._modules:
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point() and buffer.dtype != self._dtype:
-                    module._buffers[name] = buffer.to(self._dtype)
-                    self._replaced.append((module, name, buffer))
+            for name, buffer in list(module._buffers.items()):
+                if buffer is None or not buffer.is_floating_point() or buffer.dtype == self._dtype:
+                    continue
+                if id(buffer) not in casts:
+                    casts[id(buffer)] = buffer.to(self._dtype)
+                module._buffers[name] = casts[id(buffer)]
+                self._replaced.append((module, name, buffer))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the buffers back."""
+        """Put the buffers back, but where forward has taken them out or put others in."""
         for module, name, buffer in self._replaced:
-            cast = module._buffers[name]
-            if cast is not None and cast.shape == buffer.shape:
-                # batch norm writes its statistics without moving their version counters
-                written = cast != buffer.to(self._dtype)
-                buffer.copy_(torch.where(written, cast.to(buffer.dtype), buffer))
+            current = module._buffers.get(name)
+            if current is None:
+                continue
+            if current.shape != buffer.shape:
+                module._buffers[name] = current.to(buffer.dtype)
+                continue
+            # batch norm writes its statistics without moving their version counters
+            written = current != buffer.to(self._dtype)
+            buffer.copy_(torch.where(written, current.to(buffer.dtype), buffer))
             module._buffers[name] = buffer
         self._replaced.clear()
 

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.backward import PipelineState
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.root import context_of
 from composable_shard.errors import TorchStateError
 
 
@@ -60,7 +60,7 @@ class _ReadOnly:
     def _training_state(self) -> TrainingState:
         if _torch.current_backward() != -1:
             return TrainingState.PRE_BACKWARD
-        is_running = self._group.context.forward.is_running
+        is_running = context_of(self._group).forward.is_running
         return TrainingState.FORWARD if is_running else TrainingState.IDLE
 
 
@@ -83,15 +83,37 @@ class TorchParamGroup(_ReadOnly):
         return self._group.is_unsharded
 
 
-class TorchState(_ReadOnly, PipelineState):
-    """What is read of torch's ``FSDPState``."""
+class TorchState(_ReadOnly):
+    """What is read of torch's ``FSDPState``.
+
+    A pipeline schedule of torch before 2.15 goes through all states of a context and their groups
+    to have the gradients of a stage reduced. Here there are none, and one call does everything.
+    """
 
     _offered = ("_training_state", "_fsdp_param_group", "_fsdp_param_groups", "_comm_ctx")
+    all_states: tuple[()] = ()
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.__dict__["_group"] = group
+
+    @property
+    def _state_ctx(self) -> TorchState:
+        return self
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what all microbatches left, wait, and free.
+
+        Raises:
+            ShardError: See BackwardPass.refuse_lost_weights.
+
+        Collective: the reductions of a backward.
+        """
+        context_of(self._group).backward.reduce_left()
 
     @property
     def _comm_ctx(self) -> object:
         """The same object for trees that wait for each other's reductions."""
-        return self._group.context.backward.reductions.in_flight
+        return context_of(self._group).reductions.in_flight
 
     @property
     def _fsdp_param_group(self) -> TorchParamGroup | None:

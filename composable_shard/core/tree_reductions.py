@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from composable_shard.core.group import ParamGroup
-
-if TYPE_CHECKING:
-    from composable_shard.core.root import Context
+from composable_shard.core.transport import host, same_host
 
 # Reductions that are launched and not waited for --------------------------------------------------
 
@@ -33,7 +30,7 @@ class InFlight:
     def add(self, group: ParamGroup) -> None:
         """Note that the reduction of ``group`` has been launched."""
         self.groups.append(group)
-        group.context.emit("reduce_scatter", group)
+        group.emit("reduce_scatter")
 
     def leave_room(self, limit: int) -> None:
         """Wait for the oldest until another makes no more than ``limit``."""
@@ -43,7 +40,7 @@ class InFlight:
     def wait(self) -> None:
         """Wait for all."""
         self.leave_room(1)
-        self._wait_for_replicas()
+        self.wait_for_replicas()
 
     def end_returns(self) -> None:
         """Put on the sharded parameters what was on its way to the host."""
@@ -62,6 +59,7 @@ class InFlight:
 
     def take_over(self, other: InFlight) -> None:
         """Add what another tree has launched, which from now on shares this."""
+        other.wait_for_replicas()
         self.groups.extend(other.groups)
         self.returning += other.returning
 
@@ -70,29 +68,30 @@ class InFlight:
         group = self.groups.popleft()
         self._wait(group, "reduce_scatter")
         if group.gradients.start_all_reduce():
-            group.context.emit("wait_for_reduce_scatter", group)
-            group.context.emit("all_reduce", group)
-            self._wait_for_replicas()
+            group.emit("wait_for_reduce_scatter")
+            group.emit("all_reduce")
+            self.wait_for_replicas()
             self._all_reducing = group
         else:
             self._return(group)
-            group.context.emit("wait_for_reduce_scatter", group)
+            group.emit("wait_for_reduce_scatter")
 
-    def _wait_for_replicas(self) -> None:
+    def wait_for_replicas(self) -> None:
+        """Wait for the reduction over the replicas that is under way, if one is."""
         group, self._all_reducing = self._all_reducing, None
         if group is not None:
             self._wait(group, "all_reduce")
             self._return(group)
-            group.context.emit("wait_for_all_reduce", group)
+            group.emit("wait_for_all_reduce")
 
     def _return(self, group: ParamGroup) -> None:
         group.gradients.start_return()
         self.returning.append(group)
 
     def _wait(self, group: ParamGroup, stage: str) -> None:
-        group.context.emit(f"begin_wait_for_{stage}", group)
+        group.emit(f"begin_wait_for_{stage}")
         group.gradients.wait()
-        group.context.emit(f"waited_for_{stage}", group)
+        group.emit(f"waited_for_{stage}")
 
 
 # What the groups of one tree have to reduce: launched, accumulated without sync, in flight --------
@@ -101,18 +100,24 @@ class InFlight:
 class Reductions:
     """The reductions that the groups of one tree are to make.
 
+    Args:
+        groups: All groups, the root first.
+
     Attributes:
         is_last: Whether the end of a backward waits for the reductions.
         by_hand: Whether a call finishes the reductions of the backwards that have begun; ``None``
             if none has begun that is not finished.
+        handle: What waits for the reductions that such a call has launched, if any.
         in_flight: The reductions under way, perhaps with those of other trees.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self.is_last = True
         self.by_hand: bool | None = None
+        self.handle: object | None = None
         self.in_flight = InFlight()
-        self._context = context
+        self._groups = groups
+        self._root = groups[0]
         self._unsynced: set[ParamGroup] = set()
         self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
         self._limit: int | None = None  # reductions under way at once, while a backward runs
@@ -123,26 +128,39 @@ class Reductions:
 
         In an order that is the same on all ranks, though they may have been done in another.
         """
-        return [group for group in self._context.groups if group in self._unsynced]
+        return [group for group in self._groups if group in self._unsynced]
+
+    @property
+    def unreplicated(self) -> list[ParamGroup]:
+        """The groups that are reduced over shards and not over replicas, in the order in which."""
+        return list(self._unreplicated)
+
+    def take_over(self, other: Reductions) -> None:
+        """Go on with those of another tree, which is a part of this one from now on."""
+        if self.in_flight is not other.in_flight:
+            self.in_flight.take_over(other.in_flight)
+        self._unsynced.update(other.unsynced)
+        self._unreplicated.update(dict.fromkeys(other.unreplicated))
+        self.is_last = self.is_last and other.is_last
+        self.by_hand = other.by_hand if self.by_hand is None else self.by_hand
+        self.handle = other.handle if self.handle is None else self.handle
 
     @property
     def are_to_go_on(self) -> bool:
         """Whether the next backward adds to the gradients of the last, as far as is known."""
-        is_open = self.by_hand or not (
-            self.is_last or self._context.root.settings.finalizes_by_hand
-        )
+        is_open = self.by_hand or not (self.is_last or self._root.settings.finalizes_by_hand)
         return is_open or bool(self._unsynced) or bool(self._unreplicated)
 
     @property
     def is_left_open(self) -> bool:
         """Whether the end of a backward leaves reductions under way."""
-        return not self.is_last or self._context.root.settings.finalizes_by_hand
+        return not self.is_last or self._root.settings.finalizes_by_hand
 
     def accumulate(self, group: ParamGroup) -> None:
         """Add the gradients of ``group`` to those that a later backward reduces."""
         if group.gradients.are_to_reduce:
             self._unsynced.add(group)
-        self._context.emit("accumulate", group)
+        group.emit("accumulate")
         group.gradients.accumulate()
 
     def launch(self, group: ParamGroup) -> None:
@@ -164,14 +182,14 @@ class Reductions:
     def _reduce(self, group: ParamGroup) -> None:
         self._unsynced.discard(group)
         if self._limit is None:
-            self._limit = max(g.settings.max_reductions for g in self._context.groups)
+            self._limit = max(g.settings.max_reductions for g in self._groups)
         self.in_flight.leave_room(self._limit)
-        self._context.check_order("reduction", group)
+        group.check_order("reduction")
         if group.settings.reduction.all_reduces:
             self._unreplicated.pop(group, None)
         elif any(mesh.num_replicas > 1 for mesh in group.channels):
             self._unreplicated[group] = None
-        self._context.emit("begin_reduce_scatter", group)
+        group.emit("begin_reduce_scatter")
         group.gradients.reduce()
         self.in_flight.add(group)
 
@@ -181,6 +199,10 @@ class Reductions:
         Collective: see launch_left.
         """
         self.launch_left()
+        self.wait_unless_open()
+
+    def wait_unless_open(self) -> None:
+        """Wait for all reductions, unless backwards are to leave them under way."""
         if not self.is_left_open:
             self.in_flight.wait()
             self.by_hand = None
@@ -215,9 +237,24 @@ class Reductions:
                 reduction.all_reduces = before
         self.in_flight.wait()
 
+    def wait_until_read(self) -> None:
+        """Wait until the other ranks, and the device, have read what they read of this rank's.
+
+        Gradients that are copied to the host are there, too.
+        """
+        self._root.emit("begin_wait_for_readers")
+        host.settle()
+        self.in_flight.end_returns()
+        same_host.settle(self._root.context.ops)
+        for group in self._groups:
+            if group.gradients.still_read:
+                group.gradients.release()
+        self._root.emit("wait_for_readers")
+
     def abandon(self) -> None:
         """Forget the reductions of a backward that failed."""
-        self.in_flight.drop(self._context.groups)
+        self.in_flight.drop(self._groups)
+        self.by_hand = self.handle = None
 
     def reset(self) -> None:
         """Ask anew at the next backward how many reductions may be under way."""

@@ -19,12 +19,8 @@ from torch.autograd.graph import Node
 
 from composable_shard import _torch
 from composable_shard.core.bucket import GatherUnit, ParamBucket, Transfer
-from composable_shard.core.extension import (
-    ExtensionGather,
-    agree_formats,
-    has_grad_extension,
-    needs_extension,
-)
+from composable_shard.core.codec import has_grad_extension, needs_extension
+from composable_shard.core.gather_extension import ExtensionGather, agree_formats
 from composable_shard.core.param import ShardedParam, Slot
 from composable_shard.errors import MaterializationError, StaleParameterError
 from composable_shard.mesh import ShardMesh
@@ -43,8 +39,9 @@ class ParamSet:
 
     Attributes:
         accumulators: The nodes that accumulate into the unsharded parameters, but frozen ones.
-        readable: The unsharded parameters, and what is freed of those that are subclasses, whose
+        readable: What is freed: unsharded parameters, and parts of those that are subclasses, whose
             version counters autograd compares.
+        storages: The numbers of those of unsharded parameters that are freed.
         is_created: Whether the unsharded parameters have been made, by a first gather.
     """
 
@@ -65,7 +62,15 @@ class ParamSet:
         counted = (*self._sharded, *self._locals)
         self._counted = [tensor for tensor in counted if not tensor.is_inference()]
         self._unsharded = [p.unsharded for p in params if p.unsharded is not None]
-        readable = [*self._unsharded, *(part for param in params for part in param.parts)]
+        self._places = list(map(_torch.storage_number, self._unsharded))
+        freed = [param for param in params if not param.shares_storage]
+        readable: list[torch.Tensor] = [
+            param.unsharded for param in freed if param.unsharded is not None
+        ]
+        readable += [part for param in freed for part in param.parts]
+        self.storages = {
+            _torch.storage_number(leaf) for tensor in readable for leaf in _torch.leaves(tensor)
+        }
         self.readable = [tensor for tensor in readable if not tensor.is_inference()]
         self._first_places = [(param.slots[0].module, param.slots[0].attribute) for param in params]
         self.is_created = len(self._unsharded) == len(params)
@@ -110,6 +115,14 @@ class ParamSet:
         """Tell whether modules and DTensors still hold what was put there."""
         locals_ = _torch.local_tensors(self._sharded)
         return self.are_registered(unsharded=False) and all(map(is_, locals_, self._locals))
+
+    def are_filled_by_gathers(self) -> bool:
+        """Tell whether the unsharded parameters lie where they were made.
+
+        While they are registered, ``param.data = ...``, or a conversion of a module in which they
+        are, gives them other memory.
+        """
+        return list(map(_torch.storage_number, self._unsharded)) == self._places
 
     def register_sharded(self) -> None:
         """Put the sharded parameters into their modules."""
@@ -207,7 +220,7 @@ class GroupUnits:
     ) -> None:
         self.params = list(params)
         self.all = ParamSet(self.params)
-        self._settled = False
+        self._was_refreshed = False
         self._set_units(units)
 
     def _set_units(self, units: list[GatherUnit]) -> None:
@@ -216,9 +229,7 @@ class GroupUnits:
         for unit in units:
             if isinstance(unit, ExtensionGather):
                 self._extensions.setdefault(unit.mesh, []).append(unit)
-        self.share_storage = any(
-            isinstance(unit, ParamBucket) and unit.shares_storage for unit in units
-        )
+        self.share_storage = any(param.shares_storage for param in self.params)
 
     @property
     def members(self) -> Sequence[GatherUnit]:
@@ -232,7 +243,7 @@ class GroupUnits:
         """
         for gathers in self._extensions.values():
             agree_formats(gathers)
-        return tuple((unit.mesh, unit.start_gather()) for unit in self._units)
+        return tuple([(unit.mesh, unit.start_gather()) for unit in self._units])
 
     def finish_gather(self, transfers: Transfers) -> None:
         """Make the unsharded parameters valid; creates them at the first time."""
@@ -264,7 +275,7 @@ class GroupUnits:
         for unit in self._units:
             unit.free()
 
-    def settle(self, label: str) -> bool:
+    def refresh(self, label: str) -> bool:
         """Take over what was loaded, moved or extended since the last gather.
 
         Args:
@@ -277,10 +288,10 @@ class GroupUnits:
             StaleParameterError: If parameters were replaced between forward and backward.
             MaterializationError: If parameters are not on the device of compute.
         """
-        intact = self.all.are_intact()
-        if self._settled and intact:
+        intact = self.all.are_intact() and self.all.are_filled_by_gathers()
+        if self._was_refreshed and intact:
             return False
-        if self._settled and _torch.current_backward() != -1:
+        if self._was_refreshed and _torch.current_backward() != -1:
             raise StaleParameterError(
                 f"Expected the parameters of {label} in backward as they were in "
                 "forward, got replaced ones; run backward before replacing them"
@@ -292,7 +303,7 @@ class GroupUnits:
         if not intact or self._extended_since_built():
             self._rebuild()
         self.all.look_again()
-        self._settled = True
+        self._was_refreshed = True
         return True
 
     def give_back(self, param: ShardedParam) -> None:
@@ -351,7 +362,7 @@ def build_units(
     keyed: dict[_BucketKey, list[int]] = {}
     for index, (param, shard) in enumerate(zip(params, shards, strict=True)):
         if needs_extension(shard):
-            param.local = shard
+            param.local, param.shares_storage = shard, False
             units.append(ExtensionGather(param, param.mesh.device))
         else:
             dtypes = (shard.dtype, param.policy.compute_dtype(shard.dtype))

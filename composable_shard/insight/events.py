@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from composable_shard.core.root import Context, Listener
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.tree import Listener, Tree
 from composable_shard.module import group_of
 
 Event = tuple[str, str]
@@ -51,20 +52,20 @@ its place."""
 
 
 @contextlib.contextmanager
-def listening(context: Context, hear: Listener) -> Iterator[None]:
+def listening(tree: Tree[ParamGroup], hear: Listener) -> Iterator[None]:
     """Call ``hear`` with every event of a tree within the context, before who listened already."""
-    before = context.listener
+    before = tree.listener
 
     def hear_first(event: str, name: str) -> None:
         hear(event, name)
         if before is not None:
             before(event, name)
 
-    context.listener = hear_first
+    tree.listener = hear_first
     try:
         yield
     finally:
-        context.listener = before
+        tree.listener = before
 
 
 @contextlib.contextmanager

@@ -12,13 +12,19 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.bucket import ParamBucket, fuses_on
-from composable_shard.core.extension import ExtensionGather, Format, flatten, has_extension
-from composable_shard.core.gradient_bucket import flags_travel_alone
+from composable_shard.core.codec import Format, flatten, has_extension
+from composable_shard.core.gather_extension import ExtensionGather
+from composable_shard.core.gradient_bucket import (
+    flags_travel_alone,
+    goes_as_it_is,
+    packed_numels,
+)
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
 from composable_shard.core.order import OrderRecord, stays_for_backward
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction_plan import ReductionPlan
+from composable_shard.core.root import context_of
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import CustomAllGather, CustomReduceScatter
 
@@ -158,8 +164,7 @@ class ReducePlan(BucketPlan):
         layout = self.layout
         num_own = len(layout.direct) + len(layout.permuted)
         numels = [numel for _, numel in layout.messages[:num_own]]
-        packed, flags = layout.packed_numel, len(self.names)
-        numels += [n for n in (packed, flags) if n] if self.flags_are_alone else [packed + flags]
+        numels += packed_numels(layout, len(self.names), self.dtype.itemsize)
         return tuple(numel * self.dtype.itemsize for numel in numels)
 
     @property
@@ -181,10 +186,7 @@ class ReducePlan(BucketPlan):
     def goes_as_it_is(self, index: int) -> bool:
         """Tell whether a gradient is sent from where autograd left it."""
         layout, dtype = self.layout.params[index], self.grad_dtypes[index]
-        fits = dtype == self.dtype
-        if self.widens and not fits:
-            fits = torch.promote_types(dtype, self.dtype) == self.dtype
-        return fits and layout.is_even
+        return goes_as_it_is(layout, dtype, self.dtype, widens=self.widens)
 
     @property
     def given_nbytes(self) -> int:
@@ -340,8 +342,9 @@ def residence_of(group: ParamGroup) -> Residence:
 
 def _ends_forward_and_opens_backward(group: ParamGroup) -> bool:
     forward, backward = OrderRecord[ParamGroup](), OrderRecord[ParamGroup]()
-    forward.recorded = group.context.forward.recorded(group.context.root)
-    backward.recorded = group.context.backward.record.recorded
+    order = context_of(group).order
+    forward.recorded = order.of_forward(group.context.root).recorded
+    backward.recorded = order.of_backward.recorded
     if not forward.recorded or not backward.recorded:
         forward.recorded = tuple(_with_params(group))
         backward.recorded = _opening_backward(group)
@@ -356,12 +359,17 @@ def _opening_backward(group: ParamGroup) -> tuple[ParamGroup, ...]:
     """Return whom the first gradient reaches: the outermost group around the one that ran last."""
     ran = _with_params(group)
     last = ran[-1]
-    around = [one for one in ran if one is last or group.context.encloses(one, last)]
-    return tuple(around[:1])
+    return (next(one for one in ran if one is last or _encloses(one, last)),)
+
+
+def _encloses(outer: ParamGroup, inner: ParamGroup) -> bool:
+    """Tell whether modules of ``inner`` lie within those of ``outer``."""
+    below = {module for top in outer.modules for module in top.modules()}
+    return any(module in below for module in inner.modules)
 
 
 def _has_backward(group: ParamGroup) -> bool:
-    recorded = group.context.backward.record.recorded
+    recorded = context_of(group).order.of_backward.recorded
     if recorded:
         return group in recorded
     return any(_is_trained(param) for param in _before_the_end_of(group))

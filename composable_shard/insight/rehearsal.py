@@ -198,7 +198,7 @@ def rehearse(question: Question, ranks: Ranks) -> Rehearsal:
             question.shard(model, mesh)
         groups = _groups_of(model)
         for context in dict.fromkeys(group.context for group in groups):
-            context.before_gather()  # it compares numbers, which fake tensors do not have
+            context.agree()  # it compares numbers, which fake tensors do not have
         silence(groups, widens=not question.is_accelerator)
         with fake:
             try:

@@ -176,7 +176,7 @@ def trace(
         ...     with trace(fully_shard(model)) as timeline:
         ...         model(torch.ones(2, 4)).sum().backward()
         ...         timeline.step()
-        >>> [f"{flight.act} {flight.name}" for flight in timeline.recorded.flights]
+        >>> [f"{flight.op} {flight.name}" for flight in timeline.recorded.flights]
         ['gather 0', 'gather 1', 'gather 1', 'gather 0', 'reduce 1', 'reduce 0']
     """
     timeline = Timeline(module, None if folder is None else Path(folder), skip=skip, steps=steps)

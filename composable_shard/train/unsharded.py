@@ -22,6 +22,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import owner_of
 from composable_shard.core.optimizers import watch_optimizers
 from composable_shard.core.param import Attributes, remember_stand_in
+from composable_shard.core.root import context_of
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.module import group_of
@@ -355,7 +356,7 @@ def unsharded(
     _check_can_open(groups)
     for group in groups:
         group.reshard()
-        group.context.before_gather()
+        group.context.agree()
     params = FullParams(
         modules, rank0_only=rank0_only, to_cpu=offload_to_cpu, with_grads=with_grads
     )
@@ -373,12 +374,12 @@ def unsharded(
 @contextlib.contextmanager
 def _opened(groups: Collection[ParamGroup]) -> Iterator[None]:
     for group in groups:
-        group.context.opened.add(group)
+        group.is_opened = True
     try:
         yield
     finally:
         for group in groups:
-            group.context.opened.discard(group)
+            group.is_opened = False
 
 
 def _opened_modules(module: nn.Module, recurse: bool) -> Iterator[nn.Module]:
@@ -404,7 +405,7 @@ def _check_can_open(groups: Collection[ParamGroup]) -> None:
             "backward"
             if _torch.current_backward() != -1
             else "forward"
-            if group.context.forward.is_running
+            if context_of(group).forward.is_running
             else None
         )
         if moment is not None:
@@ -412,7 +413,7 @@ def _check_can_open(groups: Collection[ParamGroup]) -> None:
                 f"Expected unsharded() outside of forward and backward, got it in a {moment} of "
                 f"{group.label}; use it between iterations"
             )
-        if group in group.context.opened:
+        if group.is_opened:
             raise ShardError(
                 f"Expected one unsharded() of {group.label} at a time, got one within another; "
                 "the parameters are full already"

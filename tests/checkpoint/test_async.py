@@ -56,6 +56,7 @@ def saved(folder: Path, stager: str) -> State:
     return before
 
 
+@pytest.mark.brief(2)
 @three_ranks
 @pytest.mark.parametrize("stager", ["blocking", "copying", "shared", "async"])
 def test_threads(tmp_path: Path, num_ranks: int, stager: str) -> None:

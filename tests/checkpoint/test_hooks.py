@@ -28,6 +28,7 @@ from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
 
+@pytest.mark.brief(1)
 @all_ranks
 @on_ranks("num_ranks")
 def test_within_compute() -> None:

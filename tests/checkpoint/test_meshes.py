@@ -154,6 +154,7 @@ def gathered(case: Case, hidden: int) -> None:
         assert_is_after(4, target, target_optimizer, hidden, min_dims=1)
 
 
+@pytest.mark.brief(2)
 @places
 def test_full_states(name: str, hidden: int) -> None:
     run_ranks(gathered, CASES[name].num_ranks, CASES[name], hidden)
@@ -204,6 +205,7 @@ def read(case: Case | None, hidden: int, folder: Path) -> None:
     assert_is_after(4, model, optimizer, hidden)
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize(
     ("name", "hidden"),
     [*(place(name, few={"hybrid-inner", "hybrid-tp"}) for name in ROUTES), place("tp", EVEN)],

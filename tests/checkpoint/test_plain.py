@@ -166,6 +166,7 @@ def loaded(kind: str, assign: bool, moment: str) -> None:
     assert torch.equal(evaluate(model), evaluate(other)) or not is_exact()
 
 
+@pytest.mark.brief(2)
 @all_ranks
 @both_ways
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -475,6 +476,7 @@ def optimizers_alone(make: str) -> None:
     assert_equal(target.state_dict(), model.state_dict())
 
 
+@pytest.mark.brief(2)
 @all_optimizers
 def test_optimizers(make: str) -> None:
     run_ranks(optimizers_alone, 2, make)

@@ -88,6 +88,7 @@ def resume(folder: Path, columns: int, make: str, at_once: bool) -> tuple[State,
     return loaded, plain_values(states(model, optimizers))
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("columns", COLUMNS.values(), ids=list(COLUMNS))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_checkpoint_goes_on_on_any_number_of_ranks(
@@ -107,6 +108,7 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks(
             assert_equal(trained, plain_trained, exact=num_ranks <= 2 and num_others <= 2)
 
 
+@pytest.mark.brief(2)
 @all_optimizers
 def test_optimizers(tmp_path: Path, make: str) -> None:
     saved, *_ = run_ranks(save, 2, tmp_path, 6, make)

@@ -128,12 +128,14 @@ def restored(sharder: str, make: str, options: dict[str, Any], columns: int) -> 
     assert_equal(get_state_dict(model, optimizers), trained, exact=exact)
 
 
+@pytest.mark.brief(4)
 @all_ranks
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_options(num_ranks: int, options: dict[str, Any]) -> None:
     run_ranks(restored, num_ranks, "ours", "adam-foreach", options, 6)
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @all_optimizers
 def test_optimizers(num_ranks: int, make: str) -> None:
@@ -144,6 +146,7 @@ def test_optimizers(num_ranks: int, make: str) -> None:
         run_ranks(restored, num_ranks, "ours", make, OPTIONS[option], 6)
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_uneven_columns(num_ranks: int) -> None:
     for option in ("sharded", "full"):

@@ -340,6 +340,7 @@ def saved_and_loaded(name: str, way: str, when: str, folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.brief(5)
 @pytest.mark.parametrize("way", ["torch.save", "pickle"])
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
 def test_what_is_loaded_trains_on_as_the_original(
@@ -483,6 +484,7 @@ def test_parts_of_a_model_are_pickled_alone() -> None:
         assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
 
 
+@pytest.mark.matrix
 def test_a_deep_chain_is_pickled() -> None:
     with fake_ranks(2):
         model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(300)))

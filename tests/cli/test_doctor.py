@@ -71,6 +71,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 # Measuring ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("RANK", "5")  # of a launcher around this process

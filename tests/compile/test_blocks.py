@@ -153,6 +153,7 @@ def test_blocks_that_are_sharded_and_then_compiled() -> None:
         assert_counts(seen, [5] * 3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", ["method", pytest.param("function", marks=pytest.mark.matrix)])
 def test_blocks_compiled_by_inductor(form: str) -> None:
     for seen in run_ranks(train, 2, form, "inductor", True, {}, timeout=280):

@@ -16,6 +16,7 @@ PAGES = list(all_pages())
 WITH_CODE = [page for page in PAGES if page.programs]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("page", WITH_CODE, ids=str)
 def test_the_page_runs(page: Page, tmp_path: Path) -> None:
     if page.has_no_ranks:

@@ -41,6 +41,7 @@ def expected_lines() -> list[str]:
     return lines
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("end", [END, ""], ids=["destroys", "leaves"])
 def test_the_program_prints_its_losses_and_leaves_no_process_group(
     end: str, warm: Warm, tmp_path: Path

@@ -17,7 +17,7 @@ from training.programs import TREE
 from training.trees import build, inputs_for, shard
 
 from composable_shard import RankMismatchError, fully_shard
-from composable_shard.core.root import VARIABLE
+from composable_shard.core.tree import CHECK_VARIABLE
 from composable_shard.testing import run_ranks
 from faults.breaking import mesh_over
 
@@ -36,7 +36,7 @@ class Branches(nn.Module):
 
 
 def branches(hybrid: bool = False) -> nn.Module:
-    os.environ[VARIABLE] = "1"
+    os.environ[CHECK_VARIABLE] = "1"
     try:
         mesh = None
         if hybrid:
@@ -46,7 +46,7 @@ def branches(hybrid: bool = False) -> nn.Module:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     finally:
-        del os.environ[VARIABLE]
+        del os.environ[CHECK_VARIABLE]
 
 
 X = torch.ones(2, 4)
@@ -145,11 +145,11 @@ def test_replicas_are_compared_too() -> None:
 
 def one_stays_away() -> tuple[str, str]:
     ranks = dist.new_group(timeout=datetime.timedelta(seconds=3))
-    os.environ[VARIABLE] = "1"
+    os.environ[CHECK_VARIABLE] = "1"
     try:
         model = fully_shard(nn.Linear(4, 4), mesh=mesh_over(ranks))
     finally:
-        del os.environ[VARIABLE]
+        del os.environ[CHECK_VARIABLE]
     with torch.no_grad():
         model(X)
     if dist.get_rank() == 1:
@@ -169,13 +169,13 @@ def test_a_rank_that_does_not_come_is_missed_within_the_time_out() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @on_ranks("ranks")
 def test_checked_training_equals_that_of_the_oracle() -> None:
-    os.environ[VARIABLE] = "1"
+    os.environ[CHECK_VARIABLE] = "1"
     try:
         model = build(TREE)
         oracle = Oracle(model)
         shard(model, TREE)
     finally:
-        del os.environ[VARIABLE]
+        del os.environ[CHECK_VARIABLE]
     for step in range(2):
         x = inputs_for(step, dist.get_rank())
         for either in (model, oracle.model):

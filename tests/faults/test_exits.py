@@ -41,6 +41,7 @@ while time.perf_counter() < end:
 """
 
 
+@pytest.mark.matrix
 def test_a_worker_that_lets_go_of_tensors_while_the_interpreter_ends(
     warm: Warm, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_of_the_users_process_groups_none_is_ended_and_all_that_were_made_from_t
         assert "terminate" not in errors
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize(
     ("how", "code", "left"),
     [

@@ -149,6 +149,7 @@ def fails_in(
     raise AssertionError("Expected a failure, got none")
 
 
+@pytest.mark.brief(3)
 @BOTH_WAYS
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(

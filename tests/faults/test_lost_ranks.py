@@ -60,6 +60,7 @@ def killed_before(act: str, count: int) -> None:
         step(model)
 
 
+@pytest.mark.brief(1)
 @BOTH_WAYS
 @BOTH_ACTS
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -98,6 +99,7 @@ def stalled(act: str, count: int, stall: Callable[[], None]) -> None:
         step(model)
 
 
+@pytest.mark.brief(1)
 @BOTH_WAYS
 @BOTH_ACTS
 def test_a_rank_that_is_late_is_named_and_finds_the_others_gone(

@@ -15,10 +15,21 @@ import torch.distributed as dist
 from near import Apart, readable
 from torch import nn
 
-from composable_shard import CommunicationError, ShardError
+from composable_shard import CommunicationError, ShardError, fully_shard
+from composable_shard.core.bucket import ParamBucket
 from composable_shard.core.gradient_bucket import GradBucket
 from composable_shard.testing import run_ranks
-from faults.breaking import BAD, LIMIT, TIME_OUT, WHEREABOUTS, X, failures, layers, step
+from faults.breaking import (
+    BAD,
+    LIMIT,
+    TIME_OUT,
+    WHEREABOUTS,
+    X,
+    failures,
+    layers,
+    mesh_of_its_own,
+    step,
+)
 
 __all__ = ["readable"]
 
@@ -56,6 +67,7 @@ def raises_in_forward() -> None:
     step(model)
 
 
+@pytest.mark.brief(1)
 @BOTH_WAYS
 def test_an_exception_on_one_rank_stays_what_it_is_and_the_others_miss_it(apart: bool) -> None:
     """The rank stops after forward has gathered all; backward begins with the first it lacks."""
@@ -100,6 +112,7 @@ def no_memory_on_one() -> str:
     return f"CommunicationError: {missing.value}"
 
 
+@pytest.mark.brief(1)
 @BOTH_WAYS
 def test_no_memory_to_gather_into_on_one_rank(apart: bool) -> None:
     fn = Apart(no_memory_on_one) if apart else no_memory_on_one
@@ -111,6 +124,29 @@ def test_no_memory_to_gather_into_on_one_rank(apart: bool) -> None:
     assert first.startswith(f"CommunicationError: {act}, got ")
     told = "rank 1 failed while gathering group '0': RuntimeError: "
     assert first.count(told) == first.count(why) == 1
+
+
+def no_memory_to_regather() -> None:
+    """Lack memory in backward, where each of two neighbours has kept a half."""
+    model, mesh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh_of_its_own()
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    loss = fully_shard(model, mesh=mesh)(X).sum()
+
+    def none(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == BAD:
+            stack.enter_context(mock.patch.object(ParamBucket, "start_regather", none))
+        loss.backward()
+
+
+def test_no_memory_to_regather_into_is_told_to_all() -> None:
+    said = failures(no_memory_to_regather, 4, apart=False)
+    assert said.pop(BAD) == "OutOfMemoryError: no memory left"
+    told = "rank 1 failed while gathering group '1': OutOfMemoryError: no memory left"
+    assert sorted(rank for rank, text in said.items() if told in text) == [0, 2, 3], said
 
 
 def no_memory_on_all() -> tuple[bool, int]:
@@ -191,6 +227,7 @@ def runs_another_branch() -> None:
         model(X)
 
 
+@pytest.mark.brief(1)
 @BOTH_WAYS
 def test_ranks_that_gather_different_groups_name_theirs(apart: bool) -> None:
     """Together the errors tell what diverged; ``COMPOSABLE_SHARD_CHECK=1`` tells each rank."""

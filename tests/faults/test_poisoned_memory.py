@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 
 from composable_shard import fully_shard
 from composable_shard.core.bucket import ParamBucket, Staging
-from composable_shard.core.extension import ExtensionGather
+from composable_shard.core.gather_extension import ExtensionGather
 from composable_shard.core.gradient_bucket import GradBucket, PackedGrads
 from composable_shard.core.reduction_plan import ReductionPlan
 from composable_shard.core.transport.point_to_point import DirectAllGather
@@ -281,6 +281,7 @@ def test_the_library_as_it_is_trains_right(num_ranks: int, reshards: bool | int)
     run_ranks(train_and_compare, num_ranks, reshards)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name: str) -> None:
     assert any(run_ranks(train_with, FAULTS[name].num_ranks, name))

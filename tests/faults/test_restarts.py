@@ -43,6 +43,7 @@ def options(folder: Path, text: Path) -> list[str]:
 
 
 # Where a rank dies in the first attempt, in the second, ...: each costs two more starts of torch.
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "deaths", ["save:1", pytest.param("backward:0,save:1,step:1", marks=pytest.mark.matrix)]

@@ -107,6 +107,7 @@ def _with(case: Case, name: str, more: Callable[[Sharded], object]) -> list[Seen
         setattr(Sharded, name, plain)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("follow", "kind"),
     [

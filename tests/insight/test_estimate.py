@@ -76,6 +76,7 @@ CASES: dict[str, tuple[int | tuple[int, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.brief(5)
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_that_explain_tells_on_as_many_ranks(case: str) -> None:
     shape, kwargs = CASES[case]

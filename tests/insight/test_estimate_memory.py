@@ -91,6 +91,7 @@ def told(
     )
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_within_a_tenth(case: str) -> None:
     spec, kwargs, shape = CASES[case]

@@ -13,6 +13,7 @@ from kit.models import MLP, mlp_loss, shard_blocks
 PROGRAM = [*STEPS, *reversed(STEPS), "backward", "step", "evaluate"]
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2)], ids=str)
 def test_a_model_with_buffers_dropout_and_ties_follows_all_steps(mesh: tuple[int, ...]) -> None:
     program = [step for step in PROGRAM if step != "accumulate"]

@@ -128,6 +128,7 @@ def shrunk(test: Callable[[], None]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.matrix
 def test_a_failing_program_shrinks_to_one_that_can_be_read_and_pasted() -> None:
     @UNTIL_SHRUNK
     @given(training_programs(max_steps=10))

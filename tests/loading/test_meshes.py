@@ -61,6 +61,7 @@ def go_round(name: str, hidden: int, folder: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize(("name", "hidden"), PLACES)
 def test_from_a_file_into_shards_and_back(tmp_path: Path, name: str, hidden: int) -> None:
     save_file(net(hidden, seed=1).state_dict(), tmp_path / "whole.safetensors")

@@ -41,6 +41,7 @@ def why_not() -> str | None:
     return reason_against_namespaces()
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_a_node_in_its_own_network_is_killed_and_joins_again(tmp_path: Path) -> None:
     reason = why_not()

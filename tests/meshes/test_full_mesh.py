@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(("axes", "dims"), CASES)
 def test_training_equals_that_of_the_oracle(

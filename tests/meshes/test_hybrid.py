@@ -113,6 +113,7 @@ def test_training_on_a_hybrid_mesh_equals_unsharded_training(extents: tuple[int,
     assert_same(Program(steps, (((ALL,) * num_ranks),) * len(steps), extents))
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("extents", [(2, 2), (2, 1), (3, 1)])
 def test_without_all_reduce_microbatches_may_use_different_parameters(
     extents: tuple[int, int],
@@ -151,6 +152,7 @@ def test_any_program_on_a_hybrid_mesh_gives_the_gradients_of_the_oracle(program:
     assert_same(program)
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
 def test_a_custom_divide_factor_divides_the_sum_over_all_ranks(divisor: float) -> None:
     steps: tuple[Step, ...] = ("sync", "step", "no_all_reduce", "no_sync", "sync")
@@ -260,3 +262,18 @@ def test_any_step_on_ranks_that_send(extents: tuple[int, int]) -> None:
     ranks = extents[0] * extents[1]
     program = Program(steps, ((ALL,) * ranks,) * len(steps), extents)
     assert run_ranks(Apart(follow), ranks, program, timeout=30) == [[]] * ranks
+
+
+def hooked_once() -> float:
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=hybrid_mesh((2, 1)))
+    model.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
+    for all_reduces in (False, False, True):
+        model.set_requires_all_reduce(all_reduces)
+        model(torch.ones(2, 4)).sum().backward()
+    return float(whole(model.weight.grad)[0, 0])
+
+
+def test_a_hook_gets_what_is_averaged_over_the_replicas_once() -> None:
+    """Each of three microbatches adds 2 to every element."""
+    assert run_ranks(hooked_once, 2, timeout=60) == [12.0, 12.0]

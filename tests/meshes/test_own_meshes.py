@@ -100,6 +100,7 @@ def train(kind: str, reshard: bool | int) -> list[str]:
     return found
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("kind", ["mesh", "result", "inner dim"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_training_with_experts_on_a_mesh_of_their_own(kind: str, reshard: bool) -> None:

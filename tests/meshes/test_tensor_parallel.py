@@ -111,6 +111,7 @@ def train(shape: Mesh, hidden: int, reshard: bool | int) -> list[str]:
     return found
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("hidden", [12, 10, 9])
 @pytest.mark.parametrize("shape", MESHES, ids=lambda mesh: "x".join(map(str, mesh[0])))
 def test_training_equals_that_of_the_oracle(shape: Mesh, hidden: int) -> None:

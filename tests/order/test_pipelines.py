@@ -179,6 +179,7 @@ ROOT_GATHERS = {"gpipe": (4,), "1f1b": (1, 2)}
 """How often a root that is kept for backward is gathered: by each forward that follows another."""
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("schedule", [*SINGLE, "interleaved 1f1b", "looped bfs"])
 def test_schedules_with_whole_backwards(schedule: str, reshard: bool | None) -> None:
@@ -195,6 +196,7 @@ def test_schedules_with_whole_backwards(schedule: str, reshard: bool | None) -> 
 needs_self_sends = needs_newer_torch("a V-shaped schedule sends to its own rank by gloo")
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -216,6 +218,7 @@ def test_schedules_on_two_ranks_alone(schedule: str) -> None:
         assert [num_reductions for _, num_reductions, _ in of_rank[1:]] == [3, 3]
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved 1f1b", "zero bubble"])
 def test_schedules_under_mixed_precision(schedule: str) -> None:
     """Compute in double precision, reduce in single: close to the oracle, and cast back."""
@@ -315,6 +318,7 @@ def quiet(schedule: str, reshard: bool | int | None) -> None:
     drive(schedule, {"reshard_after_forward": reshard})
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("reshard", [None, True])
 @pytest.mark.parametrize(
     "schedule",

@@ -109,6 +109,7 @@ def events_on_ranks(loss_of: Loss, shares: bool, when: int, is_last: bool) -> li
     return first
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("is_last", [True, False], ids=["", "left open"])
 @pytest.mark.parametrize("shares", [True, False], ids=["shared", "not shared"])
 @pytest.mark.parametrize("loss_of", LOSSES)

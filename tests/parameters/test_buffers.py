@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks
+from composable_shard.testing import fake_ranks, run_ranks
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -167,3 +167,57 @@ def test_an_interrupt_leaves_nothing_lent(reset: bool) -> None:
     model.reshard()
     assert model.norm.weight.grad.placements == model.norm.weight.placements
     assert torch.equal(model.norm.weight.full_tensor(), torch.full((6,), 2.0 if reset else 1.0))
+
+
+class Grows(nn.Module):
+    """Replaces a buffer by a longer one, takes one out, and sets one to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("cache", torch.zeros(0, 3))
+        self.register_buffer("dropped", torch.zeros(3))
+        self.register_buffer("emptied", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = torch.cat([self.cache, x.detach().to(self.cache.dtype)])
+        self.emptied = None
+        if hasattr(self, "dropped"):
+            del self.dropped
+        return self.layer(x)
+
+
+def test_what_forward_does_to_cast_buffers_stays_done() -> None:
+    with fake_ranks(2):
+        model = Grows()
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
+        for _ in range(2):
+            model(torch.ones(2, 3))
+    assert (model.cache.dtype, model.cache.tolist()) == (torch.float32, [[1.0] * 3] * 4)
+    assert model.emptied is None and "dropped" not in model._buffers
+
+
+class Shares(nn.Module):
+    """Writes a buffer at one place and reads it at another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.writer, self.reader = nn.Module(), nn.Module()
+        mean = torch.zeros(3)
+        self.writer.register_buffer("mean", mean)
+        self.reader.register_buffer("mean", mean)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.writer.mean.add_(1)
+        return self.layer(x) * 0 + self.reader.mean
+
+
+def test_a_cast_buffer_of_two_modules_is_one() -> None:
+    with fake_ranks(2):
+        model = Shares()
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
+        shown = [model(torch.ones(1, 3)).tolist() for _ in range(2)]
+    assert shown == [[[1.0] * 3], [[2.0] * 3]]
+    assert model.writer.mean is model.reader.mean
+    assert model.writer.mean.tolist() == [2.0] * 3

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard import fully_shard
+from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.core.transport.collectives import CoalescedAllGather, CoalescedReduceScatter
 from composable_shard.testing import run_ranks
 
@@ -79,3 +79,26 @@ def train(coalesced: bool, users: tuple[bool, ...]) -> list[str]:
 @pytest.mark.parametrize("coalesced", [False, True])
 def test_gradients_are_the_mean_over_the_ranks(coalesced: bool, users: tuple[bool, bool]) -> None:
     assert run_ranks(train, 2, coalesced, users) == [[], []]
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("name", ["reduce_dtype", "grad_dtype", "param_dtype"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_real_dtype_of_the_policy_leaves_complex_gradients_complex(
+    name: str, rows: int, ranks: int
+) -> None:
+    assert (
+        run_ranks(under_a_real_policy, ranks, name, rows, timeout=60)
+        == [("torch.complex64", True)] * ranks
+    )
+
+
+def under_a_real_policy(name: str, rows: int) -> tuple[str, bool]:
+    model = nn.Linear(3, rows, bias=False, dtype=torch.complex64)
+    plain = copy.deepcopy(model)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(**{name: torch.float32}))
+    for one in (model, plain):
+        one(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+    grad, expected = model.weight.grad, plain.weight.grad
+    assert isinstance(grad, DTensor) and expected is not None
+    return str(grad.dtype), torch.allclose(shards_of(grad), expected)

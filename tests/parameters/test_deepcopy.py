@@ -90,6 +90,7 @@ def copied_and_trained(when: str, options: dict[str, Any]) -> list[str]:
 WHEN = ["before the first forward", "after training", "while unsharded"]
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_copy_and_its_source_train_independently(ranks: int, when: str) -> None:
@@ -217,3 +218,17 @@ def heard_by_a_copy() -> list[bool]:
 
 def test_a_copy_of_a_module_with_its_own_setattr_is_told() -> None:
     assert run_ranks(heard_by_a_copy, 2) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+def test_an_optimizer_is_copied_with_its_model_in_any_order(order: tuple[str, str]) -> None:
+    with fake_ranks(2):
+        model = fully_shard(nn.Linear(4, 4))
+        both = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
+        copied: Any = copy.deepcopy({name: both[name] for name in order})
+        twin = copied["model"]
+        before = twin.weight.to_local().clone()
+        twin(torch.ones(2, 4)).sum().backward()
+        copied["optimizer"].step()
+        assert torch.equal(twin.weight.to_local(), before - 0.5 * twin.weight.grad.to_local())
+        assert torch.equal(model.weight.to_local(), before)

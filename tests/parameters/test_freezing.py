@@ -281,6 +281,7 @@ def test_what_was_accumulated_and_frozen_is_reduced(
     run_ranks(frozen_with_unsynced, num_ranks, part, kind, how, uses)
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("uses", ["all", "some"])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("how", ["sync", "all-reduce"])
@@ -339,6 +340,7 @@ def test_cleared_gradients_of_what_was_frozen_stay_cleared() -> None:
 # Zeroed, not dropped ------------------------------------------------------------------------------
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("foreach", ["single", "foreach", "fused"])
 @pytest.mark.parametrize("by", ["optimizer", "module"])
 @pytest.mark.parametrize(("num_ranks", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])

@@ -297,11 +297,13 @@ def differences(acts: list[Act]) -> list[str]:
     return found
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_copies_may_be_late(ranks: int) -> None:
     assert run_ranks(differences, ranks, ACTS, timeout=60) == [[]] * ranks
 
 
+@pytest.mark.matrix
 def test_copies_may_be_late_on_a_hybrid_mesh() -> None:
     acts = [accumulate, reduce_over_replicas_later]
     assert run_ranks(differences, 4, acts, timeout=60) == [[]] * 4

@@ -102,6 +102,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.brief(3)
 @pytest.mark.parametrize("trains_before", [False, True])
 @pytest.mark.parametrize(
     ("options", "num_ranks"),

@@ -130,6 +130,22 @@ def test_memory_that_stays_is_not_read_while_sharded() -> None:
         product.sum().backward()
 
 
+def test_of_one_shard_only_what_is_no_copy_of_it_may_be_read_while_sharded() -> None:
+    """The bias is not cast: the shard itself is the unsharded parameter, and is always there."""
+    with fake_ranks(1):
+        model = nn.Linear(4, 4)
+        model.bias = nn.Parameter(model.bias.detach().bfloat16())
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        model.unshard()
+        first, second = (torch.ones(4, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        products = first @ model.weight, second * model.bias
+        model.reshard()
+        products[1].sum().backward()
+        assert torch.equal(second.grad, model.bias.to_local())  # type: ignore[arg-type, operator]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            products[0].sum().backward()
+
+
 def subclasses() -> list[bool]:
     with two_tensor_hooks():
         torch.manual_seed(2)

@@ -176,6 +176,7 @@ def test_parts_that_no_module_holds_together_are_warned_of_where_one_optimizer_d
         ]
 
 
+@pytest.mark.matrix
 def test_other_threads_may_make_tuples_meanwhile() -> None:
     """A tuple of unknown length is cut to its length by who makes it, if nobody else holds it."""
     made, failed, is_over = [0] * 3, [], threading.Event()

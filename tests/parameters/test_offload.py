@@ -66,6 +66,7 @@ def test_accumulation_with_and_without_sync(
     assert run_ranks(train, ranks, syncs, False, reshard, timeout=30) == [[]] * ranks
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_on_other_meshes(reshard: bool | int) -> None:
     assert run_ranks(train, 4, (False, True), False, reshard, timeout=30) == [[]] * 4

@@ -332,6 +332,7 @@ def edited_in(window: Callable[[nn.Module, int], None], reshard: Reshard, after:
     return wrong
 
 
+@pytest.mark.brief(4)
 @pytest.mark.parametrize(
     ("num_ranks", "reshard"), [*product([1], RESHARD[:3]), *product([2], RESHARD)]
 )

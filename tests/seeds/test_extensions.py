@@ -154,6 +154,7 @@ def train_parity_with_hooks(*args: Any) -> list[str]:
         return list(calls)
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize(("run", "device"), FORMS)
 def test_all_gather_extensions_train_parity(
@@ -190,6 +191,7 @@ def end_to_end_with_hooks(*args: Any) -> list[str]:
         return list(calls)
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize(("run", "device"), FORMS)
 def test_all_gather_extensions_end_to_end(
@@ -256,6 +258,7 @@ def rounded_step(model: nn.Module, inp: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize(("run", "device"), FORMS)
 def test_all_gather_extensions_monkey_patch(run: Callable[..., list[Any]], device: str) -> None:
     for branches in run(monkey_patch, NUM_RANKS, device):

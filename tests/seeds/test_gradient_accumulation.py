@@ -129,6 +129,7 @@ def grad_acc(
     )
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -139,6 +140,7 @@ def test_grad_acc(
     run_ranks(grad_acc, 2, phases, use_orig_params, prefetch, False, strategy)
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -148,6 +150,7 @@ def test_grad_acc_cpu_offload(
     run_ranks(grad_acc, 2, [(True, 3)], use_orig_params, prefetch, True, strategy)
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "phases", [[(False, 3)], INSIDE_FIRST, OUTSIDE_FIRST], ids=["only", "inside", "outside"]
@@ -156,6 +159,7 @@ def test_grad_acc_cpu_offload_without_no_sync(phases: Phases, strategy: Sharding
     run_ranks(grad_acc, 2, phases, True, BackwardPrefetch.BACKWARD_PRE, True, strategy)
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_grad_acc_step_without_sync(strategy: ShardingStrategy) -> None:

@@ -62,6 +62,7 @@ def trains_alike(kwargs: dict[str, Any], columns: bool, replicas: int, accumulat
             optimizer.zero_grad()
 
 
+@pytest.mark.brief(4)
 @pytest.mark.parametrize(
     ("num_ranks", "kwargs", "columns", "replicas", "accumulates"),
     [

@@ -21,7 +21,7 @@ from composable_shard import (
     ExtensionError,
     fully_shard,
 )
-from composable_shard.core.extension import has_grad_extension
+from composable_shard.core.codec import has_grad_extension
 from composable_shard.testing import RankError, fake_ranks, run_ranks
 from int8_gradients import Int8Gradients
 from subclasses.lossless import POST, PRE, Lossless, as_type

@@ -42,6 +42,7 @@ def test_int8_with_error_feedback_passes_on_any_number_of_ranks() -> None:
     assert [finding.check for finding in found][5:8] == CHECKS
 
 
+@pytest.mark.matrix
 def test_the_example_passes_the_whole_kit() -> None:
     found = check_extension(
         lambda shape: Int8Gradients(torch.randn(shape)),

@@ -379,6 +379,7 @@ MODEL_FAULTS = [
 ]
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize(("arguments", "sentences"), MODEL_FAULTS)
 def test_faults_that_only_a_model_shows(
     arguments: dict[str, Any], sentences: dict[str, str]

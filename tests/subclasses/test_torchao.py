@@ -252,6 +252,7 @@ def compare_losses(case: Case) -> tuple[float, float]:
     return worst[0], worst[1]
 
 
+@pytest.mark.brief(4)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_an_unsharded_run_and_of_fsdp2(case: Case) -> None:
     for off_unsharded, off_fsdp2 in run_ranks(compare_losses, case.num_ranks, case):
@@ -265,6 +266,7 @@ def with_scales_freed(case: Case) -> tuple[float, float]:
         return compare_losses(case)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["float8", "bitnet"])
 def test_freeing_what_autograd_saved_is_seen(kind: str) -> None:
     """Freeing all that an unsharded tensor shows frees scales; small ones kept their content."""

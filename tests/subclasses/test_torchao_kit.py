@@ -59,6 +59,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 ]
 
 
+@pytest.mark.brief(3)
 @pytest.mark.parametrize(("kind", "arguments", "failures"), CASES)
 def test_what_fails(kind: str, arguments: dict[str, Any], failures: dict[str, str]) -> None:
     settings = {"world_sizes": [2], "trains": False, "strict": False, **arguments}

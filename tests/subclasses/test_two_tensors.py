@@ -95,6 +95,7 @@ def train_parity_on_ranks(reshard_after_forward: bool, dim: int = 8) -> list[str
         return list(calls)
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_training_equals_two_plain_models(reshard_after_forward: bool, num_ranks: int) -> None:
@@ -108,12 +109,14 @@ def test_training_equals_two_plain_models(reshard_after_forward: bool, num_ranks
         assert len(branches) == (once + again if reshard_after_forward else once)
 
 
+@pytest.mark.brief(1)
 @pytest.mark.usefixtures("readable")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_training_on_ranks_that_send_equals_two_plain_models(num_ranks: int) -> None:
     run_ranks(Apart(train_parity_on_ranks), num_ranks, True, timeout=60)
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("dim", [1, 5])
 def test_weights_of_uneven_and_of_few_rows(dim: int) -> None:
     """``dim`` is the number of rows of every second weight; three ranks share it."""

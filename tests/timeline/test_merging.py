@@ -20,8 +20,8 @@ from composable_shard.testing import fake_ranks, run_ranks
 from timeline.recordings import MS, made_up, recorded_steps, train, two_layers
 
 
-def gather(number: int, start: int, end: int, act: str = "gather") -> Flight:
-    return Flight(act, "0", number, start, end)
+def gather(number: int, start: int, end: int, op: str = "gather") -> Flight:
+    return Flight(op, "0", number, start, end)
 
 
 # Clocks --------------------------------------------------------------------------------------
@@ -78,8 +78,8 @@ def test_gathers_of_kept_parts_bound_nothing() -> None:
 # Sums ----------------------------------------------------------------------------------------
 
 
-def wait(start: int, end: int, act: str = "gather", number: int = 0) -> Span:
-    return Span("wait", "0", start, end, act, number)
+def wait(start: int, end: int, op: str = "gather", number: int = 0) -> Span:
+    return Span("wait", "0", start, end, op, number)
 
 
 def test_a_wait_is_late_until_the_last_rank_has_begun_to_launch() -> None:

@@ -24,7 +24,7 @@ def lines(text: str) -> list[str]:
 
 
 def shown(span: Span) -> str:
-    words = [span.kind, span.act, span.name or "root"]
+    words = [span.kind, span.op, span.name or "root"]
     what = " ".join(word for word in words if word)
     return f"{span.start // MS:>3}-{span.end // MS} {what}".strip()
 
@@ -83,7 +83,7 @@ def test_every_moment_of_a_step_belongs_to_one_span() -> None:
 
 def test_flights_last_from_the_launch_to_the_end_of_the_wait() -> None:
     recorded = recorded_steps(2)
-    flights = [(f.act, f.name, f.number, f.start // MS, f.end // MS) for f in recorded.flights]
+    flights = [(f.op, f.name, f.number, f.start // MS, f.end // MS) for f in recorded.flights]
     assert flights[6:] == [
         ("gather", "0", 2, 56, 59),
         ("gather", "1", 2, 61, 67),
@@ -91,8 +91,8 @@ def test_flights_last_from_the_launch_to_the_end_of_the_wait() -> None:
         ("reduce", "1", 1, 79, 87),
         ("reduce", "0", 1, 89, 93),
     ]
-    launched = {(s.act, s.name, s.number): s.start for s in recorded.spans if s.kind == "launch"}
-    waited = {(s.act, s.name, s.number): s.end for s in recorded.spans if s.kind == "wait"}
+    launched = {(s.op, s.name, s.number): s.start for s in recorded.spans if s.kind == "launch"}
+    waited = {(s.op, s.name, s.number): s.end for s in recorded.spans if s.kind == "wait"}
     for flight in recorded.flights:
         assert (launched[flight[:3]], waited[flight[:3]]) == (flight.start, flight.end)
 
@@ -115,7 +115,7 @@ def test_the_facts_of_groups_and_ranks() -> None:
 
 
 def acts(recorded: RankTrace) -> list[str]:
-    return [f"{flight.act} {flight.name}" for flight in recorded.flights]
+    return [f"{flight.op} {flight.name}" for flight in recorded.flights]
 
 
 def test_gathers_of_kept_parts_are_told_apart() -> None:
@@ -141,7 +141,7 @@ def test_reductions_over_replicas_are_flights_of_their_own() -> None:
     assert recorded is not None
     assert acts(recorded)[-4:] == ["reduce 1", "reduce 0", "all-reduce 1", "all-reduce 0"]
     assert recorded.rank_sets == [[0, 1], [0, 2]]
-    ends = {f"{flight.act} {flight.name}": flight for flight in recorded.flights}
+    ends = {f"{flight.op} {flight.name}": flight for flight in recorded.flights}
     for name in ("0", "1"):
         assert ends[f"all-reduce {name}"].start == ends[f"reduce {name}"].end
 

@@ -89,11 +89,11 @@ def test_an_arrow_leads_from_every_launch_to_its_wait(merged: MergedTrace) -> No
     assert set(tails) == set(heads)
     slices = [event for event in events if event["ph"] == "X"]
     for name, tail in tails.items():
-        rank, act, group, number = name.split()
+        rank, op, group, number = name.split()
         where = [e for e in slices if (e["pid"], e["tid"], e["ts"]) == place_of(tail)]
-        assert [slice["name"] for slice in where] == [f"{act} {group}"]
+        assert [slice["name"] for slice in where] == [f"{op} {group}"]
         where = [e for e in slices if (e["pid"], e["tid"], e["ts"]) == place_of(heads[name])]
-        assert [slice["name"] for slice in where] == [f"wait for {act} {group}"]
+        assert [slice["name"] for slice in where] == [f"wait for {op} {group}"]
         assert tail["ts"] < heads[name]["ts"]
         assert int(rank) == tail["pid"] == heads[name]["pid"] and int(number) >= 0
 

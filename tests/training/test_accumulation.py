@@ -7,10 +7,14 @@ After every step the value and the placement of every ``.grad`` is compared: ``N
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from nets import full
+from torch import nn
 
+from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks
 from composable_shard.testing.strategies import (
     AccumulationStep,
@@ -119,3 +123,41 @@ def gradients_without_use() -> list[bool]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_parameter_that_no_rank_uses_keeps_no_gradient(ranks: int) -> None:
     assert run_ranks(gradients_without_use, ranks) == [[False] + [True] * 5] * ranks
+
+
+def clamped_sums() -> tuple[int, int, float]:
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model)
+    calls = []
+
+    def clamp(reduced: torch.Tensor) -> None:
+        calls.append(reduced.numel())
+        reduced.clamp_(max=3.0)
+
+    model.set_all_reduce_hook(clamp)
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    before = len(calls)
+    model(torch.ones(2, 4)).sum().backward()
+    return before, len(calls), float(full(model.weight.grad)[0, 0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hook_waits_for_the_reduction_on_any_number_of_ranks(ranks: int) -> None:
+    assert run_ranks(clamped_sums, ranks, timeout=60) == [(0, 1, 3.0)] * ranks
+
+
+def sum_of_small() -> float:
+    """One and eight times 2 ** -9, each of which bf16 would lose beside one."""
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    values = [1.0, *[2**-9] * 8]
+    for place, value in enumerate(values):
+        model.set_requires_gradient_sync(place == len(values) - 1)
+        model(torch.tensor([[value]], dtype=torch.bfloat16)).sum().backward()
+    return float(full(model.weight.grad))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sums_are_as_precise_on_any_number_of_ranks(ranks: int) -> None:
+    assert run_ranks(sum_of_small, ranks, timeout=60) == [1.015625] * ranks

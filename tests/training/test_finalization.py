@@ -329,7 +329,8 @@ def wrong_calls() -> list[str]:
     handle = model.finalize_backward(async_op=True)
     texts.append(text_of(lambda: model(own_input())))
     texts.append(text_of(model.finalize_backward))
-    assert text_of(lambda: model.set_manual_backward_finalization(False)) == texts[-3]
+    by_handle = texts[-3].replace("finalize_backward(),", "the wait() of its handle,")
+    assert text_of(lambda: model.set_manual_backward_finalization(False)) == by_handle
     handle.wait()
     reference(own_input()).square().sum().backward()
     average_gradients(reference.parameters())
@@ -457,3 +458,22 @@ def test_a_deep_copy_leaves_reductions_under_way_as_its_source_does() -> None:
             seen.append([event for event, _ in events])
     assert seen[0] == seen[1]
     assert seen[0].count("reduce_scatter") == seen[0].count("wait_for_reduce_scatter") + 1
+
+
+def most_under_way(bound: int) -> int:
+    model = shard_net(Net(4))
+    with model.no_sync():  # type: ignore[operator]
+        model(own_input()).sum().backward()
+    model.synchronize_gradients()  # type: ignore[operator]
+    model.set_reduce_scatter_max_input_buffers(bound)  # type: ignore[operator]
+    with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as recorded:
+        model(own_input()).sum().backward()
+    under_way = [0]
+    for event, _ in recorded:
+        under_way.append(under_way[-1] + (1 if event == "reduce_scatter" else -1))
+    return max(under_way)
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_a_bound_that_is_set_after_gradients_were_synchronized_holds_at_once(bound: int) -> None:
+    assert run_ranks(most_under_way, 2, bound, timeout=60) == [bound] * 2

@@ -124,6 +124,7 @@ POLICIES: dict[str, tuple[torch.dtype | None, ...]] = {
 }
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_a_transformer_trains_as_with_fsdp2(optimizer: str, policy: str) -> None:
@@ -139,6 +140,7 @@ def test_a_transformer_is_clipped_as_with_fsdp2(reshard: bool) -> None:
         assert max(differences) <= 1e-6
 
 
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("policy", ["fp32", "bf16, reduced in fp32"])
 def test_a_transformer_accumulates_as_with_fsdp2(policy: str) -> None:
     args = (policies_of(*POLICIES[policy]), {}, OPTIMIZERS["adamw"])

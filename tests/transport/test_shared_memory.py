@@ -17,7 +17,6 @@ from near import Apart, readable
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.core.root import Context
 from composable_shard.core.transport import point_to_point, same_host
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather, DirectReduceScatter
@@ -28,6 +27,7 @@ from composable_shard.core.transport.same_host import (
     Offer,
     neighbours,
 )
+from composable_shard.core.tree_reductions import Reductions
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
@@ -345,7 +345,7 @@ def cast_and_reused() -> tuple[torch.Tensor, int]:
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     with mock.patch.object(same_host, "read", slowly), torch.no_grad():
         handle = model.unshard(async_op=True)  # type: ignore[operator]
-        with mock.patch.object(Context, "wait_until_read", lambda _: None):
+        with mock.patch.object(Reductions, "wait_until_read", lambda _: None):
             handle.wait()
         garbage = [torch.full((128 * 256,), 7, dtype=torch.bfloat16) for _ in range(50)]
         dist.barrier()

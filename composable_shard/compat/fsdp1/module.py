@@ -36,7 +36,7 @@ from composable_shard.compat.fsdp1.policies import (
 from composable_shard.compat.fsdp1.state_dicts import StateDictSettings
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.nested import map_tensors
-from composable_shard.core.root import Context
+from composable_shard.core.root import Context, context_of
 
 # What a wrapper does around the forward of the wrapped module -------------------------------------
 
@@ -64,7 +64,7 @@ def check_tree(root: FullyShardedDataParallel) -> None:
         ValueError: If wrappers disagree on what must be the same in all.
         RuntimeError: For an optimizer in backward without ``use_orig_params``.
     """
-    contexts = [group.context for group in root.fsdp_groups()]
+    contexts = [context_of(group) for group in root.fsdp_groups()]
     if not all(context in _checked for context in contexts):
         wrappers = root.fsdp_modules(root)
         for name, value_of in _HOMOGENEOUS.items():
@@ -248,8 +248,8 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_fsdp_wrapped_module":
-                raise
+            if name == "_fsdp_wrapped_module" or name.startswith("__"):
+                raise  # how to copy and pickle it is not for the wrapped module to say
             return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: Any) -> Any:

@@ -131,6 +131,14 @@ class Channel:
         assert self.mesh.shard_group is not None
         return self._gather_from(self.mesh.shard_group, outputs, inputs)
 
+    def prepare_regather(self, num_ranks: int) -> None:
+        """Have the process group of ``num_ranks`` neighbours, before one of them may fail.
+
+        Collective: makes the group at the first time.
+        """
+        if self.mesh.shard_group is not None:
+            subgroup(self.mesh.shard_group, num_ranks)
+
     def regather(self, outputs: Tensors, inputs: Tensors, num_ranks: int) -> list[Waitable]:
         """Gather every input from ``num_ranks`` neighbours."""
         assert self.mesh.shard_group is not None

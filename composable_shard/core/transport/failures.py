@@ -133,11 +133,12 @@ class _Board:
         """Return what the others say, by their ranks in the job."""
         if not self._store.check([key]):
             return {}
-        return {
+        said = {
             rank: self._store.get(f"{key} {place}").decode()
             for place, rank in enumerate(self.ranks)
             if place != self._place and self._store.check([f"{key} {place}"])
         }
+        return {rank: text for rank, text in said.items() if text}  # else taken back just now
 
     def failure(self) -> str | None:
         """Return which rank has failed at what, if one has failed more often than this one.

@@ -43,7 +43,9 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
         first = group.rank() // num_ranks * num_ranks
         ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
         name = f"{group.group_name}/{num_ranks} from {first}"
-        made[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name)
+        is_gloo = _torch.backend_name(group, torch.device("cpu")) == "gloo"
+        timeout = _torch.timeout_of(group) if is_gloo else None
+        made[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name, timeout)
         _makers[made[num_ranks]] = os.getpid()
     return made[num_ranks]
 

@@ -261,7 +261,8 @@ def neighbours(group: dist.ProcessGroup) -> dict[int, Neighbour]:
     """
     found = _neighbours.get(group)
     if found is None:
-        found = _neighbours[group] = _try_all(group)
+        with watched(group, "finding the ranks of this host"):
+            found = _neighbours[group] = _try_all(group)
     return found
 
 

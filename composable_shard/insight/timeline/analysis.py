@@ -33,7 +33,7 @@ class Shift(NamedTuple):
 
 
 Collective = tuple[tuple[int, ...], str, str, int]
-"""The ranks, the act, the group and how many of these came before: the same on all its ranks."""
+"""The ranks, the op, the group and how many of these came before: the same on all its ranks."""
 
 
 def collectives(trace: RankTrace) -> Iterator[tuple[Collective, Flight]]:
@@ -43,8 +43,8 @@ def collectives(trace: RankTrace) -> Iterator[tuple[Collective, Flight]]:
     """
     sets = [tuple(ranks) for ranks in trace.rank_sets]
     for flight in trace.flights:
-        if flight.act != "regather":
-            yield (sets[trace.ranks_of(flight.act, flight.name)], *flight[:3]), flight
+        if flight.op != "regather":
+            yield (sets[trace.ranks_of(flight.op, flight.name)], *flight[:3]), flight
 
 
 def shifts(traces: Sequence[RankTrace]) -> dict[str, Shift]:
@@ -120,8 +120,8 @@ def _spans(trace: RankTrace, last: dict[Collective, tuple[int, int]]) -> list[Sp
     spans = []
     for span in trace.spans:
         if span.kind == "wait" and span.number >= 0:
-            ranks = tuple(trace.rank_sets[trace.ranks_of(span.act, span.name)])
-            start, rank = last.get((ranks, span.act, span.name, span.number), (0, -1))
+            ranks = tuple(trace.rank_sets[trace.ranks_of(span.op, span.name)])
+            start, rank = last.get((ranks, span.op, span.name, span.number), (0, -1))
             late = min(start, span.end) - span.start
             if late > 0 and rank != trace.rank:
                 span = Span(*span[:6], late, rank)
@@ -160,8 +160,8 @@ def lanes_of(trace: RankTrace) -> list[Lane]:
         Lane("compute", "compute", [span for span in trace.spans if span.kind != "wait"]),
         Lane("exposed waits", "waits", [span for span in trace.spans if span.kind == "wait"]),
     ]
-    gathers = [flight for flight in trace.flights if flight.act in GATHERS]
-    others = [flight for flight in trace.flights if flight.act not in GATHERS]
+    gathers = [flight for flight in trace.flights if flight.op in GATHERS]
+    others = [flight for flight in trace.flights if flight.op not in GATHERS]
     for kind, flights in (("gathers", gathers), ("reductions", others)):
         rows = side_by_side(flights) or [[]]
         for number, row in enumerate(rows, 1):

@@ -74,9 +74,9 @@ def _of_lane(trace: RankTrace, lane: Lane, thread: int) -> Iterable[Event]:
         yield _slice(*_words(span), span.start, span.end, place, _args_of(span))
         if span.kind == "wait" and span.number >= 0:
             yield {**_arrow(trace, span), **place, "ph": "f", "bp": "e", "ts": span.start / 1e3}
-    waits = {(s.act, s.name, s.number) for s in trace.spans if s.kind == "wait" and s.number >= 0}
+    waits = {(s.op, s.name, s.number) for s in trace.spans if s.kind == "wait" and s.number >= 0}
     for flight in lane.flights:
-        title = f"{flight.act} {flight.name or 'root'}"
+        title = f"{flight.op} {flight.name or 'root'}"
         nbytes = trace.groups[flight.name].nbytes
         args = {"group": flight.name, "unsharded bytes": nbytes}
         yield _slice(title, "communication", flight.start, flight.end, place, args)
@@ -88,9 +88,9 @@ def _words(span: Span) -> tuple[str, str]:
     """Return what a span is called, and its category."""
     name = span.name or "root"
     if span.kind in ("launch", "copy"):
-        return f"{span.kind} {span.act} {name}", "communication"
+        return f"{span.kind} {span.op} {name}", "communication"
     if span.kind == "wait":
-        what = "others to read" if span.act == "readers" else f"{span.act} {name}"
+        what = "others to read" if span.op == "readers" else f"{span.op} {name}"
         return f"wait for {what}", "exposed"
     return f"{span.kind} {name}", "compute"
 
@@ -115,7 +115,7 @@ def _slice(
 
 
 def _arrow(trace: RankTrace, what: Span | Flight) -> Event:
-    number = f"{trace.rank} {what.act} {what.name} {what.number}"
+    number = f"{trace.rank} {what.op} {what.name} {what.number}"
     return {"cat": "communication", "name": "launch to wait", "id": number}
 
 

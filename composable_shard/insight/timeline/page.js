@@ -287,10 +287,10 @@ function hover(px, py) {
   const hit = itemAt(px, py);
   tip.replaceChildren();
   if (hit) {
-    const [kind, name, start, end, act, late, lateRank] = hit.item;
-    const what = kind === "wait" && act === "readers" ? "exposed wait: others read this rank's memory"
-      : act && act !== kind ? `${words[kind]}: ${words[act] ?? act}` : words[kind];
-    tip.append(make("b", name || (act === "readers" ? "end of a pass" : "root")), make("span", what));
+    const [kind, name, start, end, op, late, lateRank] = hit.item;
+    const what = kind === "wait" && op === "readers" ? "exposed wait: others read this rank's memory"
+      : op && op !== kind ? `${words[kind]}: ${words[op] ?? op}` : words[kind];
+    tip.append(make("b", name || (op === "readers" ? "end of a pass" : "root")), make("span", what));
     tip.append(make("span", `${duration(end - start)} at ${duration(start - first)}, rank ${hit.row.rank.rank}`));
     if (late > 0) tip.append(make("span", `of it ${duration(late)} until rank ${lateRank} launched`));
     if (act && hit.row.rank.nbytes[name]) {

@@ -84,10 +84,10 @@ def _rank(trace: RankTrace) -> dict[str, Any]:
 
 
 def _lane(lane: Lane) -> dict[str, Any]:
-    """Return a lane whose items are ``[kind, group, start, end, act, late, late rank]``."""
+    """Return a lane whose items are ``[kind, group, start, end, op, late, late rank]``."""
     spans = [
-        [s.kind, s.name, s.start / 1e3, s.end / 1e3, s.act, s.late / 1e3, s.late_rank]
+        [s.kind, s.name, s.start / 1e3, s.end / 1e3, s.op, s.late / 1e3, s.late_rank]
         for s in lane.spans
     ]
-    flights = [[f.act, f.name, f.start / 1e3, f.end / 1e3, f.act, 0, -1] for f in lane.flights]
+    flights = [[f.op, f.name, f.start / 1e3, f.end / 1e3, f.op, 0, -1] for f in lane.flights]
     return {"title": lane.title, "kind": lane.kind, "items": spans + flights}

@@ -366,10 +366,10 @@ class RankTrace:
             memory=[Sample(sample.time + by, sample.nbytes) for sample in self.memory],
         )
 
-    def ranks_of(self, act: str, name: str) -> int:
+    def ranks_of(self, op: str, name: str) -> int:
         """Return the place in ``rank_sets`` of the ranks between which a collective is."""
         facts = self.groups[name]
-        return facts.replica_ranks if act == "all-reduce" else facts.shard_ranks
+        return facts.replica_ranks if op == "all-reduce" else facts.shard_ranks
 
     def to_json(self) -> str:
         """Return the text of its file."""

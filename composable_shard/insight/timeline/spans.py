@@ -46,9 +46,9 @@ class Span(NamedTuple):
         name: The group, or the class of the optimizer.
         start: Nanoseconds.
         end: Nanoseconds.
-        act: What was launched, waited for or copied; ``readers`` where a rank waits until others
+        op: What was launched, waited for or copied; ``readers`` where a rank waits until others
             have read its memory.
-        number: Which flight of this act and group it belongs to; -1 if to none.
+        number: Which flight of this op and group it belongs to; -1 if to none.
         late: Nanoseconds of a wait before the last rank launched what is waited for.
         late_rank: Which rank that was; -1 if none was late.
     """
@@ -57,7 +57,7 @@ class Span(NamedTuple):
     name: str
     start: int
     end: int
-    act: str = ""
+    op: str = ""
     number: int = -1
     late: int = 0
     late_rank: int = -1
@@ -67,14 +67,14 @@ class Flight(NamedTuple):
     """One collective, from the beginning of its launch until its end was waited for.
 
     Attributes:
-        act: What is communicated.
+        op: What is communicated.
         name: The group.
-        number: How many of this act and group came before.
+        number: How many of this op and group came before.
         start: Nanoseconds; when its launch began.
         end: Nanoseconds.
     """
 
-    act: str
+    op: str
     name: str
     number: int
     start: int
@@ -107,7 +107,7 @@ class Unfolded(NamedTuple):
 class _Doing(NamedTuple):
     kind: str
     name: str
-    act: str = ""
+    op: str = ""
     number: int = -1
 
 
@@ -155,8 +155,8 @@ class _Reader:
             self._take_whole(mark.event, mark.name)
         if self._doing != before:
             if before is not None and self._now > self._since:
-                kind, name, act, number = before
-                self.unfolded.spans.append(Span(kind, name, self._since, self._now, act, number))
+                kind, name, op, number = before
+                self.unfolded.spans.append(Span(kind, name, self._since, self._now, op, number))
             self._since = self._now
 
     @property
@@ -176,16 +176,16 @@ class _Reader:
         stage = next((stage for stage in ACTS if event.endswith(stage)), None)
         if stage is None:
             return False
-        key = act, _ = self._act(stage, name), name
+        key = op, _ = self._op_of(stage, name), name
         number = self._num_flown[key]
         match event.removesuffix(stage):
             case "begin_":
                 self._flying[key] = self._now
-                self._part = _Doing("launch", name, act, number)
+                self._part = _Doing("launch", name, op, number)
             case "begin_wait_for_":
-                self._part = _Doing("wait", name, act, number)
+                self._part = _Doing("wait", name, op, number)
             case "waited_for_":
-                self._part = _Doing("copy", name, act, number)
+                self._part = _Doing("copy", name, op, number)
                 self._waited[key] = self._now
                 self._land(key)
             case "wait_for_":
@@ -196,15 +196,15 @@ class _Reader:
                 self._flying.setdefault(key, self._waited.get(("reduce", name), self._now))
         return True
 
-    def _act(self, stage: str, name: str) -> str:
+    def _op_of(self, stage: str, name: str) -> str:
         is_regather = stage == "all_gather" and name in self._regathering
         return "regather" if is_regather else ACTS[stage]
 
     def _land(self, key: tuple[str, str]) -> None:
         start = self._flying.pop(key, None)
         if start is not None:
-            act, name = key
-            flight = Flight(act, name, self._num_flown[key], start, self._now)
+            op, name = key
+            flight = Flight(op, name, self._num_flown[key], start, self._now)
             self.unfolded.flights.append(flight)
             self._num_flown[key] += 1
 
@@ -213,7 +213,7 @@ class _Reader:
     def _take_whole(self, event: str, name: str) -> None:
         """Take in a mark of a forward, a backward, an optimizer, a step or a free."""
         if event == "reshard":
-            self._land((self._act("all_gather", name), name))  # if nobody needed it
+            self._land((self._op_of("all_gather", name), name))  # if nobody needed it
             self._regathering.discard(name)
             return
         if event in ("accumulate", "begin"):

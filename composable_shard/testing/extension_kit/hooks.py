@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard._torch import leaves, local_tensor
-from composable_shard.core.extension import (
+from composable_shard.core.codec import (
     GRAD_POST,
     GRAD_PRE,
     POST,

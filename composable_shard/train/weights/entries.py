@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.hooks import owner_of
+from composable_shard.core.root import context_of
 from composable_shard.errors import ShardError
 from composable_shard.train.weights.files import Stored
 
@@ -109,12 +110,12 @@ def _show_shards(module: nn.Module, doing: str) -> None:
     """Register the shards of all groups that have parameters in the module."""
     groups = {group: None for inner in module.modules() if (group := owner_of(inner)) is not None}
     for group in groups:
-        if group.context.forward.is_running or _torch.current_backward() != -1:
+        if context_of(group).forward.is_running or _torch.current_backward() != -1:
             raise ShardError(
                 f"Expected {doing}() outside of forward and backward, got it within one of "
                 f"{group.label}; call it between iterations"
             )
-        if group in group.context.opened:
+        if group.is_opened:
             raise ShardError(
                 f"Expected {doing}() outside of unsharded(), got it within one of {group.label}; "
                 "call it before or after"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from composable_shard import _torch
-from composable_shard.train.extras import library
 
 # Which part of a full tensor a rank holds, in numbers: what it reads of a file --------------------
 
@@ -97,6 +97,22 @@ def _runs(
 
 EXTRA = "weights"
 """The extra that installs what this needs."""
+
+
+def library(module: str) -> Any:
+    """Import a module of a library that only these functions need.
+
+    Raises:
+        ImportError: If it is not installed; says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"Expected {module.split('.')[0]} to be installed, got: {error}; "
+            f"pip install 'composable_shard[{EXTRA}]'"
+        ) from error
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -188,7 +204,7 @@ def _stored(file: Any, name: str, place: Path) -> Stored:
 def _opened(place: Path) -> Iterator[Any]:
     if not place.exists():
         raise FileNotFoundError(f"Expected a file at '{place}', got none")
-    safetensors = library("safetensors", EXTRA)
+    safetensors = library("safetensors")
     try:
         handle = safetensors.safe_open(place, framework="pt")
     except safetensors.SafetensorError as error:
@@ -239,6 +255,6 @@ def progress_bar(title: str, num_bytes: int, *, shown: bool) -> Iterator[Callabl
     if not shown:
         yield lambda num_bytes: None
         return
-    kind = library("tqdm", EXTRA).tqdm
+    kind = library("tqdm").tqdm
     with kind(desc=title, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024) as bar:
         yield bar.update

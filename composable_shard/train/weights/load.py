@@ -14,7 +14,6 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.errors import ShardError
-from composable_shard.train.extras import library
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.unsharded import same_bits
 from composable_shard.train.weights.entries import (
@@ -29,11 +28,11 @@ from composable_shard.train.weights.entries import (
     materialize,
 )
 from composable_shard.train.weights.files import (
-    EXTRA,
     Box,
     Parts,
     Reader,
     Stored,
+    library,
     list_stored,
     progress_bar,
 )
@@ -267,7 +266,7 @@ def _agree_on_stored(
     if ranks.is_first or not sends:
         with ranks.noting_failure():
             if shows:
-                library("tqdm", EXTRA)
+                library("tqdm")
             stored = list_stored(source)
     if sends:
         stored = ranks.from_first(stored)

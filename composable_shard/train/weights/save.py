@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.errors import ShardError
 from composable_shard.train.checkpoint import sync_folder
-from composable_shard.train.extras import library
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.unsharded import full_copy
 from composable_shard.train.weights.entries import RENAMED, Entry, Rename, contents_of, listed
-from composable_shard.train.weights.files import EXTRA, INDEX, SHARD, SINGLE, progress_bar
+from composable_shard.train.weights.files import INDEX, SHARD, SINGLE, library, progress_bar
 
 # Files of full tensors: planned beforehand, filled tensor by tensor, named when complete ----------
 
@@ -86,9 +85,9 @@ class Output:
             FileExistsError: If there are some, and they may not be replaced.
             ImportError: If a library is missing that this needs.
         """
-        library("safetensors", EXTRA)
+        library("safetensors")
         if shows:
-            library("tqdm", EXTRA)
+            library("tqdm")
         old = self._old()
         if old and not self._overwrite:
             raise FileExistsError(
@@ -183,7 +182,7 @@ class Writing:
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         part = self._output.part(name)
-        library("safetensors.torch", EXTRA).save_file(tensors, part, metadata=METADATA)
+        library("safetensors.torch").save_file(tensors, part, metadata=METADATA)
         _sync(part)
 
     def _publish(self) -> None:

@@ -1,9 +1,4 @@
-"""Tensor subclasses: the protocol by which they say what they send, and their gathers.
-
-A local shard with ``fsdp_pre_all_gather`` / ``fsdp_post_all_gather`` says itself which tensors
-travel and what becomes of them. A wrapper subclass without them travels inner tensor by inner
-tensor. One with ``fsdp_pre_reduce_scatter`` / ``fsdp_post_reduce_scatter`` says the same of its
-gradient.
+"""The gather of one parameter that is a tensor subclass or says itself what it sends.
 
 The library pads what travels, agrees formats across ranks once, keeps the storage of what arrives,
 and hands the same storage to every later call (``out=``).
@@ -17,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -25,189 +19,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import _torch
 from composable_shard.core.bucket import Transfer
+from composable_shard.core.codec import (
+    POST,
+    PRE,
+    RELEASE,
+    Format,
+    Formats,
+    bound_hook,
+    flatten,
+    has_extension,
+    in_words,
+)
 from composable_shard.core.param import ShardedParam
-from composable_shard.core.placement import DenseForm
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ExtensionError
-
-# Tensor subclasses: the protocol by which they say what they send and how they come back ----------
-
-PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
-GRAD_PRE, GRAD_POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
-
-
-def has_extension(tensor: torch.Tensor) -> bool:
-    """Tell whether a local shard brings the protocol, on its class or on the object.
-
-    Raises:
-        TypeError: If it defines only one of the two methods.
-    """
-    return _has_both(tensor, PRE, POST)
-
-
-def has_grad_extension(tensor: torch.Tensor) -> bool:
-    """Tell whether a local shard brings the protocol for its gradient.
-
-    Raises:
-        TypeError: If it defines only one of the two methods.
-    """
-    return _has_both(tensor, GRAD_PRE, GRAD_POST)
-
-
-def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
-    has_pre, has_post = hasattr(tensor, pre), hasattr(tensor, post)
-    if has_pre != has_post:
-        found, missing = (pre, post) if has_pre else (post, pre)
-        raise TypeError(
-            f"Expected both {pre} and {post} on {type(tensor).__name__}, got only {found}; "
-            f"define {missing} too"
-        )
-    return has_pre
-
-
-def needs_extension(tensor: torch.Tensor) -> bool:
-    """Tell whether a local shard cannot live in a flat bucket, which holds plain tensors."""
-    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
-    return brings_hooks or _torch.is_wrapper_subclass(tensor)
-
-
-def cut_shard(
-    name: str, whole: torch.Tensor, form: DenseForm, rank: int, device: torch.device
-) -> torch.Tensor:
-    """Copy the shard of one rank out of a tensor subclass.
-
-    Args:
-        name: What messages call the parameter.
-        whole: All of it that is cut.
-        form: How it is cut.
-        rank: Whose shard.
-        device: Where it belongs; one on the meta device stays there.
-
-    Raises:
-        ExtensionError: If the class cannot be cut that way, or copied.
-    """
-    try:
-        shard = form.shard_of(whole, rank).detach()
-        copied = copied_shard(shard if shard.device.type == "meta" else shard.to(device))
-    except Exception as error:
-        is_ours = isinstance(error, ExtensionError)
-        got = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        raise ExtensionError(
-            f"Expected parameter '{name}', a {type(whole).__name__} of shape {list(whole.shape)}, "
-            f"to be cut into {form.layout.num_shards} shards along dim {form.dim}, got: {got}; "
-            "shard it over a number of ranks that its class can be cut for, or pass it in "
-            "ignored_params"
-        ) from error
-    _check_keeps_hooks(name, whole, copied)
-    return copied
-
-
-def agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh]) -> None:
-    """Raise the same error on all ranks of some meshes if one of them could not cut its shards.
-
-    Args:
-        failure: What this rank's attempt raised.
-        meshes: Those of the parameters that are tensor subclasses; the same on all ranks.
-
-    Raises:
-        ExtensionError: On all ranks, with the text of every rank that failed.
-
-    Collective: an all-gather of a small object over each axis.
-    """
-    heard = {dist.get_rank(): None if failure is None else str(failure)}
-    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-    for group in dict.fromkeys(groups):
-        if group.size() > 1 and not _torch.is_fake(group):
-            for theirs in gather_objects(heard, group, "agreeing on how tensor subclasses are cut"):
-                heard.update(theirs)
-    failures = {rank: text for rank, text in heard.items() if text is not None}
-    if not failures:
-        return
-    texts = set(failures.values())
-    if len(failures) == len(heard) and len(texts) == 1:
-        raise ExtensionError(texts.pop()) from failure
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-    raise ExtensionError(told) from failure
-
-
-def _check_keeps_hooks(name: str, whole: torch.Tensor, shard: torch.Tensor) -> None:
-    """Raise ``ExtensionError`` if the class of a parameter has hooks that its shard has lost."""
-    for hook in (PRE, GRAD_PRE):
-        is_of_class = hasattr(whole, hook) and hook not in whole.__dict__
-        if is_of_class and not hasattr(shard, hook):
-            kind = type(whole).__name__
-            raise ExtensionError(
-                f"Expected a shard of {name} to bring {hook} as {kind} does, got "
-                f"{type(shard).__name__}; let split and slice of {kind} return their own kind"
-            )
-
-
-def copied_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a local shard; one that brings the protocol without its own idea of a clone."""
-    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
-    return _torch.cloned(tensor) if brings_hooks else tensor.clone()
-
-
-@dataclass(frozen=True)
-class Format:
-    """What one rank sends for one tensor; ``shape`` has the gathered dim first."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-
-def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
-    """Bind a plain function that was set on a tensor object and expects the tensor as ``self``."""
-    if inspect.isfunction(hook) and next(iter(inspect.signature(hook).parameters), "") == "self":
-        return hook.__get__(tensor)
-    return hook
-
-
-def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-    """Split wrapper subclasses into inner tensors; return them and a function that rebuilds."""
-    flat: list[torch.Tensor] = []
-    codecs: list[tuple[type, list[str], Any] | None] = []
-    for tensor in tensors:
-        if _torch.is_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            inner = [getattr(tensor, name) for name in names]
-            if any(part.shape != tensor.shape for part in inner):
-                raise ExtensionError(
-                    f"Expected the inner tensors of {type(tensor).__name__} to have its shape "
-                    f"{list(tensor.shape)}, got {[list(part.shape) for part in inner]}; "
-                    f"define {PRE} and {POST} on it"
-                )
-            flat += inner
-            codecs.append((type(tensor), names, context))
-        else:
-            flat.append(tensor)
-            codecs.append(None)
-
-    def rebuild(parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        left = list(parts)
-        rebuilt: list[torch.Tensor] = []
-        for codec in codecs:
-            if codec is None:
-                rebuilt.append(left.pop(0))
-                continue
-            kind, names, context = codec
-            inner = {name: left.pop(0) for name in names}
-            like = next(iter(inner.values()))
-            rebuilt.append(
-                kind.__tensor_unflatten__(inner, context, like.shape, like.stride())  # type: ignore[attr-defined]
-            )
-        return tuple(rebuilt)
-
-    return flat, rebuild
-
 
 # Gathering one parameter that is a tensor subclass or brings the protocol -------------------------
 
@@ -224,7 +52,7 @@ class ExtensionGather:
     def __init__(self, param: ShardedParam, device: torch.device) -> None:
         self.param = param
         self.mesh = param.mesh
-        self.formats: list[tuple[Format, ...]] | None = None
+        self.formats: list[Formats] | None = None
         self._dim = param.form.dim or 0  # as hooks see it; the layout has dims as in memory
         shape = torch.Size(param.form.shape)
         self._outer = shape, torch.empty(shape, device="meta").stride()  # of the contiguous whole
@@ -244,7 +72,7 @@ class ExtensionGather:
 
     # What travels ---------------------------------------------------------------------------
 
-    def prepare(self) -> tuple[Format, ...]:
+    def prepare(self) -> Formats:
         """Call the pre-all-gather hook and return what this rank is about to send."""
         inputs, self._metadata = self._call_pre()
         if isinstance(inputs, torch.Tensor) or not isinstance(inputs, Sequence):
@@ -294,7 +122,7 @@ class ExtensionGather:
 
     # The gather -----------------------------------------------------------------------------
 
-    def agree(self, formats: list[tuple[Format, ...]]) -> None:
+    def agree(self, formats: list[Formats]) -> None:
         """Accept what the ranks said they will send, or raise the same error on all of them."""
         first, group = formats[0], self.mesh.shard_group
         ranks = [0] if group is None else dist.get_process_group_ranks(group)
@@ -307,8 +135,8 @@ class ExtensionGather:
                 raise ExtensionError(
                     f"Expected {PRE} of {self.param.name} to return tensors of the same number, "
                     f"dtypes and trailing dims on all ranks, got "
-                    f"[{', '.join(map(str, first))}] on rank {ranks[0]} and "
-                    f"[{', '.join(map(str, theirs))}] on rank {rank}"
+                    f"{in_words(first)} on rank {ranks[0]} and "
+                    f"{in_words(theirs)} on rank {rank}"
                 )
         self.formats = formats
 
@@ -347,12 +175,12 @@ class ExtensionGather:
                 self._arrived.append(arrived)
                 self._buffers.append(arrived if ends_in_order else make(sum(rows) * row_numel))
 
-    def _check_unchanged(self, agreed: tuple[Format, ...]) -> None:
+    def _check_unchanged(self, agreed: Formats) -> None:
         now = tuple(Format(tensor.dtype, tuple(tensor.shape)) for tensor in self._sent)
         if now != agreed:
             raise ExtensionError(
                 f"Expected {PRE} of {self.param.name} to return what it returned at the first "
-                f"unshard, [{', '.join(map(str, agreed))}], got [{', '.join(map(str, now))}]"
+                f"unshard, {in_words(agreed)}, got {in_words(now)}"
             )
 
     def finish_gather(self, transfer: Transfer) -> None:
@@ -518,7 +346,7 @@ def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
         for gather in gathers:
             gather.prepare()
         return
-    said: list[tuple[Format, ...]] | str
+    said: list[Formats] | str
     cause = None
     try:
         said = [gather.prepare() for gather in gathers]

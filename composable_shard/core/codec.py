@@ -1,0 +1,226 @@
+"""Tensor subclasses on their way to the ranks and back: hooks, what travels, what is rebuilt.
+
+A local shard with ``fsdp_pre_all_gather`` / ``fsdp_post_all_gather`` says itself which tensors
+travel and what becomes of them. A wrapper subclass without them travels inner tensor by inner
+tensor. One with ``fsdp_pre_reduce_scatter`` / ``fsdp_post_reduce_scatter`` says the same of its
+gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_shard import _torch
+from composable_shard.core.placement import DenseForm
+from composable_shard.core.transport.process_groups import gather_objects
+from composable_shard.errors import ExtensionError
+
+# The hooks by which a class says what it sends and how it comes back ------------------------------
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+GRAD_PRE, GRAD_POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
+
+
+def has_extension(tensor: torch.Tensor) -> bool:
+    """Tell whether a local shard brings the protocol, on its class or on the object.
+
+    Raises:
+        TypeError: If it defines only one of the two methods.
+    """
+    return _has_both(tensor, PRE, POST)
+
+
+def has_grad_extension(tensor: torch.Tensor) -> bool:
+    """Tell whether a local shard brings the protocol for its gradient.
+
+    Raises:
+        TypeError: If it defines only one of the two methods.
+    """
+    return _has_both(tensor, GRAD_PRE, GRAD_POST)
+
+
+def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
+    has_pre, has_post = hasattr(tensor, pre), hasattr(tensor, post)
+    if has_pre != has_post:
+        found, missing = (pre, post) if has_pre else (post, pre)
+        raise TypeError(
+            f"Expected both {pre} and {post} on {type(tensor).__name__}, got only {found}; "
+            f"define {missing} too"
+        )
+    return has_pre
+
+
+def needs_extension(tensor: torch.Tensor) -> bool:
+    """Tell whether a local shard cannot live in a flat bucket, which holds plain tensors."""
+    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
+    return brings_hooks or _torch.is_wrapper_subclass(tensor)
+
+
+def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
+    """Bind a plain function that was set on a tensor object and expects the tensor as ``self``."""
+    if inspect.isfunction(hook) and next(iter(inspect.signature(hook).parameters), "") == "self":
+        return hook.__get__(tensor)
+    return hook
+
+
+# What travels -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """What one rank sends for one tensor; ``shape`` has the gathered dim first."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+Formats = tuple[Format, ...]
+
+
+def in_words(formats: Formats) -> str:
+    """List formats for a message."""
+    return f"[{', '.join(map(str, formats))}]"
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a wrapper subclass is taken apart, and made again of other inner tensors."""
+
+    kind: type
+    names: tuple[str, ...]
+    context: Any
+
+    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the inner tensors."""
+        return [getattr(tensor, name) for name in self.names]
+
+    def rebuild(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Make a tensor out of inner tensors, by name."""
+        like = parts[self.names[0]]
+        rebuilt: torch.Tensor = self.kind.__tensor_unflatten__(  # type: ignore[attr-defined]
+            dict(parts), self.context, like.shape, like.stride()
+        )
+        return rebuilt
+
+
+def codec_of(tensor: torch.Tensor) -> Codec | None:
+    """Return the codec of a wrapper subclass, ``None`` for a tensor of any other kind."""
+    if not _torch.is_wrapper_subclass(tensor):
+        return None
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return Codec(type(tensor), tuple(names), context)
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    """Split wrapper subclasses into inner tensors; return them and a function that rebuilds."""
+    codecs = [codec_of(tensor) for tensor in tensors]
+    flat: list[torch.Tensor] = []
+    for tensor, codec in zip(tensors, codecs, strict=True):
+        inner = [tensor] if codec is None else codec.parts(tensor)
+        if any(part.shape != tensor.shape for part in inner):
+            raise ExtensionError(
+                f"Expected the inner tensors of {type(tensor).__name__} to have its shape "
+                f"{list(tensor.shape)}, got {[list(part.shape) for part in inner]}; "
+                f"define {PRE} and {POST} on it"
+            )
+        flat += inner
+
+    def rebuild(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        left = iter(parts)
+        return tuple(
+            next(left) if codec is None else codec.rebuild({n: next(left) for n in codec.names})
+            for codec in codecs
+        )
+
+    return flat, rebuild
+
+
+# A shard of a tensor subclass ---------------------------------------------------------------------
+
+
+def cut_shard(
+    name: str, whole: torch.Tensor, form: DenseForm, rank: int, device: torch.device
+) -> torch.Tensor:
+    """Copy the shard of one rank out of a tensor subclass.
+
+    Args:
+        name: What messages call the parameter.
+        whole: All of it that is cut.
+        form: How it is cut.
+        rank: Whose shard.
+        device: Where it belongs; one on the meta device stays there.
+
+    Raises:
+        ExtensionError: If the class cannot be cut that way, or copied.
+    """
+    try:
+        shard = form.shard_of(whole, rank).detach()
+        copied = copied_shard(shard if shard.device.type == "meta" else shard.to(device))
+    except Exception as error:
+        is_ours = isinstance(error, ExtensionError)
+        got = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        raise ExtensionError(
+            f"Expected parameter '{name}', a {type(whole).__name__} of shape {list(whole.shape)}, "
+            f"to be cut into {form.layout.num_shards} shards along dim {form.dim}, got: {got}; "
+            "shard it over a number of ranks that its class can be cut for, or pass it in "
+            "ignored_params"
+        ) from error
+    _check_keeps_hooks(name, whole, copied)
+    return copied
+
+
+def agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh]) -> None:
+    """Raise the same error on all ranks of some meshes if one of them could not cut its shards.
+
+    Args:
+        failure: What this rank's attempt raised.
+        meshes: Those of the parameters that are tensor subclasses; the same on all ranks.
+
+    Raises:
+        ExtensionError: On all ranks, with the text of every rank that failed.
+
+    Collective: an all-gather of a small object over each axis.
+    """
+    heard = {dist.get_rank(): None if failure is None else str(failure)}
+    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    for group in dict.fromkeys(groups):
+        if group.size() > 1 and not _torch.is_fake(group):
+            for theirs in gather_objects(heard, group, "agreeing on how tensor subclasses are cut"):
+                heard.update(theirs)
+    failures = {rank: text for rank, text in heard.items() if text is not None}
+    if not failures:
+        return
+    texts = set(failures.values())
+    if len(failures) == len(heard) and len(texts) == 1:
+        raise ExtensionError(texts.pop()) from failure
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    raise ExtensionError(told) from failure
+
+
+def _check_keeps_hooks(name: str, whole: torch.Tensor, shard: torch.Tensor) -> None:
+    """Raise ``ExtensionError`` if the class of a parameter has hooks that its shard has lost."""
+    for hook in (PRE, GRAD_PRE):
+        is_of_class = hasattr(whole, hook) and hook not in whole.__dict__
+        if is_of_class and not hasattr(shard, hook):
+            kind = type(whole).__name__
+            raise ExtensionError(
+                f"Expected a shard of {name} to bring {hook} as {kind} does, got "
+                f"{type(shard).__name__}; let split and slice of {kind} return their own kind"
+            )
+
+
+def copied_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a local shard; one that brings the protocol without its own idea of a clone."""
+    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
+    return _torch.cloned(tensor) if brings_hooks else tensor.clone()
