@@ -10,7 +10,8 @@ Counted are bytes *written* by operations of torch, in these columns:
   own operators and DDP's scaled copy into its bucket included; other arithmetic is not;
 - arithmetic: the passes that divide or add in place or into a given tensor;
 - in comms: both kinds where a collective does them by operations of torch: the rank's own part
-  of an all-gather and the sum of a reduce-scatter in this library's gloo collectives, and the
+  and the sum of a reduce-scatter in this library's gloo collectives, and besides what these copy
+  themselves, the own part of an all-gather and what is put where other ranks read it, and the
   result that gloo's own reduce-scatter, which FSDP2 uses, hands over. (FSDP2 gathers in place:
   its copy-in, which is under moved, is what the own part is here.)
 
@@ -87,13 +88,13 @@ class Copies(Observer):
 
     def __enter__(self) -> Copies:
         """Begin to watch operations, and what this library's collectives do without any."""
-        from composable_shard.core.transport import point_to_point, same_host
+        from composable_shard.core.transport import mailbox, point_to_point
 
         watched = {
             (point_to_point.DirectAllGather, "launch"): self._saw_launch,
             (point_to_point.DirectReduceScatter, "launch"): self._saw_launch,
-            (point_to_point, "put_own"): self._saw_own_part,
-            (same_host.Offer, "read"): self._saw_read,
+            (point_to_point, "copy_bytes"): self._saw_copy,
+            (mailbox.Published, "copy_to"): self._saw_read,
         }
         for (owner, name), note in watched.items():
             self._patches.enter_context(noticed(owner, name, note))
@@ -107,10 +108,10 @@ class Copies(Observer):
     def _saw_launch(self, *_: Any) -> None:
         self.counts.collectives += 1
 
-    def _saw_own_part(self, shard: torch.Tensor, _: torch.Tensor) -> None:
-        self.counts.in_collectives += shard.nbytes
+    def _saw_copy(self, into: int, source: int, nbytes: int) -> None:
+        self.counts.in_collectives += nbytes
 
-    def _saw_read(self, offer: Any, peer: int, address: int, into: torch.Tensor) -> None:
+    def _saw_read(self, _: Any, into: torch.Tensor, first: int = 0) -> None:
         self.counts.messages += 1
         self.counts.sent += into.nbytes
 

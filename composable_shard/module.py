@@ -958,5 +958,5 @@ class UnshardHandle:
         """Wait for the gather and register the unsharded parameters; idempotent."""
         if self._group is not None:
             self._group.wait_for_unshard()
-            context_of(self._group).reductions.wait_until_read()
+            context_of(self._group).reductions.wait_for_copies()
             self._group = None

@@ -16,11 +16,11 @@ from hypothesis import settings
 # copies turn it off for themselves.
 os.environ.setdefault("COMPOSABLE_SHARD_POISON_MEMORY", "1")
 
-from near import readable
+from near import sharing
 
 from composable_shard.testing import stop_ranks
 
-__all__ = ["readable"]
+__all__ = ["sharing"]
 
 # These are programs: they import each other by name, and ranks import them from there too.
 for folder in ("benchmarks", "examples"):

@@ -1,4 +1,4 @@
-"""Ranks that read each other's memory, and ranks that are kept from it."""
+"""Ranks that share memory, and ranks that are kept from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from composable_shard.core.transport import point_to_point
-from composable_shard.core.transport.same_host import Neighbour, neighbours
+from composable_shard.core.transport.mailbox import near_ranks, why_apart
 from composable_shard.testing import run_ranks
 
 Result = TypeVar("Result")
@@ -19,35 +19,36 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Apart(Generic[Result]):
-    """Calls `fn` on a rank that is kept from reading those at some distance.
+    """Calls `fn` on a rank that shares no memory with those at some distance.
 
     Args:
         fn: What to call.
-        steps: The distance in ranks; `None` keeps it from reading any.
+        steps: The distance in ranks; `None` lets it share with nobody.
     """
 
     fn: Callable[..., Result]
     steps: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        with mock.patch.object(point_to_point, "neighbours", self._near):
+        with mock.patch.object(point_to_point, "near_ranks", self._near):
             return self.fn(*args, **kwargs)
 
-    def _near(self, group: dist.ProcessGroup) -> dict[int, Neighbour]:
-        rank, count, near = group.rank(), group.size(), neighbours(group)
+    def _near(self, group: dist.ProcessGroup) -> list[int]:
+        rank, count, near = group.rank(), group.size(), near_ranks(group)
         if self.steps is None:
-            return {}
+            return []
         apart = {(rank + self.steps) % count, (rank - self.steps) % count}
-        return {peer: near[peer] for peer in near if peer not in apart}
+        return [peer for peer in near if peer not in apart]
 
 
-def processes() -> dict[int, int]:
+def reasons() -> dict[int, str]:
     assert dist.group.WORLD is not None
-    return {rank: one.process for rank, one in neighbours(dist.group.WORLD).items()}
+    return why_apart(dist.group.WORLD)
 
 
 @pytest.fixture(scope="session")
-def readable() -> None:
-    """Skip where processes may not read each other."""
-    if run_ranks(processes, 2) == [{}, {}]:
-        pytest.skip("the system does not let a process read another one")
+def sharing() -> None:
+    """Skip where the system lets processes share no memory."""
+    said = run_ranks(reasons, 2)
+    if said != [{}, {}]:
+        pytest.skip(f"ranks share no memory here: {said}")

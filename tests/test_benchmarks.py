@@ -186,10 +186,9 @@ def test_ours_copies_only_what_travels_packed() -> None:
         "backward": again + sum(copied) + 2 * flags,
         "optimizer": 0,
         "arithmetic": 0,
-        # own parts of the gathers, the sums over ranks and the means
-        "in_collectives": 3 * sum(sizes) // 2
-        + sum(sizes[index] for index in blocks) // 2
-        + 2 * flags,
+        # of gathers: own parts, and what others read; of reductions: that again, own parts, sums
+        # over ranks and means
+        "in_collectives": 3 * sum(sizes) + sum(sizes[index] for index in blocks) + 4 * flags,
     }
     assert counts.collectives == 2 * 8
 

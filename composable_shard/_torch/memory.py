@@ -13,7 +13,7 @@ import ctypes
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -113,12 +113,10 @@ def poison_when_unused(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def poison_all_when_unused(lists: Iterable[Sequence[torch.Tensor]]) -> None:
-    """Let the memory of the tensors in some lists count as freed once nobody refers to it."""
+def poison(address: int, nbytes: int) -> None:
+    """Let memory that is no tensor's count as freed now; it stays."""
     if _poison is not None:
-        for tensors in lists:
-            for tensor in tensors:
-                _poison.watch(tensor)
+        ctypes.memset(address, POISON_OF_FLOATS, nbytes)
 
 
 def allocate(tensor: torch.Tensor) -> None:

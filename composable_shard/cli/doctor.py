@@ -22,8 +22,9 @@ from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.mailbox import why_apart
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.core.transport.same_host import is_offered, neighbours, settle
+from composable_shard.core.transport.shared_memory import SWITCH
 from composable_shard.mesh import resolve_mesh
 
 # What this machine and this torch have, as far as sharded training cares --------------------------
@@ -33,7 +34,7 @@ BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
 VARIABLES = (
     "COMPOSABLE_SHARD_CHECK",
     "COMPOSABLE_SHARD_POISON_MEMORY",
-    "COMPOSABLE_SHARD_READ_NEAR_MEMORY",
+    SWITCH,
     "COMPOSABLE_SHARD_UNSAFE_SETATTR",
     "OMP_NUM_THREADS",
     "GLOO_SOCKET_IFNAME",
@@ -53,8 +54,6 @@ SLOWS_DOWN = {
 }
 """Values of variables that make training slower, and how."""
 
-_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -69,8 +68,6 @@ class Machine:
         device_type: Where ``fully_shard`` shards if no mesh is given.
         num_cores: Cores that this process may use.
         num_threads: Threads that an operator may use.
-        has_memory_calls: Whether the system has calls for reading other processes' memory, and the
-            environment does not forbid their use.
         variables: Environment variables that matter here; ``None`` if unset.
     """
 
@@ -82,7 +79,6 @@ class Machine:
     device_type: str
     num_cores: int
     num_threads: int
-    has_memory_calls: bool
     variables: dict[str, str | None]
 
 
@@ -116,7 +112,6 @@ def look() -> Machine:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
-        has_memory_calls=is_offered(),
         variables={name: os.environ.get(name) for name in VARIABLES},
     )
 
@@ -149,6 +144,9 @@ def judge(machine: Machine, num_ranks: int) -> Findings:
     return found
 
 
+SHARES, SENDS = "shared memory", "messages, because "
+"""How two ranks communicate; behind the second follows why."""
+
 SLOW = 20
 """A collective so many times slower than a copy of its bytes is not limited by memory; through
 sockets of one host, the slowest way that is meant to be, it is about 10 times slower."""
@@ -177,23 +175,14 @@ def judge_threads(
         found.warnings.append(f"{cause}: {remedy}")
 
 
-def advice_on_near_memory(machine: Machine) -> str:
-    """Say why ranks on this machine cannot read each other's memory, and what to do."""
-    start = "ranks send through sockets what they could read from each other's memory: "
-    switch = "COMPOSABLE_SHARD_READ_NEAR_MEMORY"
-    if machine.variables[switch] == "0":
-        return f"{start}{switch}=0 forbids it; unset it"
-    if not machine.has_memory_calls:
-        return f"{start}{machine.system} has no process_vm_readv"
-    if _PTRACE_SCOPE.exists() and _PTRACE_SCOPE.read_text().strip() != "0":
-        return (
-            f"{start}Yama forbids it ({_PTRACE_SCOPE} is {_PTRACE_SCOPE.read_text().strip()}); "
-            "0 there, or CAP_SYS_PTRACE, allows it"
-        )
-    return (
-        f"{start}the system forbids it; in a container allow process_vm_readv "
-        "(CAP_SYS_PTRACE) and let all ranks run in one process namespace"
-    )
+def judge_transports(measured: Measurement, found: Findings) -> None:
+    """Add which ranks exchange messages, though they might share memory."""
+    for way, pairs in measured.pairs_by_way().items():
+        if way != SHARES:
+            found.warnings.append(
+                f"ranks {pairs} send through sockets what they could read in shared memory: "
+                f"{way.removeprefix(SENDS)}"
+            )
 
 
 def _build() -> str:
@@ -250,7 +239,8 @@ class Measurement:
     Attributes:
         backend: What serves the device in the process group.
         num_threads: Compute threads of a rank.
-        num_readable: Other ranks whose memory a rank may read; that of the rank with the fewest.
+        transports: How each pair of ranks communicates, and why not otherwise, where it is the
+            library that does so; by their numbers, "0-1".
         copied_per_second: Bytes that one thread of a rank copies from memory to memory in a second
             while the others do the same; ``None`` if the collectives do not go through it.
         all_gather: How it went.
@@ -259,7 +249,7 @@ class Measurement:
 
     backend: str
     num_threads: int
-    num_readable: int
+    transports: dict[str, str]
     copied_per_second: float | None
     all_gather: Collective
     reduce_scatter: Collective
@@ -268,6 +258,13 @@ class Measurement:
     def collectives(self) -> dict[str, Collective]:
         """All of them, by name."""
         return {"all_gather": self.all_gather, "reduce_scatter": self.reduce_scatter}
+
+    def pairs_by_way(self) -> dict[str, str]:
+        """Return which pairs of ranks communicate in each of the ways."""
+        ways: dict[str, list[str]] = {}
+        for pair, way in self.transports.items():
+            ways.setdefault(way, []).append(pair)
+        return {way: ", ".join(pairs) for way, pairs in ways.items()}
 
     @property
     def slow_collectives(self) -> list[str]:
@@ -317,12 +314,13 @@ def _slowest(found: list[dict[str, Any]]) -> Measurement:
         slowest = max(members, key=lambda member: member["seconds"])
         return Collective(**{**slowest, "is_right": all(one["is_right"] for one in members)})
 
-    least = {
-        name: min(rank[name] for rank in found) if found[0][name] is not None else None
-        for name in ("num_readable", "copied_per_second")
+    copied = [rank["copied_per_second"] for rank in found]
+    together = {
+        "copied_per_second": None if None in copied else min(copied),
+        "transports": {pair: way for rank in found for pair, way in rank["transports"].items()},
     }
     collectives = {name: merged(name) for name in ("all_gather", "reduce_scatter")}
-    return Measurement(**{**found[0], **least, **collectives})
+    return Measurement(**{**found[0], **together, **collectives})
 
 
 def _be_rank(rank: int, num_ranks: int, device_type: str, nbytes: int, folder: str) -> None:
@@ -357,7 +355,7 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     full = torch.empty(num_ranks * numel, device=device)
 
     def seconds_of(launch: Callable[[], list[Waitable]]) -> float:
-        return _median(lambda: _finish(launch(), channel, device))
+        return _median(lambda: _finish(launch(), device))
 
     gather = seconds_of(lambda: channel.gather([full], [shard]))
     expected = torch.arange(1.0, num_ranks + 1, device=device)
@@ -370,7 +368,7 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     return Measurement(
         backend=str(dist.get_backend(group)),
         num_threads=torch.get_num_threads(),
-        num_readable=len(neighbours(group)) if is_direct else 0,
+        transports=_transports(group) if is_direct else {},
         copied_per_second=_copied_per_second(received) if device.type == "cpu" else None,
         all_gather=Collective(type(channel.all_gather).__name__, gather, received, is_gathered),
         reduce_scatter=Collective(
@@ -379,11 +377,19 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     )
 
 
-def _finish(works: list[Waitable], channel: Channel, device: torch.device) -> None:
+def _transports(group: dist.ProcessGroup) -> dict[str, str]:
+    """Tell how this rank communicates with each later one."""
+    reasons = why_apart(group)
+    return {
+        f"{group.rank()}-{peer}": SENDS + reasons[peer] if peer in reasons else SHARES
+        for peer in range(group.rank() + 1, group.size())
+    }
+
+
+def _finish(works: list[Waitable], device: torch.device) -> None:
     """Return when the result can be used."""
     for work in works:
         work.wait()
-    settle(dict.fromkeys(channel.tags, "measuring"))
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
@@ -478,9 +484,7 @@ def _measure(num_ranks: int, machine: Machine, nbytes: int, found: Findings) -> 
     for name, one in measured.collectives.items():
         if not one.is_right:
             found.problems.append(f"{name} gave wrong values: the backend or the machine is broken")
-    is_direct = measured.all_gather.how == "DirectAllGather"
-    if is_direct and measured.num_readable < num_ranks - 1:
-        found.warnings.append(advice_on_near_memory(machine))
+    judge_transports(measured, found)
     return measured
 
 
@@ -534,11 +538,11 @@ def _lines_of_ranks(
 ) -> list[tuple[str, str]]:
     what = f"{num_ranks} on {machine.device_type} over {measured.backend}"
     lines = [("ranks", f"{what}, {_counted(measured.num_threads, 'thread')} each")]
-    reads_all = measured.num_readable == num_ranks - 1
-    way = "read from memory" if reads_all else "sent from rank to rank over gloo"
-    if measured.all_gather.how == "DirectAllGather":
-        number = f"{measured.num_readable} of {_counted(num_ranks - 1, 'other')}"
-        lines.append(("memory", f"a rank reads that of {number} directly"))
+    ways = measured.pairs_by_way()
+    way = (
+        "in shared memory" if list(ways) == [SHARES] else "sent from rank to rank over gloo"
+    )
+    lines += [("transport", f"{how}: ranks {pairs}") for how, pairs in ways.items()]
     for name, one in measured.collectives.items():
         how = _HOW[one.how].format(backend=measured.backend, way=way)
         lines.append(

@@ -538,7 +538,7 @@ class BackwardPass:
         self.free_what_is_over()
         for group in self._groups:
             group.freshness.forget_forward()
-        self._reductions.wait_until_read()
+        self._reductions.wait_for_copies()
         self._order.of_backward.finish()
         self._reset()
 
@@ -568,7 +568,7 @@ class BackwardPass:
         Collective: see Reductions.synchronize.
         """
         self._reductions.synchronize(self._ran())
-        self._reductions.wait_until_read()
+        self._reductions.wait_for_copies()
         self._reductions.by_hand = None
         self._reductions.reset()
 
@@ -597,7 +597,7 @@ class BackwardPass:
                 self._reductions.accumulate(group)
         self._reductions.wait_unless_open()
         self.free_what_is_over()
-        self._reductions.wait_until_read()
+        self._reductions.wait_for_copies()
         self._reset()
 
     def refuse_lost_weights(self) -> None:
@@ -631,7 +631,7 @@ class BackwardPass:
             group.reshard()
             group.gradients.discard()
             group.freshness.forget_forward()
-        self._reductions.wait_until_read()
+        self._reductions.wait_for_copies()
 
     def _reset(self) -> None:
         self._forget_run()

@@ -70,5 +70,5 @@ class Finalization:
     def end(self) -> None:
         """Wait for what was launched. Collective: none."""
         self._reductions.in_flight.wait()
-        self._reductions.wait_until_read()
+        self._reductions.wait_for_copies()
         self._reductions.handle = None

@@ -151,14 +151,12 @@ class PackedGrads:
         packed = [self._packed(members, [], clears)] if members else []
         return [*packed, flags.view(-1)]
 
-    def release(self) -> bool:
-        """Free the memory, and return True, unless somebody still reads it; the views stay."""
-        if self._rows is None:
-            return True
-        if self._rows.is_in_use:
-            return False
-        _torch.free(self._rows.flat)
-        return True
+    def release(self) -> None:
+        """Free the memory, or leave it to who still reads it; the views stay."""
+        if self._rows is not None and self._rows.is_in_use:
+            self._rows = None
+        if self._rows is not None:
+            _torch.free(self._rows.flat)
 
     def _packed(
         self, members: list[torch.Tensor | None], present: list[bool], clears: bool
@@ -274,7 +272,7 @@ class _Rows:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether somebody else has a view of it, such as a neighbour's offer that is not read."""
+        """Whether somebody else has a view of it, such as a message that is being sent."""
         return _torch.num_uses(self.flat) > self._num_uses
 
 
@@ -372,9 +370,9 @@ class GradBucket:
         transfer.inputs += self._packed.pack(grads, transfer.present, clears=reads_padding)
         return transfer
 
-    def release(self) -> bool:
-        """Free what was packed, once this rank has its result; return False if it is read yet."""
-        return self._packed.release()
+    def release(self) -> None:
+        """Free what was packed, once it is sent."""
+        self._packed.release()
 
     def divide(self, transfer: GradTransfer, divisor: float) -> None:
         """Divide what a collective has summed."""

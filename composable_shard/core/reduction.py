@@ -32,7 +32,7 @@ from composable_shard.core.gradient import (
     to_reduce_and_held,
     unreplicated,
 )
-from composable_shard.core.gradient_bucket import GradBucket, GradTransfer
+from composable_shard.core.gradient_bucket import GradTransfer
 from composable_shard.core.gradient_extension import EncodedBucket, GradientCodecs
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction_plan import (
@@ -132,7 +132,6 @@ class MeshGradients:
         params: Sequence[ShardedParam],
         channel: Channel,
         settings: ReductionSettings,
-        still_read: list[GradBucket],
     ) -> None:
         self.state: State = Idle()
         self.unreduced = UnreducedGradients(params, channel.mesh, settings)
@@ -140,7 +139,6 @@ class MeshGradients:
         self._channel = channel
         self._mesh = channel.mesh
         self._settings = settings
-        self._still_read = still_read
         self._scales: dict[Any, ReductionScale] = {}
         self._codecs = GradientCodecs(channel.mesh)
         self._planner = ReductionPlanner(channel.mesh, self._codecs)
@@ -218,7 +216,10 @@ class MeshGradients:
         for part in parts:
             works += self._scatter(part)
             transfer = part.transfer
-            owned += [*transfer.inputs, *transfer.outputs, transfer.result]
+            owned += [*transfer.outputs, transfer.result]
+            if launch.keeps_inputs and not isinstance(part.plan.bucket, EncodedBucket):
+                self._release_inputs(part)
+            owned += transfer.inputs
         pending = Pending(works, owned, self._channel.reducing)
         self._move_to(Scattering(pending, parts, over_replicas))
 
@@ -300,7 +301,7 @@ class MeshGradients:
                 self._release_inputs(part)
         if not isinstance(state, Idle):
             self._move_to(Idle())
-        self._still_read += self._planner.release()
+        self._planner.release()
         take_all_unsharded(self._params)
 
     def _agree_on_dtypes(
@@ -365,9 +366,7 @@ class MeshGradients:
 
     def _release_inputs(self, part: _Part) -> None:
         part.transfer.inputs.clear()
-        bucket = part.plan.bucket
-        if not bucket.release() and bucket not in self._still_read:
-            self._still_read.append(bucket)
+        part.plan.bucket.release()
 
     def _call_hook(self, part: _Part) -> None:
         hook, stream = self._settings.hook, self._settings.hook_stream
@@ -476,11 +475,7 @@ def _widest(heard: dict[int, list[torch.dtype | None]]) -> list[torch.dtype | No
 
 
 class GroupGradients:
-    """Accumulates, reduces and hands out the gradients of one group.
-
-    Attributes:
-        still_read: Where other ranks were reading what this one had packed when it had its results.
-    """
+    """Accumulates, reduces and hands out the gradients of one group."""
 
     def __init__(
         self,
@@ -488,12 +483,9 @@ class GroupGradients:
         channels: Sequence[Channel],
         settings: ReductionSettings,
     ) -> None:
-        self.still_read: list[GradBucket] = []
         self._params = list(params)
         self._meshes = [
-            MeshGradients(
-                [p for p in params if p.mesh == channel.mesh], channel, settings, self.still_read
-            )
+            MeshGradients([p for p in params if p.mesh == channel.mesh], channel, settings)
             for channel in channels
         ]
 
@@ -542,10 +534,6 @@ class GroupGradients:
         """Put on the sharded parameters what was on its way to the host."""
         for one in self._meshes:
             one.end_return()
-
-    def release(self) -> None:
-        """Free what other ranks were reading when reductions were finished, and have read now."""
-        self.still_read[:] = [bucket for bucket in self.still_read if not bucket.release()]
 
     def discard(self) -> None:
         """Let the launched reduction end and drop it, and all unsharded gradients."""

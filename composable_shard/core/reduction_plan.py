@@ -258,9 +258,10 @@ class ReductionPlanner:
             if dtype != self._dtypes[index] and dtype.itemsize < param.compute_dtype.itemsize
         ]
 
-    def release(self) -> list[GradBucket]:
-        """Free what was packed for reductions; return where others still read it."""
-        return [bucket for bucket in self._buckets.values() if not bucket.release()]
+    def release(self) -> None:
+        """Free what was packed for reductions."""
+        for bucket in self._buckets.values():
+            bucket.release()
 
     def _planned(
         self, params: Sequence[ShardedParam], dtypes: list[torch.dtype], encodes: list[bool]

@@ -75,7 +75,7 @@ class Context(Tree[ParamGroup]):
             self.order.abandon()
             for group in self.groups:
                 group.reshard()
-            self.reductions.wait_until_read()
+            self.reductions.wait_for_copies()
         else:
             self.forward.close()
             if not has_backward:
@@ -127,12 +127,6 @@ class Context(Tree[ParamGroup]):
             return
         agree_on_model(self.groups)
         self.is_agreed = True
-        channels = (channel for group in self.groups for channel in group.channels.values())
-        self.ops = {
-            tag: op
-            for channel in channels
-            for tag, op in zip(channel.tags, (channel.gathering, channel.reducing), strict=True)
-        }
 
     def is_in_backward(self, group: ParamGroup) -> bool:
         """Tell whether the backward that is running, of whatever tree, goes through ``group``."""

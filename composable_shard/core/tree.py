@@ -89,7 +89,6 @@ class Tree(ABC, Generic[Group]):
         order_check: Compares with the other ranks what comes next, if the environment asks for it.
         is_agreed: Whether it is known that all ranks hold the same model.
         post_optim_event: What the next gather waits for besides the compute stream.
-        ops: What each tag of a transport stands for in messages, once the ranks have agreed on it.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -100,7 +99,6 @@ class Tree(ABC, Generic[Group]):
         self.order_check = OrderCheck() if is_asked_for else None
         self.is_agreed = False
         self.post_optim_event: Waitable | None = None
-        self.ops: dict[int, str] = {}
 
     def wait_for_optimizer(self) -> None:
         """Wait for the end of an optimizer step that runs beside, if that was asked for.

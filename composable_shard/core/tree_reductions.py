@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.transport import host, same_host
+from composable_shard.core.transport import host
 
 # Reductions that are launched and not waited for --------------------------------------------------
 
@@ -237,19 +237,13 @@ class Reductions:
                 reduction.all_reduces = before
         self.in_flight.wait()
 
-    def wait_until_read(self) -> None:
-        """Wait until the other ranks, and the device, have read what they read of this rank's.
-
-        Gradients that are copied to the host are there, too.
-        """
-        self._root.emit("begin_wait_for_readers")
-        host.settle()
+    def wait_for_copies(self) -> None:
+        """Wait until what is on its way between host and device is there, gradients too."""
+        if host.is_busy():
+            self._root.emit("begin_wait_for_copies")
+            host.settle()
+            self._root.emit("wait_for_copies")
         self.in_flight.end_returns()
-        same_host.settle(self._root.context.ops)
-        for group in self._groups:
-            if group.gradients.still_read:
-                group.gradients.release()
-        self._root.emit("wait_for_readers")
 
     def abandon(self) -> None:
         """Forget the reductions of a backward that failed."""

@@ -42,8 +42,8 @@ MOMENTS = (
     "waited_for_reduce_scatter",
     "begin_wait_for_all_reduce",
     "waited_for_all_reduce",
-    "begin_wait_for_readers",
-    "wait_for_readers",
+    "begin_wait_for_copies",
+    "wait_for_copies",
 )
 """Where parts of the events begin and end, for those who take times. Between ``begin_x`` and ``x``
 it is launched (``begin_regather``: from parts that neighbours kept); between ``begin_wait_for_x``

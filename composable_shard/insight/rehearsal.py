@@ -345,7 +345,7 @@ class SilentReduceScatter(ReduceScatterLaunch):
     """Sends nothing, and leaves the output as it was."""
 
     def __init__(self, *, widens: bool) -> None:
-        self.widens = widens
+        self.widens = self.keeps_inputs = widens  # as those of the library for the CPU do
 
     def averages(self, group: Any, device: torch.device) -> bool:
         """Divide nothing by operations."""

@@ -25,7 +25,7 @@ from composable_shard.cli.doctor import (
 
 GATHER = Collective("DirectAllGather", seconds=0.004, nbytes_received=8 << 20, is_right=True)
 REDUCE = Collective("DirectReduceScatter", seconds=0.008, nbytes_received=8 << 20, is_right=True)
-MEASURED = Measurement("gloo", 1, 1, 8e9, GATHER, REDUCE)
+MEASURED = Measurement("gloo", 1, {"0-1": "shared memory"}, 8e9, GATHER, REDUCE)
 
 HERE = Machine(
     versions={"torch": "2.13.0", "python": "3.11.7", "composable_shard": "0.1.0", "einops": "0.8"},
@@ -36,7 +36,6 @@ HERE = Machine(
     device_type="cpu",
     num_cores=4,
     num_threads=2,
-    has_memory_calls=True,
     variables=dict.fromkeys(doctor.VARIABLES),
 )
 GPUS = replace(
@@ -78,7 +77,7 @@ def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "9")
     measured = measure(2, "cpu", nbytes=1 << 16)
     assert measured.backend == "gloo"
-    assert measured.num_readable in (0, 1)
+    assert measured.transports == {"0-1": "shared memory"}
     assert measured.copied_per_second is not None and measured.copied_per_second > 0
     for one, name in (
         (measured.all_gather, "DirectAllGather"),
@@ -103,21 +102,27 @@ def test_ranks_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
-    def rank(seconds: float, is_right: bool, num_readable: int, copied: float) -> dict[str, Any]:
+    def rank(
+        seconds: float, is_right: bool, transports: dict[str, str], copied: float
+    ) -> dict[str, Any]:
         one = {"how": "X", "seconds": seconds, "nbytes_received": 8, "is_right": is_right}
         return {
             "backend": "gloo",
             "num_threads": 1,
-            "num_readable": num_readable,
+            "transports": transports,
             "copied_per_second": copied,
             "all_gather": one,
             "reduce_scatter": {**one, "is_right": True},
         }
 
-    merged = doctor._slowest([rank(1.0, False, 1, 5.0), rank(2.0, True, 0, 6.0)])
-    assert merged == Measurement(
-        "gloo", 1, 0, 5.0, Collective("X", 2.0, 8, False), Collective("X", 2.0, 8, True)
+    merged = doctor._slowest(
+        [rank(1.0, False, {"0-1": "a", "0-2": "b"}, 5.0), rank(2.0, True, {"1-2": "a"}, 6.0)]
     )
+    assert merged == Measurement(
+        *("gloo", 1, {"0-1": "a", "0-2": "b", "1-2": "a"}, 5.0),
+        *(Collective("X", 2.0, 8, False), Collective("X", 2.0, 8, True)),
+    )
+    assert merged.pairs_by_way() == {"a": "0-1, 1-2", "b": "0-2"}
 
 
 # Judging -----------------------------------------------------------------------------------------
@@ -258,35 +263,27 @@ def test_one_thread_each_is_not_too_many_for_more_ranks_than_cores() -> None:
     assert found == Findings()
 
 
-START = "ranks send through sockets what they could read from each other's memory: "
+WHY = "a rank has no memory to share: [Errno 1] not here"
+SENT = (
+    "ranks 0-1, 1-2 send through sockets what they could read in shared memory: "
+    "a rank has no memory to share: [Errno 1] not here"
+)
+MIXED = {
+    "0-1": f"messages, because {WHY}",
+    "0-2": "shared memory",
+    "1-2": f"messages, because {WHY}",
+}
 
 
 @pytest.mark.parametrize(
-    ("of", "scope", "reason"),
-    [
-        (
-            with_variable("COMPOSABLE_SHARD_READ_NEAR_MEMORY", "0"),
-            None,
-            "COMPOSABLE_SHARD_READ_NEAR_MEMORY=0 forbids it; unset it",
-        ),
-        (replace(HERE, has_memory_calls=False), None, "Linux 6 has no process_vm_readv"),
-        (HERE, "1\n", "Yama forbids it ({path} is 1); 0 there, or CAP_SYS_PTRACE, allows it"),
-        (
-            HERE,
-            "0\n",
-            "the system forbids it; in a container allow process_vm_readv (CAP_SYS_PTRACE) and let "
-            "all ranks run in one process namespace",
-        ),
-    ],
+    ("transports", "warnings"), [({}, []), ({"0-1": "shared memory"}, []), (MIXED, [SENT])]
 )
-def test_advice_on_memory(
-    of: Machine, scope: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_could_share_memory_and_do_not(
+    transports: dict[str, str], warnings: list[str]
 ) -> None:
-    path = tmp_path / "ptrace_scope"
-    if scope is not None:
-        path.write_text(scope)
-    monkeypatch.setattr(doctor, "_PTRACE_SCOPE", path)
-    assert doctor.advice_on_near_memory(of) == START + reason.format(path=path)
+    found = Findings()
+    doctor.judge_transports(replace(MEASURED, transports=transports), found)
+    assert found == Findings(warnings=warnings)
 
 
 # Printing and exit codes -------------------------------------------------------------------------
@@ -298,9 +295,9 @@ devices         the CPU alone; 4 cores, 2 threads
 backends        gloo
 variables       none of those that matter is set
 ranks           2 on cpu over gloo, 1 thread each
-memory          a rank reads that of 1 of 1 other directly
-all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), read from memory
-reduce-scatter  1.05 GB/s to each rank (8 MiB in 8.0 ms), read from memory, summed in rank order
+transport       shared memory: ranks 0-1
+all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), in shared memory
+reduce-scatter  1.05 GB/s to each rank (8 MiB in 8.0 ms), in shared memory, summed in rank order
 verdict         nothing is wrong
 """
 
@@ -312,8 +309,7 @@ def test_the_report(given: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    given["measured"] = replace(MEASURED, num_readable=0)
-    given["machine"] = replace(HERE, has_memory_calls=False)
+    given["measured"] = replace(MEASURED, transports=MIXED)
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["is_well"] is True
@@ -327,17 +323,18 @@ def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFi
         "bytes_per_second": (8 << 20) / 0.004,
     }
     assert (report["num_ranks"], report["problems"]) == (2, [])
-    assert report["warnings"] == [START + "Linux 6 has no process_vm_readv"]
+    assert report["warnings"] == [SENT]
 
 
 def test_the_report_of_ranks_that_send(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given["measured"] = replace(MEASURED, num_readable=1, num_threads=2)
+    given["measured"] = replace(MEASURED, transports=MIXED, num_threads=2)
     assert cli.main(["doctor", "--ranks", "3"]) == 0
     printed = capsys.readouterr().out
     assert "ranks           3 on cpu over gloo, 2 threads each\n" in printed
-    assert "memory          a rank reads that of 1 of 2 others directly\n" in printed
+    assert f"transport       messages, because {WHY}: ranks 0-1, 1-2\n" in printed
+    assert "transport       shared memory: ranks 0-2\n" in printed
     assert "(8 MiB in 4.0 ms), sent from rank to rank over gloo\n" in printed
 
 
@@ -354,7 +351,7 @@ def test_gpus_are_measured_unless_the_cpu_is_asked_for(
 ) -> None:
     given["machine"] = GPUS
     coalesced = replace(GATHER, how="CoalescedAllGather")
-    given["measured"] = replace(MEASURED, backend="nccl", all_gather=coalesced, num_readable=0)
+    given["measured"] = replace(MEASURED, backend="nccl", all_gather=coalesced, transports={})
     assert cli.main(["doctor"]) == 0
     assert "one coalesced launch of nccl for a group" in capsys.readouterr().out
     assert cli.main(["doctor", "--device", "cpu", "--ranks", "3"]) == 0

@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import fully_shard
-from composable_shard.core.transport import same_host
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.mailbox import _mailboxes
 from composable_shard.testing import RankError, RankTimeout, run_ranks
 
-TIME_OUT = 2  # seconds of the process group
+TIME_OUT = 3  # seconds of the process group
 LIMIT = 120  # seconds of the call: what takes so long hangs
 BAD = 1  # the rank on which a fault is
 WIDTH = 8
@@ -49,7 +49,11 @@ def mesh_over(ranks: dist.ProcessGroup) -> DeviceMesh:
 
 
 def mesh_of_its_own() -> DeviceMesh:
-    """Return a mesh over a new process group with a short time-out."""
+    """Return a mesh over a new process group with a short time-out.
+
+    Within it the ranks have to connect, too: none of them begins before all are here.
+    """
+    dist.barrier()
     return mesh_over(dist.new_group(timeout=datetime.timedelta(seconds=TIME_OUT)))
 
 
@@ -73,10 +77,10 @@ def kill_this_rank() -> None:
 
 
 def kill_this_rank_once_read() -> None:
-    """Wait until the others have what this rank has offered them before."""
-    for offer in list(same_host._offers):
-        if offer.is_finished:
-            offer.wait_until_read()
+    """Wait until the others have what this rank has published for them before."""
+    for mailbox in list(_mailboxes.values()):
+        while mailbox is not None and mailbox.num_unread:
+            time.sleep(0.001)
     kill_this_rank()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from near import Apart, readable
+from near import Apart, sharing
 from subclasses.lossless import Lossless, as_type
 from torch import nn
 
@@ -18,9 +18,9 @@ from composable_shard import AllGather, CommunicationError, ReduceScatter, fully
 from composable_shard.testing import run_ranks
 from faults.breaking import BAD, WIDTH, mesh_over, step
 
-__all__ = ["readable"]
+__all__ = ["sharing"]
 
-pytestmark = pytest.mark.usefixtures("readable")
+pytestmark = pytest.mark.usefixtures("sharing")
 
 BOTH_WAYS = pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
 TIME_OUT = 100  # seconds of the process group

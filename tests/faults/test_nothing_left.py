@@ -6,21 +6,21 @@ import gc
 import time
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from near import readable
+from near import sharing
 from nets import Net, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
-from composable_shard.core.transport import same_host
 from composable_shard.core.transport.failures import watched
-from composable_shard.core.transport.same_host import neighbours
+from composable_shard.core.transport.mailbox import Exchange, mailbox_of
 from composable_shard.testing import run_ranks
 
-__all__ = ["readable"]
+__all__ = ["sharing"]
 
 LONG_WAIT = 2.0  # seconds: others are asked after one
 ENOUGH = 20.0
@@ -155,40 +155,32 @@ def fail_in_backward(model: Net, index: int) -> None:
         loss.backward()
 
 
-def offers_since(before: list[same_host.Offer]) -> list[same_host.Offer]:
-    return [offer for offer in same_host._offers if offer not in before]
-
-
-@pytest.mark.usefixtures("readable")
+@pytest.mark.usefixtures("sharing")
 @on_ranks(2)
 def test_a_model_that_is_dropped_while_it_gathers_is_freed_on_all_ranks() -> None:
-    """Throw models away while they gather, and train another one.
-
-    Returns:
-        Whether each gathered; whether what it offered is freed; how much is left behind.
-    """
-    gathered, shards, peer, before = [], [], 1 - dist.get_rank(), list(same_host._offers)
+    """Throw models away while they gather, and train another one."""
+    assert dist.group.WORLD is not None
+    mailbox = mailbox_of(dist.group.WORLD)
+    assert mailbox is not None
+    before, gathered, shards = mailbox.num_unread, [], []
+    not_at_once = mock.patch.object(Exchange, "is_there", lambda _: False)
     for index in (1, 2):
         model = shard_net(Net(3))
-        fail_in_backward(model, index)
-        launched = [offer for offer in offers_since(before) if not offer.is_finished]
-        shards.append([weakref.ref(one) for offer in launched for one in offer._tensors[peer]])
-        gathered.append(bool(launched))
-        del model, launched
+        shards += [weakref.ref(param) for param in model.parameters()]
+        with not_at_once:
+            fail_in_backward(model, index)
+        gathered.append(mailbox.num_unread > before)
+        del model
         gc.collect()
-    assert dist.group.WORLD is not None
     model = shard_net(Net(3))
     for step in range(2):
         train_step(model, step, None)
     gc.collect()
-    boxes = [one.box for one in neighbours(dist.group.WORLD).values()]
-    wanted = ([True, True], [True, True], 0, [0])
-    assert (
-        gathered,
-        [all(shard() is None for shard in each) for each in shards],
-        len(offers_since(before)),
-        [len(box._expected) + len(box._early) for box in boxes],
-    ) == wanted
+    dist.barrier()
+    left = mailbox.num_unread - before
+    arrived = [len(peer.arrived) + len(peer.unwanted) for peer in mailbox.peers.values()]
+    alive = sum(shard() is not None for shard in shards)
+    assert (gathered, alive, left, arrived) == ([True, True], 0, 0, [0])
 
 
 def is_alive_after_a_long_wait() -> bool:

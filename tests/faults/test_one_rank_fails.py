@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from near import Apart, readable
+from near import Apart, sharing
 from torch import nn
 
 from composable_shard import CommunicationError, ShardError, fully_shard
@@ -31,9 +31,9 @@ from faults.breaking import (
     step,
 )
 
-__all__ = ["readable"]
+__all__ = ["sharing"]
 
-pytestmark = pytest.mark.usefixtures("readable")
+pytestmark = pytest.mark.usefixtures("sharing")
 
 BOTH_WAYS = pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
 WIDE = 4096

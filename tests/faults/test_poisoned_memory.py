@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from near import Apart
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -26,8 +27,8 @@ from composable_shard.core.bucket import ParamBucket, Staging
 from composable_shard.core.gather_extension import ExtensionGather
 from composable_shard.core.gradient_bucket import GradBucket, PackedGrads
 from composable_shard.core.reduction_plan import ReductionPlan
+from composable_shard.core.transport.mailbox import Exchange, Mailbox
 from composable_shard.core.transport.point_to_point import DirectAllGather
-from composable_shard.core.transport.same_host import Offer
 from composable_shard.testing import run_ranks
 
 STEPS = 3
@@ -194,6 +195,7 @@ class Fault(NamedTuple):
         instead: What is there with the fault.
         num_ranks: On how many ranks it shows.
         reshards: With which resharding.
+        apart: Whether ranks exchange messages.
     """
 
     owner: type
@@ -202,6 +204,7 @@ class Fault(NamedTuple):
     instead: str
     num_ranks: int = 2
     reshards: bool | int = True
+    apart: bool = False
 
 
 FAULTS = {
@@ -212,7 +215,10 @@ FAULTS = {
         "_storages_of([*inner, tensor])",
     ),
     "a rank's own part of a gather is left out": Fault(
-        DirectAllGather, "launch", "put_own(own, place[rank])", "pass"
+        DirectAllGather,
+        "launch",
+        "copy_bytes(place[rank].data_ptr(), own.data_ptr(), own.nbytes)",
+        "pass",
     ),
     "what is packed is not copied out": Fault(
         Staging, "copy_out", "_torch.copy_all_(self._into, self._sources)", "pass"
@@ -233,8 +239,14 @@ FAULTS = {
     "parts that are regathered were freed": Fault(
         ExtensionGather, "keep", "mine.clone()", "mine", 4, 2
     ),
-    "gradients are packed into memory that others still read": Fault(
-        PackedGrads, "release", "self._rows.is_in_use", "False"
+    "gradients are packed into memory that is being sent": Fault(
+        PackedGrads, "release", "self._rows.is_in_use", "False", apart=True
+    ),
+    "a slab is free before all have read it": Fault(
+        Mailbox, "_take_back", "if not published.ranks:", "if True:"
+    ),
+    "what is published is not filled in": Fault(
+        DirectAllGather, "launch", "copy_bytes(address, own.data_ptr(), own.nbytes)", "pass"
     ),
 }
 
@@ -265,14 +277,14 @@ def train_with(name: str) -> str:
 @contextlib.contextmanager
 def late_reader() -> Iterator[None]:
     """Let rank 1 read the memory of others late, when they have gone on."""
-    read = Offer.read
+    read = Exchange.read
 
-    def late(self: Offer, *args: Any) -> None:
+    def late(self: Exchange, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         if dist.get_rank() == 1:
             time.sleep(0.02)
-        read(self, *args)
+        return read(self, *args, **kwargs)
 
-    with mock.patch.object(Offer, "read", late):
+    with mock.patch.object(Exchange, "read", late):
         yield
 
 
@@ -284,4 +296,5 @@ def test_the_library_as_it_is_trains_right(num_ranks: int, reshards: bool | int)
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name: str) -> None:
-    assert any(run_ranks(train_with, FAULTS[name].num_ranks, name))
+    fn = Apart(train_with) if FAULTS[name].apart else train_with
+    assert any(run_ranks(fn, FAULTS[name].num_ranks, name))

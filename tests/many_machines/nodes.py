@@ -132,7 +132,7 @@ def namespaces() -> Iterator[list[Node]]:
             run(pid, "ip", "link", "set", "lo", "up")
             variables = {"ADDRESS": address, "HEAD": "10.77.0.1", "GLOO_SOCKET_IFNAME": cable}
             # Ranks would find that they are on one machine all the same, and use no network.
-            variables["COMPOSABLE_SHARD_READ_NEAR_MEMORY"] = "0"
+            variables["COMPOSABLE_SHARD_SHARED_MEMORY"] = "0"
             nodes.append(Node(enter(pid), variables))
         yield nodes
 

@@ -255,7 +255,7 @@ def test_both_stages_reduce_in_the_reduce_dtype() -> None:
 # Ranks that send, as those on other hosts do ----------------------------------------------------
 
 
-@pytest.mark.usefixtures("readable")
+@pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("extents", [(2, 2), (1, 3)])
 def test_any_step_on_ranks_that_send(extents: tuple[int, int]) -> None:
     steps: tuple[Step, ...] = ("sync", "step", "no_all_reduce", "no_sync", "sync", "step")

@@ -225,7 +225,7 @@ def test_ranks_that_know_of_different_groups_make_one_together() -> None:
 # Ranks that send, as those on other hosts do ----------------------------------------------------
 
 
-@pytest.mark.usefixtures("readable")
+@pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
 def test_training_is_the_same_on_ranks_that_send(param_dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)

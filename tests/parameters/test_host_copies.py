@@ -82,6 +82,10 @@ class LateLane:
     def arrival(self) -> Any:
         return mock.Mock(wait=partial(self.do, len(self.launched)))
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.seen)
+
     def settle(self) -> None:
         self.do(len(self.launched))
         LateLane.num_waits += bool(self.seen)

@@ -110,7 +110,7 @@ def test_training_equals_two_plain_models(reshard_after_forward: bool, num_ranks
 
 
 @pytest.mark.brief(1)
-@pytest.mark.usefixtures("readable")
+@pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_training_on_ranks_that_send_equals_two_plain_models(num_ranks: int) -> None:
     run_ranks(Apart(train_parity_on_ranks), num_ranks, True, timeout=60)

@@ -34,14 +34,14 @@ def test_json_is_the_summary_and_what_was_written(
     chrome = json.loads((tmp_path / "new" / "trace.json").read_text())
     summary = chrome["otherData"]["summary"]
     assert printed == {**summary, "num_clocks": 1, "clock_error_ms": 0.0}
-    assert [rank["exposed_ms"] for rank in printed["ranks"]] == [7.5, 7.5]
+    assert [rank["exposed_ms"] for rank in printed["ranks"]] == [5.5, 5.5]
 
 
 TABLE = """\
 2 ranks, milliseconds of a step, mean of 2
   rank  step  compute  launch  copy  exposed  of step  late  other  MiB
-     0  50.0     23.5     5.5   5.5      7.5      15%   0.0    8.0    0
-     1  50.0     23.5     5.5   5.5      7.5      15%   0.0    8.0    0
+     0  46.0     23.5     5.5   5.5      5.5      12%   0.0    6.0    0
+     1  46.0     23.5     5.5   5.5      5.5      12%   0.0    6.0    0
 """
 
 
@@ -51,7 +51,7 @@ def test_the_table_has_a_row_for_each_rank(
     monkeypatch.setenv("COLUMNS", "40")  # narrower than the table
     assert call(folder) == 0
     files = "".join(f"{folder / name}\n" for name in MERGED)
-    said = "exposed communication: 15% of the step; hidden: 71% of the communication\n"
+    said = "exposed communication: 12% of the step; hidden: 79% of the communication\n"
     assert capsys.readouterr().out == TABLE + said + files
 
 

@@ -35,47 +35,45 @@ def spans_of(recorded: RankTrace, step: int) -> list[str]:
 
 
 SECOND_STEP = """
-    54-55 forward root
-    55-56 forward 0
-    56-57 launch gather 0
-    57-58 forward 0
-    58-59 wait gather 0
-    59-60 copy gather 0
-    60-61 forward 0
-    61-62 launch gather 1
-    62-63 forward 0
-    63-65 forward root
-    65-66 forward 1
-    66-67 wait gather 1
-    67-68 copy gather 1
-    68-69 forward 1
-    69-70 forward root
-    71-72 wait readers root
-    73-74 backward 1
-    74-75 launch gather 0
-    75-76 backward 1
-    76-79 backward root
-    79-80 launch reduce 1
-    80-81 backward root
-    81-82 backward 0
-    82-83 wait gather 0
-    83-84 copy gather 0
-    84-85 backward 0
-    85-86 backward root
-    86-87 wait reduce 1
-    87-88 copy reduce 1
-    88-89 backward root
-    89-90 launch reduce 0
-    90-91 backward root
-    92-93 wait reduce 0
-    93-94 copy reduce 0
-    96-97 wait readers root
-    98-99 optimizer SGD"""
+    50-51 forward root
+    51-52 forward 0
+    52-53 launch gather 0
+    53-54 forward 0
+    54-55 wait gather 0
+    55-56 copy gather 0
+    56-57 forward 0
+    57-58 launch gather 1
+    58-59 forward 0
+    59-61 forward root
+    61-62 forward 1
+    62-63 wait gather 1
+    63-64 copy gather 1
+    64-65 forward 1
+    65-66 forward root
+    67-68 backward 1
+    68-69 launch gather 0
+    69-70 backward 1
+    70-73 backward root
+    73-74 launch reduce 1
+    74-75 backward root
+    75-76 backward 0
+    76-77 wait gather 0
+    77-78 copy gather 0
+    78-79 backward 0
+    79-80 backward root
+    80-81 wait reduce 1
+    81-82 copy reduce 1
+    82-83 backward root
+    83-84 launch reduce 0
+    84-85 backward root
+    86-87 wait reduce 0
+    87-88 copy reduce 0
+    90-91 optimizer SGD"""
 
 
 def test_every_moment_of_a_step_belongs_to_one_span() -> None:
     recorded = recorded_steps(2)
-    assert recorded.intervals == [(0, 53 * MS), (53 * MS, 100 * MS)]
+    assert recorded.intervals == [(0, 49 * MS), (49 * MS, 92 * MS)]
     assert spans_of(recorded, 1) == lines(SECOND_STEP)
     for before, after in itertools.pairwise(recorded.spans):
         assert before.end <= after.start
@@ -85,11 +83,11 @@ def test_flights_last_from_the_launch_to_the_end_of_the_wait() -> None:
     recorded = recorded_steps(2)
     flights = [(f.op, f.name, f.number, f.start // MS, f.end // MS) for f in recorded.flights]
     assert flights[6:] == [
-        ("gather", "0", 2, 56, 59),
-        ("gather", "1", 2, 61, 67),
-        ("gather", "0", 3, 74, 83),
-        ("reduce", "1", 1, 79, 87),
-        ("reduce", "0", 1, 89, 93),
+        ("gather", "0", 2, 52, 55),
+        ("gather", "1", 2, 57, 63),
+        ("gather", "0", 3, 68, 77),
+        ("reduce", "1", 1, 73, 81),
+        ("reduce", "0", 1, 83, 87),
     ]
     launched = {(s.op, s.name, s.number): s.start for s in recorded.spans if s.kind == "launch"}
     waited = {(s.op, s.name, s.number): s.end for s in recorded.spans if s.kind == "wait"}
@@ -102,7 +100,7 @@ def test_memory_is_asked_where_it_was_taken_or_is_given_back() -> None:
     assert [sample.nbytes for sample in memory] == list(range(100, 100 + len(memory)))
     ticks = [sample.time // MS for sample in memory]
     assert ticks[:6] == [0, 4, 8, 9, 12, 16]  # begin, gather 0, left 0, freed 0, gather 1, left 1
-    assert ticks[-4:] == [51, 52, 53, 54]  # the optimizer, the step, the end
+    assert ticks[-4:] == [47, 48, 49, 50]  # the optimizer, the step, the end
 
 
 def test_the_facts_of_groups_and_ranks() -> None:

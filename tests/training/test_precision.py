@@ -282,7 +282,7 @@ def test_batch_norm_trains_as_unsharded(policy: MixedPrecisionPolicy, ranks: int
 # Ranks that send, as those on other hosts do ----------------------------------------------------
 
 
-@pytest.mark.usefixtures("readable")
+@pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize(("steps", "ranks"), [(SYNC, 2), (NO_SYNC, 2), (FOLDED, 3)])
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_a_policy_trains_as_casts_by_hand_on_ranks_that_send(

@@ -232,7 +232,7 @@ def test_parameters_that_are_not_contiguous_train_as_unsharded(ranks: int) -> No
 # Ranks that send, as those on other hosts do ----------------------------------------------------
 
 
-@pytest.mark.usefixtures("readable")
+@pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("apart", [None, 1])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("tree", list(TREES))
@@ -243,7 +243,7 @@ def test_this_tree_trains_as_unsharded_on_ranks_that_send(
     assert run_ranks(Apart(train, apart), ranks, case, timeout=30) == [[]] * ranks
 
 
-@pytest.mark.usefixtures("readable")
+@pytest.mark.usefixtures("sharing")
 @reproducible(20)
 @given(trainings(), st.sampled_from([None, 1, 2]))
 def test_any_tree_trains_as_unsharded_on_ranks_that_send(

@@ -50,11 +50,14 @@ class ReduceScatterLaunch(Protocol):
             another one on each rank.
         divides: Whether it divides a sum by any number before it is rounded.
         reads_padding: Whether it may look at an input as a whole, so that padding must be zeros.
+        keeps_inputs: Whether what it launches keeps the inputs for as long as it needs them; those
+            of others are kept until it has been waited for.
     """
 
     widens: bool = False
     divides: bool = False
     reads_padding: bool = False
+    keeps_inputs: bool = False
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Tell whether ``op`` may be ``ReduceOp.AVG``."""

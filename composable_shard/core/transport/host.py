@@ -184,6 +184,12 @@ def download(source: torch.Tensor) -> torch.Tensor:
     return into
 
 
+def is_busy() -> bool:
+    """Tell whether something may be on its way that nobody has waited for."""
+    lanes = [*_uploads.values(), *_downloads.values()]
+    return any(lane.is_busy for lane in lanes)
+
+
 def settle() -> None:
     """Wait, on the host, until what was launched so far has been copied, both ways.
 

@@ -1,6 +1,6 @@
 """All-gather and reduce-scatter from rank to rank on the CPU, for gloo, whose own are slow.
 
-Ranks on the same host read each other's memory where they may (``same_host.py``). Others send:
+Ranks on the same host read what the others publish in shared memory (``mailbox.py``). Others send:
 every rank its shard to every other, straight into place.
 """
 
@@ -21,8 +21,8 @@ from composable_shard.core.transport.collectives import (
     sum_dtype,
 )
 from composable_shard.core.transport.failures import lost, refuse_lost
+from composable_shard.core.transport.mailbox import Exchange, Form, Published, near_ranks
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.core.transport.same_host import Offer, Place, neighbours
 from composable_shard.errors import ShardError
 
 CHUNK_NUMEL = 1 << 16  # elements summed at once: a few of them fit into a cache
@@ -48,18 +48,25 @@ class DirectAllGather(AllGatherLaunch):
                 messages.send(own, peer)
         works: list[Waitable] = [messages]
         if near:
-            offer = Offer(group, tag, dict.fromkeys(near, shards))
-            works.append(
-                _Reading(offer, {peer: [place[peer] for place in places] for peer in near})
-            )
+            form = Form(tuple(own.numel() for own in shards), tuple(own.dtype for own in shards), 1)
+
+            def fill(addresses: list[int]) -> None:
+                for address, own in zip(addresses, shards, strict=True):
+                    copy_bytes(address, own.data_ptr(), own.nbytes)
+
+            exchange = Exchange(group, tag, near, form, fill)
+            reading = _Reading(exchange, {peer: [place[peer] for place in places] for peer in near})
+            works.append(reading)
+            if exchange.is_there():  # the sooner it is read, the less memory is shared
+                reading.wait()
         for place, own in zip(places, shards, strict=True):
-            put_own(own, place[rank])
+            copy_bytes(place[rank].data_ptr(), own.data_ptr(), own.nbytes)
         return works
 
 
-def put_own(shard: torch.Tensor, place: torch.Tensor) -> None:
-    """Put the own part of a gather into its place, as every all-gather does within itself."""
-    ctypes.memmove(place.data_ptr(), shard.data_ptr(), shard.nbytes)
+def copy_bytes(into: int, source: int, nbytes: int) -> None:
+    """Copy from one address of this process to another."""
+    ctypes.memmove(into, source, nbytes)
 
 
 class _Messages:
@@ -110,32 +117,21 @@ class _Messages:
         return True
 
 
-class _Reader:
-    """Reads what neighbours offer when it is waited for; if it dies before, nobody will."""
+class _Reading:
+    """Copies what ranks of this host have published into its places."""
 
-    def __init__(self, offer: Offer | None) -> None:
-        self._offer = offer
-
-    def __del__(self) -> None:
-        if self._offer is not None:
-            self._offer.abandon()
-
-
-class _Reading(_Reader):
-    """Reads what neighbours offer into its places."""
-
-    def __init__(self, offer: Offer, places: dict[int, Tensors]) -> None:
-        super().__init__(offer)
-        self._offer: Offer = offer
+    def __init__(self, exchange: Exchange, places: dict[int, Tensors]) -> None:
+        self._exchange = exchange
         self._places = places
 
     def wait(self) -> bool:
         places, self._places = self._places, {}
         for peer, members in places.items():
-            for theirs, own in zip(self._offer.places(peer, members), members, strict=True):
-                self._offer.read(peer, theirs.address, own)
+            dtypes = [own.dtype for own in members]
+            for theirs, own in zip(self._exchange.read(peer, dtypes=dtypes), members, strict=True):
+                theirs.copy_to(own)
         if places:
-            self._offer.finish()
+            self._exchange.finish()
         return True
 
 
@@ -143,12 +139,13 @@ class DirectReduceScatter(ReduceScatterLaunch):
     """Every rank gets its part from every other and sums.
 
     The sum is taken in rank order, so that every shard of a gradient is rounded alike, and in
-    float32 at least: one of half precision is rounded once, when it has been divided. Neighbours
-    are read as they are, and widened as they are added; what is sent is cast before.
+    float32 at least: one of half precision is rounded once, when it has been divided. Ranks of this
+    host are read as they are, and widened as they are added; what is sent is cast before.
     """
 
     widens = True
     divides = True
+    keeps_inputs = True
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         return True
@@ -160,10 +157,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
         divisor = op if isinstance(op, float) else {_SUM: 1, _AVERAGE: num_ranks}[op]
         near, far = _peers_of(group)
         parts = [full.view(num_ranks, -1) for full in inputs]
-        sums = [
-            _RankOrderSum(out, {rank: part[rank]}, divisor)
-            for out, part in zip(outputs, parts, strict=True)
-        ]
+        sums = [_RankOrderSum(out, rank, divisor) for out in outputs]
         messages = _Messages(group, tag)
         for peer in far:
             for total, out in zip(sums, outputs, strict=True):
@@ -172,86 +166,122 @@ class DirectReduceScatter(ReduceScatterLaunch):
         for peer in far:
             for part, out in zip(parts, outputs, strict=True):
                 messages.send(part[peer].to(out.dtype), peer)
-        offer = None
+        exchange = None
         if near:
-            offer = Offer(group, tag, {peer: [part[peer] for part in parts] for peer in near})
-        return [messages, _Summing(sums, offer, near)]
+            form = Form(
+                tuple(out.numel() for out in outputs),
+                tuple(full.dtype for full in inputs),
+                num_ranks - 1,
+            )
+
+            def fill(addresses: list[int]) -> None:
+                for address, full in zip(addresses, inputs, strict=True):
+                    nbytes = full.nbytes // num_ranks
+                    begin, end = rank * nbytes, (rank + 1) * nbytes
+                    copy_bytes(address, full.data_ptr(), begin)
+                    copy_bytes(address + begin, full.data_ptr() + end, full.nbytes - end)
+
+            exchange = Exchange(group, tag, near, form, fill)
+        for part, out in zip(parts, outputs, strict=True):
+            out.copy_(part[rank])
+        summing = _Summing(sums, exchange, near, rank)
+        if exchange is not None and not far and exchange.is_there():
+            summing.wait()
+        return [messages, summing]
 
 
-class _Summing(_Reader):
+class _Summing:
     """Takes the sums, after the messages before it."""
 
-    def __init__(self, sums: list[_RankOrderSum], offer: Offer | None, near: list[int]) -> None:
-        super().__init__(offer)
+    def __init__(
+        self, sums: list[_RankOrderSum], exchange: Exchange | None, near: list[int], rank: int
+    ) -> None:
         self._sums = sums
+        self._exchange = exchange
         self._near = near
+        self._rank = rank
 
     def wait(self) -> bool:
         sums, self._sums = self._sums, []
         near, self._near = self._near, []
-        offer = self._offer
-        places = {peer: offer.places(peer) for peer in near} if offer else {}
-        for index, total in enumerate(sums):
-            total.take(offer, {peer: members[index] for peer, members in places.items()})
-        if offer is not None and near:
-            offer.finish()
+        exchange = self._exchange
+        if exchange is not None:
+            for peer in near:
+                place = self._rank - (self._rank > peer)  # they leave their own part out
+                for total, part in zip(sums, exchange.read(peer, place), strict=True):
+                    total.published[peer] = part
+        for total in sums:
+            total.take()
+        if exchange is not None and near:
+            exchange.finish()
         return True
 
 
 class _RankOrderSum:
-    """Sums the parts of all ranks, chunk by chunk.
+    """Sums the parts of all ranks in their order, chunk by chunk.
 
-    A chunk of a neighbour is read into a scratch that stays in the cache until it is added. So does
-    the sum of a chunk that is to be rounded.
+    A chunk that another rank has published is read into a scratch that stays in the cache until it
+    is added. So does the sum of a chunk that is to be rounded.
+
+    Args:
+        out: See below.
+        rank: This one.
+        divisor: What to divide by.
 
     Attributes:
-        out: The sum, or the average.
-        parts: Those that are in the memory of this rank, by the rank that each is of.
-        divisor: What to divide by.
+        out: The part of this rank, and in the end the sum, or the average.
+        parts: Those of other ranks that have been received.
+        published: Those that others have published.
     """
 
-    def __init__(self, out: torch.Tensor, parts: dict[int, torch.Tensor], divisor: float) -> None:
+    def __init__(self, out: torch.Tensor, rank: int, divisor: float) -> None:
         self.out = out
-        self.parts = parts
-        self.divisor = divisor
-        self._sum_dtype = sum_dtype(out.dtype)
+        self.parts: dict[int, torch.Tensor] = {}
+        self.published: dict[int, Published] = {}
+        self._rank = rank
+        self._divisor = divisor
 
-    def take(self, offer: Offer | None, places: dict[int, Place]) -> None:
-        """Take the sum of ``parts`` and of those that neighbours offer."""
-        numel = self.out.numel()
-        rounds = self._sum_dtype != self.out.dtype
-        chunk_numel = CHUNK_NUMEL if places or rounds else max(numel, 1)
-        wide = _torch.empty(
-            min(chunk_numel, numel) if rounds else 0, dtype=self._sum_dtype, device=self.out.device
-        )
-        scratch = {
-            peer: _torch.empty(min(chunk_numel, numel), dtype=place.dtype, device=self.out.device)
-            for peer, place in places.items()
-        }
-        for start in range(0, numel, chunk_numel):
-            total = self.out[start : start + chunk_numel]
-            parts = {rank: part[start : start + chunk_numel] for rank, part in self.parts.items()}
-            for peer, place in places.items():
-                assert offer is not None
-                parts[peer] = scratch[peer][: total.numel()]
-                offer.read(peer, place.address + start * place.dtype.itemsize, parts[peer])
-            in_order = [parts[rank] for rank in sorted(parts)]
-            if rounds:
-                self._add(in_order, wide[: total.numel()])
-                total.copy_(wide[: total.numel()])
-            else:
-                self._add(in_order, total)
+    def take(self) -> None:
+        """Take the sum."""
+        out, numel = self.out, self.out.numel()
+        parts, published = self.parts, self.published
+        self.parts, self.published = {}, {}
+        others = sorted({*parts, *published})
+        earlier = [rank for rank in others if rank < self._rank]
+        wide = sum_dtype(out.dtype)
+        rounds = wide != out.dtype
+        chunk_numel = min(CHUNK_NUMEL if published or rounds or others[1:] else numel, numel)
 
-    def _add(self, parts: Tensors, total: torch.Tensor) -> None:
-        first, second, *others = parts
-        if total.dtype in (first.dtype, second.dtype):
-            torch.add(first, second, out=total)
-        else:  # two narrow ones would be added in their own dtype
-            total.copy_(first).add_(second)
-        for part in others:
-            total.add_(part)
-        if self.divisor != 1:
-            total.div_(self.divisor)
+        def scratch(dtype: torch.dtype) -> torch.Tensor:
+            return _torch.empty(chunk_numel, dtype=dtype, device=out.device)
+
+        read = {dtype: scratch(dtype) for dtype in {one.dtype for one in published.values()}}
+        total = scratch(wide) if rounds else None
+        before = scratch(wide) if len(earlier) > 1 else None
+        for start in range(0, numel, max(chunk_numel, 1)):
+            count = min(chunk_numel, numel - start)
+
+            def part(rank: int, start: int = start, count: int = count) -> torch.Tensor:
+                if rank in parts:
+                    return parts[rank][start : start + count]
+                into = read[published[rank].dtype][:count]
+                published[rank].copy_to(into, start)
+                return into
+
+            own = chunk = out[start : start + count]
+            if total is not None:
+                own = total[:count].copy_(chunk)
+            if before is not None:
+                first = before[:count].copy_(part(earlier[0]))
+                for rank in earlier[1:]:
+                    first.add_(part(rank))
+                own.add_(first)
+            for rank in others if before is None else others[len(earlier) :]:
+                own.add_(part(rank))
+            if self._divisor != 1:
+                own.div_(self._divisor)
+            if own is not chunk:
+                chunk.copy_(own)
 
 
 def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
@@ -260,7 +290,7 @@ def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     Both begin with the next rank, so that no rank is everybody's first.
     """
     refuse_lost(group)
-    rank, num_ranks, near = group.rank(), group.size(), neighbours(group)
+    rank, num_ranks, near = group.rank(), group.size(), near_ranks(group)
     others = [(rank + step) % num_ranks for step in range(1, num_ranks)]
     return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
 

@@ -90,7 +90,7 @@ def _words(span: Span) -> tuple[str, str]:
     if span.kind in ("launch", "copy"):
         return f"{span.kind} {span.op} {name}", "communication"
     if span.kind == "wait":
-        what = "others to read" if span.op == "readers" else f"{span.op} {name}"
+        what = "copies" if span.op == "copies" else f"{span.op} {name}"
         return f"wait for {what}", "exposed"
     return f"{span.kind} {name}", "compute"
 

@@ -288,9 +288,9 @@ function hover(px, py) {
   tip.replaceChildren();
   if (hit) {
     const [kind, name, start, end, op, late, lateRank] = hit.item;
-    const what = kind === "wait" && op === "readers" ? "exposed wait: others read this rank's memory"
+    const what = kind === "wait" && op === "copies" ? "exposed wait: copies between host and device"
       : op && op !== kind ? `${words[kind]}: ${words[op] ?? op}` : words[kind];
-    tip.append(make("b", name || (op === "readers" ? "end of a pass" : "root")), make("span", what));
+    tip.append(make("b", name || (op === "copies" ? "end of a pass" : "root")), make("span", what));
     tip.append(make("span", `${duration(end - start)} at ${duration(start - first)}, rank ${hit.row.rank.rank}`));
     if (late > 0) tip.append(make("span", `of it ${duration(late)} until rank ${lateRank} launched`));
     if (act && hit.row.rank.nbytes[name]) {

@@ -46,8 +46,8 @@ class Span(NamedTuple):
         name: The group, or the class of the optimizer.
         start: Nanoseconds.
         end: Nanoseconds.
-        op: What was launched, waited for or copied; ``readers`` where a rank waits until others
-            have read its memory.
+        op: What was launched, waited for or copied; ``copies`` where a rank waits for all
+            between host and device.
         number: Which flight of this op and group it belongs to; -1 if to none.
         late: Nanoseconds of a wait before the last rank launched what is waited for.
         late_rank: Which rank that was; -1 if none was late.
@@ -167,8 +167,8 @@ class _Reader:
 
     def _take_part(self, event: str, name: str) -> bool:
         """Take in a mark of a launch, a wait or a copy; return whether it is one."""
-        if event.endswith("wait_for_readers"):
-            self._part = _Doing("wait", name, "readers") if event.startswith("begin") else None
+        if event.endswith("wait_for_copies"):
+            self._part = _Doing("wait", name, "copies") if event.startswith("begin") else None
             return True
         if event == "begin_regather":
             self._regathering.add(name)

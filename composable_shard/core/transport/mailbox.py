@@ -1,0 +1,595 @@
+"""Tensors that ranks of one host publish for each other in shared memory, and read.
+
+A rank publishes a message: it copies its tensors into a slab of its own memory and writes an entry
+behind those it has written before. Each of the others reads the slab when it needs the values, and
+says so with a word in its own memory. Then the slab is free again.
+What was published is a copy: its source may change or go at once, and whatever becomes of a model
+or of a rank, what others read stays as it was.
+
+Which entry is for which collective is told by its tag, on which the ranks have agreed, and by its
+number among those of that tag. So an interrupt in the middle of one never makes the next one read
+what was meant for it. A rank that gives one up before it has published says that, too.
+
+Everybody writes his own memory alone. The words of control are, in the memory of each rank:
+
+- how many entries it has published;
+- for each rank, how many of that one's entries it has taken note of;
+- the entries, in a ring;
+- for each rank, which of that one's messages it has read (acknowledgements).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from composable_shard import _torch
+from composable_shard.core.transport.failures import (
+    failure_in,
+    lost,
+    mismatch,
+    refuse_lost,
+    watched,
+)
+from composable_shard.core.transport.shared_memory import (
+    SWITCH,
+    OwnFile,
+    PeerFile,
+    Shared,
+    Slab,
+    has_ended,
+    share,
+)
+from composable_shard.errors import ShardError
+
+# What lies in a slab ------------------------------------------------------------------------------
+
+_DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]  # by the number that says which one it is
+_ALIGNMENT = 64  # bytes
+
+
+class Form(NamedTuple):
+    """What a message consists of: ``num_parts`` tensors of each dtype and number of elements.
+
+    Attributes:
+        numels: Of the tensors.
+        dtypes: Of the tensors.
+        num_parts: How many parts, of so many elements each, lie one behind another.
+    """
+
+    numels: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    num_parts: int
+
+
+class Published(NamedTuple):
+    """A tensor that another rank has published.
+
+    Attributes:
+        file: The file that it is in.
+        start: Where it begins there.
+        dtype: Its dtype.
+    """
+
+    file: PeerFile
+    start: int
+    dtype: torch.dtype
+
+    def copy_to(self, into: torch.Tensor, first: int = 0) -> None:
+        """Fill a contiguous tensor with elements from the number ``first`` on."""
+        self.file.read(self.start + first * self.dtype.itemsize, into.data_ptr(), into.nbytes)
+
+
+class _Plan(NamedTuple):
+    """Where the tensors of a form lie in a slab, behind a table that says what they are."""
+
+    table: bytes
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(form: Form) -> _Plan:
+    words = [len(form.numels)]
+    for numel, dtype in zip(form.numels, form.dtypes, strict=True):
+        words += [_DTYPES.index(dtype), numel]
+    table = bytes(memoryview((ctypes.c_int64 * len(words))(*words)))
+    end, offsets = len(table), []
+    for numel, dtype in zip(form.numels, form.dtypes, strict=True):
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        offsets.append(start)
+        end = start + form.num_parts * numel * dtype.itemsize
+    return _Plan(table, tuple(offsets), end)
+
+
+def _form_of(table: Any, num_parts: int) -> Form:
+    """Return what a message says that it consists of."""
+    words = table[1 : 1 + 2 * table[0]]
+    return Form(tuple(words[1::2]), tuple(_DTYPES[number] for number in words[::2]), num_parts)
+
+
+# Control ------------------------------------------------------------------------------------------
+
+NUM_ENTRIES = 256  # of the ring
+NUM_ACKS = 1 << 14  # messages to a rank that it may leave unread
+_ENTRY = 6  # words: its number, tag, number of its tag, place of the acknowledgement, start, nbytes
+_GIVEN_UP = -1  # in the place of nbytes
+_NUM_YIELDS = 20  # looks before the first nap
+_NAPS = 2e-5, 1e-3  # seconds: the shortest and the longest
+_NAP_SHARE = 0.1  # of the time already waited
+_LONG = 0.05  # seconds after which a rank looks whether the other has ended
+
+_log = logging.getLogger("composable_shard")
+_fence = threading.Lock()
+
+Key = tuple[int, int]  # a tag, and which of its collectives
+
+
+def _order_memory() -> None:
+    """Keep what this thread has done to memory before apart from what it does after.
+
+    Hazard: a processor that is not an x86 shows others a word before what it stands for. Guard:
+    atomic operations, one that releases and one that acquires behind it. No test: it takes such a
+    processor, and luck.
+    """
+    with _fence:
+        pass
+    with _fence:
+        pass
+
+
+class _Entry(NamedTuple):
+    """What a rank has published.
+
+    Attributes:
+        number: Of the entry, from 1.
+        ack: Where to say that it was read.
+        start: Of the slab in the file of that rank.
+        nbytes: Of the slab; :data:`_GIVEN_UP` if there is none.
+    """
+
+    number: int
+    ack: int
+    start: int
+    nbytes: int
+
+
+class Peer:
+    """Another rank of the process group, whose memory this one reads.
+
+    Attributes:
+        rank: Which one.
+        words: Its words of control.
+        num_taken: How many of its entries were taken note of.
+        arrived: Those that this rank has not read.
+        unwanted: What this rank is not going to read, and has not arrived.
+    """
+
+    def __init__(self, rank: int, file: PeerFile, end: int) -> None:
+        self.rank = rank
+        self.file = file
+        self.words = file.words
+        self.num_taken = 0
+        self.arrived: dict[Key, _Entry] = {}
+        self.unwanted: set[Key] = set()
+        self._end = end
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of its process; tell whether it came."""
+        return has_ended(self._end, seconds)
+
+
+class Mailbox:
+    """What this rank publishes in one process group, and what it reads there.
+
+    Hazard: two threads take note of the same entry. Guard: a lock.
+
+    Hazard: a forked process writes for its parent. Guard: it is refused. Test:
+    ``test_a_forked_process_publishes_nothing``.
+
+    Args:
+        group: The process group.
+        shared: The memory that its ranks share.
+
+    Attributes:
+        peers: By rank, those whose memory this rank reads, and which read its own.
+        shared: The memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, shared: Shared) -> None:
+        assert shared.own is not None
+        self.shared = shared
+        self.peers = {
+            rank: Peer(rank, file, shared.ends[rank]) for rank, file in shared.files.items()
+        }
+        self._own: OwnFile = shared.own
+        self._words = shared.own.words
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._counts: dict[int, int] = {}  # of collectives, by tag
+        self._num_published = 0
+        self._free_acks: list[int] = []
+        self._num_acks = 0  # that were ever used
+        self._unread: list[_Published] = []
+        self.given_up: deque[tuple[Key, list[int], bool]] = deque()  # appended to by any thread
+
+    @staticmethod
+    def num_words(num_ranks: int) -> int:
+        """Return how many words of control each rank of a group has."""
+        return 1 + num_ranks + NUM_ENTRIES * _ENTRY + num_ranks * NUM_ACKS
+
+    def next_key(self, tag: int) -> Key:
+        """Begin a collective of that tag."""
+        with self._lock:
+            count = self._counts[tag] = self._counts.get(tag, -1) + 1
+        return tag, count
+
+    def publish(self, key: Key, slab: Slab, ranks: Sequence[int]) -> bool:
+        """Show a slab to some ranks; ``False`` if it has to wait until they take note of others."""
+        with self._lock:
+            self._take_back()
+            if not self._has_room(ranks):
+                return False
+            if not self._free_acks:
+                if self._num_acks == NUM_ACKS:
+                    return False
+                self._free_acks.append(self._num_acks)
+                self._num_acks += 1
+            ack = heappop(self._free_acks)
+            self._unread.append(_Published(self._num_published + 1, ack, slab, list(ranks)))
+            self._write(key, ack, slab.start, slab.nbytes)
+        return True
+
+    def take_slab(self, nbytes: int) -> Slab:
+        """Return a slab to publish."""
+        with self._lock:
+            self._take_back()
+            return self._own.take(nbytes)
+
+    def look(self, peer: Peer, key: Key) -> _Entry | None:
+        """Return what a peer has published for a collective, if it has."""
+        entry = peer.arrived.get(key)
+        if entry is None:
+            self.take_note(peer)
+            entry = peer.arrived.get(key)
+        return entry
+
+    def take_note(self, peer: Peer) -> None:
+        """Take note of what a peer has published."""
+        words, own_place = peer.words, 1 + peer.rank
+        count = words[0]
+        if count == peer.num_taken:
+            return
+        self._refuse_fork()
+        with self._lock:
+            _order_memory()
+            ring = 1 + self._num_ranks
+            while peer.num_taken < count:
+                start = ring + peer.num_taken % NUM_ENTRIES * _ENTRY
+                number, tag, index, ack, place, nbytes = words[start : start + _ENTRY]
+                self._arrive(peer, (tag, index), _Entry(number, ack, place, nbytes))
+                peer.num_taken += 1
+            _order_memory()
+            self._words[own_place] = peer.num_taken
+
+    def has_read(self, peer: Peer, key: Key) -> None:
+        """Tell a peer that this rank has what was published, and needs it no more."""
+        self._refuse_fork()
+        with self._lock:
+            entry = peer.arrived.get(key)
+            if entry is None:
+                peer.unwanted.add(key)
+            else:
+                self._acknowledge(peer, entry)
+                del peer.arrived[key]
+
+    def let_go(self) -> None:
+        """Say which collectives this rank has given up.
+
+        Hazard: garbage is collected at any time and on any thread, also while the lock is held.
+        Guard: an exchange that goes leaves a note, and this does the rest. Test:
+        ``test_an_exchange_may_go_while_the_lock_is_held``.
+        """
+        while self.given_up:
+            with self._lock:
+                try:
+                    key, ranks, is_published = self.given_up[0]
+                except IndexError:  # another thread was quicker
+                    return
+                if not is_published and not self._has_room(ranks):
+                    return  # the next time
+                for rank in ranks:
+                    self.has_read(self.peers[rank], key)
+                if not is_published:
+                    self._write(key, -1, 0, _GIVEN_UP)
+                self.given_up.popleft()
+
+    @property
+    def num_unread(self) -> int:
+        """How many messages somebody has still to read."""
+        with self._lock:
+            self._take_back()
+            return len(self._unread)
+
+    def _arrive(self, peer: Peer, key: Key, entry: _Entry) -> None:
+        if key in peer.unwanted:
+            peer.unwanted.discard(key)
+            self._acknowledge(peer, entry)
+        elif entry.nbytes != _GIVEN_UP or key not in peer.arrived:
+            peer.arrived[key] = entry
+
+    def _acknowledge(self, peer: Peer, entry: _Entry) -> None:
+        if entry.nbytes != _GIVEN_UP:
+            _order_memory()
+            acks = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY
+            self._words[acks + peer.rank * NUM_ACKS + entry.ack] = entry.number
+
+    def _take_back(self) -> None:
+        """Take back the slabs that all have read."""
+        acks = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY + self._rank * NUM_ACKS
+        for published in list(self._unread):
+            place, peers = acks + published.ack, self.peers
+            published.ranks = [
+                rank for rank in published.ranks if peers[rank].words[place] != published.number
+            ]
+            if not published.ranks:
+                _order_memory()
+                self._unread.remove(published)
+                self._own.give_back(published.slab)
+                heappush(self._free_acks, published.ack)
+
+    def make_room(self, ranks: Iterable[int]) -> bool:
+        """Take note of what others have published, who may wait for that likewise.
+
+        Returns:
+            Whether some ranks have taken note of what the next entry overwrites.
+        """
+        for peer in self.peers.values():
+            self.take_note(peer)
+        return self._has_room(ranks)
+
+    def _has_room(self, ranks: Iterable[int]) -> bool:
+        place, most = 1 + self._rank, self._num_published - NUM_ENTRIES
+        return most < 0 or all(self.peers[rank].words[place] > most for rank in ranks)
+
+    def _write(self, key: Key, ack: int, start: int, nbytes: int) -> None:
+        self._refuse_fork()
+        number = self._num_published + 1
+        place = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY
+        for offset, word in enumerate((number, *key, ack, start, nbytes)):
+            self._words[place + offset] = word
+        _order_memory()
+        self._num_published = self._words[0] = number
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._process:
+            raise ShardError(
+                "Expected the process that made a process group to use it, got one that was forked "
+                "from it; start the ranks before, or make a process group in each"
+            )
+
+
+class _Published:
+    """A message that some ranks have still to read."""
+
+    __slots__ = ("ack", "number", "ranks", "slab")
+
+    def __init__(self, number: int, ack: int, slab: Slab, ranks: list[int]) -> None:
+        self.number = number
+        self.ack = ack
+        self.slab = slab
+        self.ranks = ranks
+
+
+# The mailboxes of this process --------------------------------------------------------------------
+
+_mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox | None]
+_mailboxes = weakref.WeakKeyDictionary()
+_reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]]
+_reasons = weakref.WeakKeyDictionary()
+_is_warned = False
+
+
+def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
+    """Return what this rank shares with others of ``group``; ``None`` if it is with nobody.
+
+    Args:
+        group: A process group that sends tensors of the CPU.
+
+    Collective: three all-gathers of a few bytes at the first call for ``group``.
+    """
+    if group not in _mailboxes:
+        with watched(group, "finding the ranks of this host"):
+            shared = share(group, Mailbox.num_words(group.size()))
+        _tell(group, shared)
+        _reasons[group] = shared.reasons
+        _mailboxes[group] = Mailbox(group, shared) if shared.files else None
+    return _mailboxes[group]
+
+
+def near_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks within ``group`` with which this one shares memory. Collective: once."""
+    mailbox = mailbox_of(group)
+    return [] if mailbox is None else list(mailbox.peers)
+
+
+def why_apart(group: dist.ProcessGroup) -> dict[int, str]:
+    """Return why this rank shares no memory with others of ``group``, by their ranks."""
+    mailbox_of(group)
+    return _reasons[group]
+
+
+def _tell(group: dist.ProcessGroup, shared: Shared) -> None:
+    """Log how this rank talks to each other one; warn once of what could be faster."""
+    ranks = dist.get_process_group_ranks(group)
+    rank, name = ranks[group.rank()], group.group_name
+    if shared.files:
+        near = ", ".join(str(ranks[peer]) for peer in shared.files)
+        _log.info("process group %s: rank %d shares memory with rank %s", name, rank, near)
+    for peer, reason in shared.reasons.items():
+        _log.info(
+            "process group %s: rank %d and rank %d exchange messages, because %s",
+            *(name, rank, ranks[peer], reason),
+        )
+    global _is_warned
+    slow = [peer for peer in shared.on_this_host if peer in shared.reasons]
+    if slow and not _is_warned and os.environ.get(SWITCH) != "0":
+        _is_warned = True
+        warnings.warn(
+            f"Rank {rank} and rank {ranks[slow[0]]} run on one host and share no memory, because "
+            f"{shared.reasons[slow[0]]}; what they send goes through sockets, which is slower",
+            stacklevel=2,
+        )
+
+
+# One collective -----------------------------------------------------------------------------------
+
+
+class Exchange:
+    """One collective of this rank with those of its host: it publishes, and reads what they do.
+
+    Args:
+        group: The process group.
+        tag: A number on which the ranks have agreed.
+        ranks: Those to exchange with; each of them exchanges with this one.
+        form: What this rank publishes.
+        fill: Writes it, given where each tensor of the form begins.
+
+    Raises:
+        ShardError: Here and below, if a rank has ended, does not do its part within the time-out
+            of the process group, has given up, or did not so before. The group is lost then.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        ranks: Sequence[int],
+        form: Form,
+        fill: Callable[[list[int]], object],
+    ) -> None:
+        self._group = group
+        self._form = form
+        mailbox = mailbox_of(group)
+        assert mailbox is not None
+        self._mailbox: Mailbox = mailbox
+        self._unread: list[int] = []
+        self._is_published = False
+        self._time_out = _torch.timeout_of(group)
+        self._note = mailbox.given_up.append  # globals may be gone when the interpreter ends
+        mailbox.let_go()
+        self._key = mailbox.next_key(tag)
+        self._unread = list(ranks)  # from here on it is given up unless it is finished
+        plan = _plan(form)
+        slab = mailbox.take_slab(plan.nbytes)
+        ctypes.memmove(slab.address, plan.table, len(plan.table))
+        fill([slab.address + offset for offset in plan.offsets])
+        self._publish(slab)
+
+    def _publish(self, slab: Slab) -> None:
+        mailbox, ranks = self._mailbox, self._unread
+        if mailbox.publish(self._key, slab, ranks):
+            self._is_published = True
+            return
+        for rank in ranks:  # one by one, to name the one that is late
+            self._wait(rank, partial(mailbox.make_room, [rank]))
+        self._wait(ranks[0], lambda: mailbox.publish(self._key, slab, ranks))
+        self._is_published = True
+
+    def read(self, rank: int, part: int = 0, dtypes: Sequence[torch.dtype] = ()) -> list[Published]:
+        """Wait for what a rank publishes; return where it is, until :meth:`finish`.
+
+        Args:
+            rank: Which one.
+            part: Which part of each tensor, if they have several.
+            dtypes: Those that are expected; any if absent.
+
+        Raises:
+            RankMismatchError: If the tensors are not as many as this rank publishes, or not as
+                long, or of other dtypes.
+        """
+        peer, own = self._mailbox.peers[rank], self._form
+        entry = self._wait(rank, lambda: self._mailbox.look(peer, self._key))
+        if entry.nbytes == _GIVEN_UP:
+            raise lost(self._group, rank, "word that it has given that one up")
+        form, plan = own, _plan(own)
+        table = (ctypes.c_int64 * (len(plan.table) // 8))()
+        peer.file.read(entry.start, ctypes.addressof(table), len(plan.table))
+        if bytes(table) != plan.table:
+            table = (ctypes.c_int64 * (1 + 2 * table[0]))()
+            peer.file.read(entry.start, ctypes.addressof(table), ctypes.sizeof(table))
+            form = _form_of(table, own.num_parts)
+            plan = _plan(form)
+            wanted = tuple(dtypes) or form.dtypes
+            if form.numels != own.numels or form.dtypes != wanted:
+                raise mismatch(
+                    self._group,
+                    rank,
+                    f"{list(own.numels)} elements of {list(wanted)}",
+                    f"{list(form.numels)} elements of {list(form.dtypes)}",
+                )
+        return [
+            Published(peer.file, entry.start + offset + part * numel * dtype.itemsize, dtype)
+            for offset, numel, dtype in zip(plan.offsets, form.numels, form.dtypes, strict=True)
+        ]
+
+    def is_there(self) -> bool:
+        """Tell whether all others have published, so that nothing is left to wait for."""
+        mailbox, key = self._mailbox, self._key
+        return all(mailbox.look(mailbox.peers[rank], key) for rank in self._unread)
+
+    def finish(self) -> None:
+        """Tell the others that this rank has read."""
+        unread, mailbox = self._unread, self._mailbox
+        while unread:
+            mailbox.has_read(mailbox.peers[unread[-1]], self._key)
+            unread.pop()
+
+    def __del__(self) -> None:
+        """Note that this rank gives up what it has not finished."""
+        if self._unread:
+            self._note((self._key, self._unread, self._is_published))
+
+    def _wait(self, rank: int, look: Callable[[], Any]) -> Any:
+        """Look until there is something; return it."""
+        for _ in range(_NUM_YIELDS):
+            if seen := look():
+                return seen
+            os.sched_yield()
+        refuse_lost(self._group)
+        peer, start = self._mailbox.peers[rank], time.monotonic()
+        last = now = start
+        shortest, longest = _NAPS
+        while True:
+            time.sleep(min(longest, max(shortest, _NAP_SHARE * (now - start))))
+            now, got = time.monotonic(), None
+            if now - last > _LONG:
+                last = now
+                failure = failure_in(self._group)
+                if failure is not None:
+                    got = f"word that {failure}"
+                elif peer.ends_within(0):
+                    got = "the end of its process"
+                elif now - start > self._time_out:
+                    got = f"no sign of it within the time-out of {self._time_out:.0f} s"
+            if seen := look():  # also what was there when it ended
+                return seen
+            if got is not None:
+                raise lost(self._group, rank, got)

@@ -1,0 +1,388 @@
+"""Memory that ranks of one host share: each writes its own and reads that of the others.
+
+For every process group a rank has a file that exists in memory alone (``memfd``). It passes the
+file, open for reading, to each rank that it can reach through a Unix socket, and a descriptor that
+tells of the end of its process. Nothing is asked of the system that it refuses to unprivileged
+processes, and nobody writes where another one owns the memory.
+
+The file begins with some words of control; ``mailbox.py`` says what they mean. Behind them lie
+slabs, pieces in which tensors wait until the others have read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import mmap
+import os
+import secrets
+import select
+import socket
+import sys
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from composable_shard import _torch
+from composable_shard.errors import ShardError
+
+SWITCH = "COMPOSABLE_SHARD_SHARED_MEMORY"
+IDLE_USES = 8
+"""A slab that was not taken while so many others were goes back to the system. Forward uses fewer
+slabs than backward, and memory is short where backward begins."""
+
+# Slabs, and the files that they are pieces of -----------------------------------------------------
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes = [ctypes.c_void_p, word, number, number, number, ctypes.c_int64]
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = [ctypes.c_void_p, word]
+    libc.madvise.argtypes = [ctypes.c_void_p, word, number]
+    libc.pread.argtypes = [number, ctypes.c_void_p, word, ctypes.c_int64]
+    libc.pread.restype = ctypes.c_ssize_t
+    return libc
+
+
+def _mapped(file: int, start: int, nbytes: int, access: int) -> ctypes.Array[ctypes.c_uint8]:
+    """Map a piece of a file; it stays until the last reference is gone, without a descriptor.
+
+    Python's own ``mmap`` keeps a descriptor for every piece.
+    """
+    address = _libc().mmap(None, nbytes, access, mmap.MAP_SHARED, file, start)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise _no_memory(nbytes, OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno())))
+    piece = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(piece, _libc().munmap, address, nbytes).atexit = False
+    return piece
+
+
+def _no_memory(nbytes: int, error: OSError) -> ShardError:
+    return ShardError(
+        f"Expected {nbytes} bytes of memory to share with the other ranks of this host, got the "
+        f"error '{error.strerror}'; {SWITCH}=0 on all ranks sends everything through sockets"
+    )
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Slab:
+    """A piece of the own file.
+
+    Attributes:
+        start: Where it begins in the file.
+        nbytes: How long it is.
+        address: Where it is mapped.
+        last_use: When it was taken last, counted in uses of slabs.
+    """
+
+    def __init__(self, file: int, start: int, nbytes: int) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self._piece = _mapped(file, start, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.address = ctypes.addressof(self._piece)
+        self.last_use = 0
+
+
+class OwnFile:
+    """The file of this rank for one process group.
+
+    Args:
+        num_words: Words of control at its beginning, zeros.
+
+    Attributes:
+        words: The words.
+
+    Raises:
+        OSError: If the system has no such files.
+    """
+
+    def __init__(self, num_words: int) -> None:
+        self.file = os.memfd_create("composable_shard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.file).atexit = False
+        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        self._end = _round_up(num_words * 8)
+        os.ftruncate(self.file, self._end)
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        self.words = memoryview(_mapped(self.file, 0, self._end, both)).cast("B").cast("q")
+        self._free: list[Slab] = []
+        self._num_uses = 0
+
+    def take(self, nbytes: int) -> Slab:
+        """Return a slab of at least so many bytes, the smallest free one or a new one.
+
+        Raises:
+            ShardError: If there is no memory left.
+        """
+        self._num_uses += 1
+        fitting = [slab for slab in self._free if slab.nbytes >= nbytes]
+        slab = min(fitting, key=lambda one: (one.nbytes, -one.last_use), default=None)
+        if slab is None:
+            slab = self._new(_round_up(max(nbytes, 1)))
+        else:
+            self._free.remove(slab)
+        slab.last_use = self._num_uses
+        self._return_idle()
+        return slab
+
+    def give_back(self, slab: Slab) -> None:
+        """Take a slab back that nobody reads any more."""
+        _torch.poison(slab.address, slab.nbytes)
+        self._free.append(slab)
+
+    def _new(self, nbytes: int) -> Slab:
+        start = self._end
+        try:
+            os.posix_fallocate(self.file, start, nbytes)  # an error now, not a signal later
+        except OSError as error:
+            raise _no_memory(nbytes, error) from error
+        self._end += nbytes
+        return Slab(self.file, start, nbytes)
+
+    def _return_idle(self) -> None:
+        """Give the memory of slabs back to the system that others have been taken in place of."""
+        for slab in list(self._free):
+            if self._num_uses - slab.last_use > IDLE_USES:
+                self._free.remove(slab)
+                _libc().madvise(slab.address, slab.nbytes, mmap.MADV_REMOVE)
+
+
+class PeerFile:
+    """The file of another rank, which this one reads.
+
+    Slabs are read by a system call. Mapping them would count as memory of this process, and costs
+    more where that is given up in between.
+
+    Args:
+        file: Its descriptor, which is closed with this object.
+        num_words: As in :class:`OwnFile`.
+
+    Attributes:
+        words: The words of control.
+    """
+
+    def __init__(self, file: int, num_words: int) -> None:
+        self._file = file
+        weakref.finalize(self, os.close, file).atexit = False
+        piece = _mapped(file, 0, _round_up(num_words * 8), mmap.PROT_READ)
+        self.words = memoryview(piece).cast("B").cast("q")
+
+    def read(self, start: int, address: int, nbytes: int) -> None:
+        """Copy what begins at ``start`` to an address of this process.
+
+        Raises:
+            ShardError: If the system does not let it.
+        """
+        done = 0
+        while done < nbytes:
+            count = _libc().pread(self._file, address + done, nbytes - done, start + done)
+            if count <= 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise ShardError(
+                    f"Expected to read {nbytes} bytes of shared memory, got {done} and the error "
+                    f"'{reason}'"
+                )
+            done += count
+
+
+# Which ranks can share memory, and how they come by each other's files ----------------------------
+
+
+@dataclass
+class Shared:
+    """What a rank shares with others of its process group.
+
+    Attributes:
+        own: Its own file; ``None`` if it can share with nobody.
+        files: Those of others, by rank.
+        ends: By rank, the descriptor that tells of the end of that rank's process.
+        reasons: By rank, why it shares nothing with the others.
+        on_this_host: Those of all others that run on this host.
+    """
+
+    own: OwnFile | None
+    files: dict[int, PeerFile] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    on_this_host: list[int] = field(default_factory=list)
+
+
+def share(group: dist.ProcessGroup, num_words: int) -> Shared:
+    """Share memory with the ranks of ``group`` that can be reached.
+
+    Args:
+        group: A process group that sends tensors of the CPU.
+        num_words: Words of control at the beginning of each file.
+
+    Collective: three all-gathers of small objects.
+
+    Hazard: something fails on one rank alone, and others wait for it, or take it for one that
+    shares. Guard: every failure is a reason, which both ranks of a pair know in the end. Test:
+    ``test_a_rank_that_cannot_share_is_sent_messages``.
+    """
+    rank = group.rank()
+    door, refused = _open_door(group.size(), num_words)
+    cards = _hear((_host(), door.card if door else refused), group)
+    shared = Shared(door.own if door else None)
+    for peer, (host, card) in enumerate(cards):
+        if peer == rank:
+            continue
+        if host != _host():
+            shared.reasons[peer] = "they run on different hosts"
+            continue
+        shared.on_this_host.append(peer)
+        if door is None or isinstance(card, str):
+            shared.reasons[peer] = refused or str(card)
+        elif (reason := door.pass_to(card, rank)) is not None:
+            shared.reasons[peer] = reason
+    _hear_reasons(shared, group)
+    if door is not None:
+        door.take_in(shared, num_words)
+        door.close()
+    _hear_reasons(shared, group)
+    return shared
+
+
+def _hear(said: Any, group: dist.ProcessGroup) -> list[Any]:
+    heard: list[Any] = [None] * group.size()
+    dist.all_gather_object(heard, said, group=group)
+    return heard
+
+
+def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
+    """Take over the reasons that others have for not sharing with this rank."""
+    rank = group.rank()
+    for peer, reasons in enumerate(_hear(shared.reasons, group)):
+        if rank in reasons:
+            shared.reasons.setdefault(peer, reasons[rank])
+    for peer in shared.reasons:
+        shared.files.pop(peer, None)
+
+
+@functools.cache
+def _host() -> int:
+    """Return a number that no other running system has."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        text = secrets.token_bytes(16)  # not Linux: shared with nobody
+    return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+
+
+def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
+    """Return a door, or why there is none."""
+    if os.environ.get(SWITCH) == "0":
+        return None, f"{SWITCH}=0 is set"
+    needs = "memfd_create", "pidfd_open", "posix_fallocate"
+    if not sys.platform.startswith("linux") or not all(hasattr(os, name) for name in needs):
+        return None, "shared memory needs Linux"
+    try:
+        return _Door(num_ranks, num_words), ""
+    except (OSError, ShardError) as error:
+        return None, f"a rank has no memory to share: {error}"
+
+
+class _Door:
+    """A Unix socket through which other processes pass their files to this one.
+
+    Its name is random, and known to whoever lists the sockets of the host; so a visitor shows a
+    secret besides, which only ranks of the process group have heard.
+
+    Args:
+        num_ranks: How many may come.
+        num_words: See :class:`OwnFile`.
+
+    Attributes:
+        own: The file of this process.
+        card: How to find the door, and the secret.
+    """
+
+    def __init__(self, num_ranks: int, num_words: int) -> None:
+        with contextlib.ExitStack() as stack:
+            self.own = OwnFile(num_words)
+            self.card = secrets.token_hex(16), secrets.token_bytes(16)
+            self._socket = stack.enter_context(_new_socket())
+            self._socket.bind(_name_of(self.card))
+            self._socket.listen(num_ranks)
+            self._own_end = os.pidfd_open(os.getpid())
+            stack.callback(os.close, self._own_end)
+            own = f"/proc/self/fd/{self.own.file}"
+            self._to_read = os.open(own, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, self._to_read)
+            self.close = stack.pop_all().close
+
+    def pass_to(self, card: tuple[str, bytes], rank: int) -> str | None:
+        """Pass the own file, for reading, through the door of another process.
+
+        Returns:
+            Why that is not possible, if it is not.
+        """
+        try:
+            with _new_socket() as visit:
+                visit.connect(_name_of(card))
+                socket.send_fds(visit, [_secret_of(card, rank)], [self._to_read, self._own_end])
+        except OSError as error:
+            return f"no Unix socket leads from one to the other: {error}"
+        return None
+
+    def take_in(self, shared: Shared, num_words: int) -> None:
+        """Take the files of those who have come."""
+        expected = {
+            _secret_of(self.card, peer): peer
+            for peer in shared.on_this_host
+            if peer not in shared.reasons
+        }
+        try:
+            while expected:
+                visit, _ = self._socket.accept()
+                with visit:
+                    visit.settimeout(_VISIT)
+                    secret, found, *_ = socket.recv_fds(visit, _SECRET_NBYTES, 2)
+                peer = expected.get(secret)
+                if peer is None or len(found) != 2:  # somebody else
+                    for file in found:
+                        os.close(file)
+                    continue
+                file, shared.ends[peer] = found
+                weakref.finalize(self.own, os.close, shared.ends[peer]).atexit = False
+                shared.files[peer] = PeerFile(file, num_words)
+                del expected[secret]
+        except (OSError, ShardError) as error:
+            for peer in expected.values():
+                shared.reasons[peer] = f"a rank cannot take the memory of another: {error}"
+
+
+_VISIT = 30.0  # seconds, of what another process on this host has done already
+_SECRET_NBYTES = 32
+
+
+def _new_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(_VISIT)
+    return made
+
+
+def _name_of(card: tuple[str, bytes]) -> bytes:
+    return f"\0composable_shard-{card[0]}".encode()
+
+
+def _secret_of(card: tuple[str, bytes], rank: int) -> bytes:
+    return hashlib.sha256(card[1] + str(rank).encode()).digest()
+
+
+def has_ended(end: int, seconds: float) -> bool:
+    """Wait for the end of a process, by its descriptor; tell whether it came."""
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))

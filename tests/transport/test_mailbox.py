@@ -1,0 +1,527 @@
+"""What ranks of one host publish for each other: the collectives, and what interrupts them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from near import Apart, sharing
+from torch import nn
+
+from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.core.transport import failures, mailbox, point_to_point
+from composable_shard.core.transport.mailbox import Exchange, Mailbox, mailbox_of
+from composable_shard.core.transport.pending import Pending
+from composable_shard.core.transport.point_to_point import DirectAllGather, DirectReduceScatter
+from composable_shard.errors import ShardError
+from composable_shard.testing import run_ranks
+
+__all__ = ["sharing"]
+
+TAG = 1 << 30  # which no model of another test has
+WIDTH = 8
+Launch = Callable[[float], tuple[torch.Tensor, Pending]]
+
+pytestmark = pytest.mark.usefixtures("sharing")
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def box(group: dist.ProcessGroup | None = None) -> Mailbox:
+    found = mailbox_of(group or world())
+    assert found is not None
+    return found
+
+
+# The collectives ------------------------------------------------------------------------------
+
+NUMELS = (1, 5, 70, 0)
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64]
+
+
+def numbers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + numel)
+    return (torch.randn(numel, generator=generator) * 9).to(dtype)
+
+
+def kept_apart(fn: Callable[..., bool], apart: int | None) -> Callable[..., bool]:
+    """Let ranks read all others (`None`), none (0), or those that are not so many ranks away."""
+    return fn if apart is None else Apart(fn, apart or None)
+
+
+def gathered(dtype: torch.dtype) -> bool:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    inputs = [numbers(rank, numel, dtype) for numel in NUMELS]
+    outputs = [torch.empty(count * numel, dtype=dtype) for numel in NUMELS]
+    group = dist.group.WORLD
+    assert group is not None
+    Pending(DirectAllGather().launch(outputs, inputs, group, TAG)).wait()
+    wanted = [torch.cat([numbers(peer, numel, dtype) for peer in range(count)]) for numel in NUMELS]
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(outputs, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.parametrize("apart", [None, 0, 1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None, ranks: int) -> None:
+    assert run_ranks(kept_apart(gathered, apart), ranks, dtype) == [True] * ranks
+
+
+def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
+    """Reduce in `dtype` what is of the first of `dtypes` on rank 0, of the next on rank 1, ..."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    full = [
+        [
+            numbers(peer, count * numel, dtypes[peer % len(dtypes)]).view(count, numel)
+            for peer in range(count)
+        ]
+        for numel in NUMELS
+    ]
+    inputs = [parts[rank].flatten().clone() for parts in full]
+    outputs = [torch.empty(numel, dtype=dtype) for numel in NUMELS]
+    group = dist.group.WORLD
+    assert group is not None
+    with mock.patch.object(point_to_point, "CHUNK_NUMEL", 16):
+        reduction = getattr(dist.ReduceOp, op)
+        Pending(DirectReduceScatter().launch(outputs, inputs, group, reduction, TAG)).wait()
+    same = []
+    for out, parts in zip(outputs, full, strict=True):
+        total = parts[0][rank].to(torch.promote_types(dtype, torch.float32), copy=True)
+        for part in parts[1:]:
+            total += part[rank]
+        same.append(torch.equal(out, (total / count if op == "AVG" else total).to(dtype)))
+    return all(same)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.parametrize("apart", [None, 0, 1, 2])
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+@pytest.mark.parametrize(
+    ("dtypes", "dtype"),
+    [
+        ((torch.float32,), torch.float32),
+        ((torch.bfloat16,), torch.bfloat16),
+        ((torch.float16,), torch.float16),
+        ((torch.float64,), torch.float64),
+        ((torch.bfloat16,), torch.float32),
+        ((torch.bfloat16, torch.float32), torch.float32),
+        ((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    ],
+    ids=str,
+)
+def test_reduced_is_the_sum_in_rank_order(
+    dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str, apart: int | None, ranks: int
+) -> None:
+    case = kept_apart(reduced, apart), ranks, dtypes, dtype, op
+    assert run_ranks(*case) == [True] * ranks
+
+
+# What was published stays as it was, whatever becomes of its source ---------------------------
+
+
+@contextlib.contextmanager
+def slow_reader() -> Iterator[None]:
+    """Let rank 1 read late, when others have gone on."""
+    read = Exchange.read
+
+    def late(self: Exchange, *args: Any, **kwargs: Any) -> list[Any]:
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        return read(self, *args, **kwargs)
+
+    with mock.patch.object(Exchange, "read", late):
+        yield
+
+
+def changed_at_once(
+    act: Callable[[nn.Module, torch.Tensor], torch.Tensor], policy: MixedPrecisionPolicy
+) -> torch.Tensor:
+    """What `act` returns, when a quick rank overwrites its shards as soon as `act` is over."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mp_policy=policy)
+    with slow_reader():
+        seen = act(model, torch.ones(1, WIDTH))
+        model.reshard()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().fill_(100)  # type: ignore[attr-defined]
+        garbage = [torch.full((WIDTH, WIDTH), 7.0) for _ in range(50)]
+        dist.barrier()
+    assert len(garbage) == 50
+    return seen.float()
+
+
+def evaluates(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(x)  # type: ignore[no-any-return]
+
+
+def runs_forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).detach()  # type: ignore[no-any-return]
+
+
+def unshards(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.unshard()  # type: ignore[operator]
+    weight: torch.Tensor = model.weight  # type: ignore[assignment]
+    return weight.detach().sum(1)[None].clone()
+
+
+def trains(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_()
+    model.set_reshard_after_forward(True)  # type: ignore[operator]
+    model(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def trains_without_sync(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with model.no_sync():  # type: ignore[operator]
+        return trains(model, x)
+
+
+@pytest.mark.parametrize("policy", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("act", [evaluates, runs_forward, unshards, trains, trains_without_sync])
+def test_shards_may_change_as_soon_as_a_pass_has_ended(
+    act: Callable[[nn.Module, torch.Tensor], torch.Tensor], policy: torch.dtype | None
+) -> None:
+    for seen in run_ranks(changed_at_once, 2, act, MixedPrecisionPolicy(param_dtype=policy)):
+        assert torch.equal(seen, torch.full((1, WIDTH), float(WIDTH)))
+
+
+not_at_once = mock.patch.object(Exchange, "is_there", lambda _: False)
+"""Whoever comes last finds what the others have published, and reads it when it launches."""
+
+
+@not_at_once
+def gather(start: float, tag: int = TAG) -> tuple[torch.Tensor, Pending]:
+    """Gather from every rank `start` plus its number."""
+    output = torch.empty(2 * dist.get_world_size())
+    shard = torch.full((2,), start + dist.get_rank())
+    pending = Pending(DirectAllGather().launch([output], [shard], world(), tag))
+    shard.fill_(-1)
+    return output, pending
+
+
+@not_at_once
+def reduce(start: float) -> tuple[torch.Tensor, Pending]:
+    """Sum over the ranks `start` plus their numbers."""
+    output, op = torch.empty(2), dist.ReduceOp.SUM
+    full = torch.full((2 * dist.get_world_size(),), start + dist.get_rank())
+    pending = Pending(DirectReduceScatter().launch([output], [full], world(), op, TAG))
+    full.fill_(-1)
+    return output, pending
+
+
+def is_exact(launch: Launch, start: float, output: torch.Tensor) -> bool:
+    ranks = torch.arange(dist.get_world_size()) + start
+    wanted = ranks.repeat_interleave(2) if launch is not reduce else ranks.sum().expand(2)
+    return torch.equal(output, wanted)
+
+
+def complete(launch: Launch) -> list[bool]:
+    """Launch three, one after another, and wait; tell which are exact."""
+    exact = []
+    for start in (30.0, 40.0, 50.0):
+        output, pending = launch(start)
+        pending.wait()
+        exact.append(is_exact(launch, start, output))
+    return exact
+
+
+def unread() -> int:
+    """How much of what this rank has published is never read, when all have come here."""
+    dist.barrier()
+    box().let_go()
+    dist.barrier()
+    for peer in box().peers.values():
+        box().take_note(peer)
+    dist.barrier()
+    return box().num_unread + sum(len(peer.arrived) for peer in box().peers.values())
+
+
+def after_training() -> tuple[list[int], list[int]]:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    left, slabs = [], []
+    for _ in range(6):
+        model(torch.ones(1, WIDTH)).sum().backward()
+        left.append(unread())
+        slabs.append(os.fstat(box()._own.file).st_blocks)
+    return left, slabs
+
+
+def test_nothing_is_held_after_a_backward_and_memory_does_not_grow() -> None:
+    for left, blocks in run_ranks(after_training, 2):
+        assert left == [left[0]] * 6  # what tests before have left to nobody
+        assert max(blocks[3:]) <= max(blocks[:3])
+
+
+# Many at once ---------------------------------------------------------------------------------
+
+
+def many_under_way(num: int) -> list[bool]:
+    """Launch more than the ring has entries; wait for the last first."""
+    launched = [(start, *gather(float(start), TAG + 2 + start % 7)) for start in range(num)]
+    exact = []
+    for start, output, pending in reversed(launched):
+        pending.wait()
+        exact.append(is_exact(gather, start, output))
+    return exact
+
+
+def test_more_are_under_way_than_the_ring_has_entries() -> None:
+    num = 3 * mailbox.NUM_ENTRIES + 5
+    assert run_ranks(many_under_way, 2, num) == [[True] * num] * 2
+
+
+def one_is_late(num: int) -> tuple[list[bool], bool]:
+    """Launch more than the ring has entries, before the other rank takes note of any."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    start = time.monotonic()
+    launched = [(number, *gather(float(number))) for number in range(num)]
+    took = time.monotonic() - start
+    exact = []
+    for number, output, pending in launched:
+        pending.wait()
+        exact.append(is_exact(gather, number, output))
+    return exact, took > 0.2
+
+
+def test_a_rank_that_is_far_ahead_waits_until_others_have_taken_note() -> None:
+    num = mailbox.NUM_ENTRIES + 1
+    found = run_ranks(one_is_late, 2, num)
+    assert [exact for exact, _ in found] == [[True] * num] * 2
+    assert [waited for _, waited in found] == [True, False]
+
+
+# Nobody waits ---------------------------------------------------------------------------------
+
+
+def dropped(launch: Launch, first: int | None) -> tuple[list[bool], int]:
+    """Drop what `first` has dropped before the others launch it, and do more."""
+    before = unread()
+    if first not in (None, dist.get_rank()):
+        dist.barrier()
+    for start in (10.0, 20.0):
+        launch(start)
+    if first == dist.get_rank():
+        dist.barrier()
+    return complete(launch), unread() - before
+
+
+@pytest.mark.parametrize("launch", [gather, reduce])
+@pytest.mark.parametrize(("first", "ranks"), [(None, 2), (0, 2), (1, 2), (None, 3)])
+def test_what_nobody_reads_is_freed(launch: Launch, first: int | None, ranks: int) -> None:
+    assert run_ranks(dropped, ranks, launch, first) == [([True] * 3, 0)] * ranks
+
+
+def launched_by_one_first() -> list[object]:
+    """How much is held while one rank has launched, and when the other has done so too."""
+    rank, before = dist.get_rank(), unread()
+    seen: list[object] = []
+    for late in (False, True):
+        if late == bool(rank):
+            gather(10.0, TAG + 1)
+        seen += [complete(gather), unread() - before]
+    return seen
+
+
+def test_what_was_published_stays_until_the_others_have_launched_theirs() -> None:
+    exact: list[object] = [True] * 3
+    assert run_ranks(launched_by_one_first, 2) == [
+        [exact, 1, exact, 0],
+        [exact, 1, exact, 0],
+    ]
+
+
+# Interrupts -----------------------------------------------------------------------------------
+
+PLACES = [(Mailbox, "look"), (Mailbox, "has_read"), (Mailbox, "_acknowledge"), (Exchange, "read")]
+
+
+@contextlib.contextmanager
+def interrupted_at(owner: type, name: str, call: int) -> Iterator[None]:
+    """Interrupt this rank at one of its calls of a method, before or after it."""
+    method, calls_left = getattr(owner, name), call
+
+    def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls_left
+        calls_left -= 1
+        result = None
+        if calls_left < 0 and call % 2:
+            result = method(self, *args, **kwargs)
+        if calls_left < 0:
+            calls_left = 1 << 30
+            raise KeyboardInterrupt
+        return result or method(self, *args, **kwargs)
+
+    with mock.patch.object(owner, name, instead):
+        yield
+
+
+def interrupted(launch: Launch, ranks: tuple[int, ...]) -> list[object]:
+    """Interrupt some ranks at each of the steps of a wait; go on in step with the others."""
+    seen: list[object] = []
+    for owner, name in PLACES:
+        for call in range(4):
+            _, pending = launch(10.0)
+            with contextlib.ExitStack() as stack:
+                if dist.get_rank() in ranks:
+                    stack.enter_context(interrupted_at(owner, name, call))
+                with contextlib.suppress(KeyboardInterrupt):
+                    pending.wait()
+            del pending
+            seen.append((name, call, complete(launch)))
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0,)])
+@pytest.mark.parametrize("launch", [gather, reduce])
+def test_the_next_one_does_not_read_what_was_for_nobody(
+    launch: Launch, ranks: tuple[int, ...]
+) -> None:
+    for seen in run_ranks(interrupted, 3, launch, ranks):
+        assert [exact for *_, exact in seen] == [[True] * 3] * 16, seen
+
+
+def interrupted_at_launch(name: str) -> list[str]:
+    """Interrupt rank 0 before it has published, and go on: who waits for it is told."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+
+    def launch() -> Pending:
+        output = torch.empty(4)
+        return Pending(DirectAllGather().launch([output], [torch.ones(2)], group, TAG))
+
+    launch().wait()
+    said = []
+    if dist.get_rank() == 0:
+        interrupt = mock.patch.object(Mailbox, name, mock.Mock(side_effect=KeyboardInterrupt))
+        with interrupt, pytest.raises(KeyboardInterrupt):
+            launch()
+        launch()  # in step with what the other one does, and not waited for
+    else:
+        for _ in range(2):
+            with pytest.raises(ShardError) as caught:
+                launch().wait()
+            said.append(str(caught.value))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("name", ["take_slab", "publish"])
+def test_a_rank_that_is_interrupted_before_it_publishes_is_missed_at_once(name: str) -> None:
+    _, (missed, refused) = run_ranks(interrupted_at_launch, 2, name)
+    expected = (
+        "Expected rank 0 to take part in a collective, got word that it has given that one up"
+    )
+    assert missed.removeprefix("Rank 1 failed while communicating: ") == expected
+    assert refused == (
+        f"Expected a process group without failures, got one that had failed before: {expected}"
+    )
+
+
+def one_keeps_its_exception() -> list[object]:
+    kept: list[BaseException] = []
+    before = unread()
+    pending = gather(10.0)[1]
+    with interrupted_at(Mailbox, "look", 0):
+        try:
+            pending.wait()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+    del pending
+    if dist.get_rank() == 0:
+        kept.clear()
+        gc.collect()
+    seen: list[object] = [complete(gather)]
+    kept.clear()
+    gc.collect()
+    return [*seen, complete(gather), unread() - before]
+
+
+def test_a_rank_does_not_wait_for_one_that_keeps_its_exception() -> None:
+    exact = [True] * 3
+    assert run_ranks(one_keeps_its_exception, 2) == [[exact, exact, 0]] * 2
+
+
+# More of what happens meanwhile ---------------------------------------------------------------
+
+
+def goes_with_the_lock_held() -> tuple[int, list[bool], int]:
+    before = unread()
+    pending = gather(10.0)[1]
+    with box()._lock:
+        del pending
+        noted = len(box().given_up)
+    return noted, complete(gather), unread() - before
+
+
+def test_an_exchange_may_go_while_the_lock_is_held() -> None:
+    assert run_ranks(goes_with_the_lock_held, 2) == [(1, [True] * 3, 0)] * 2
+
+
+def goes_without_globals() -> tuple[list[object], list[bool]]:
+    pending, found = gather(10.0)[1], []
+    names = [name for name in vars(mailbox) if not name.startswith("__")]
+    with contextlib.ExitStack() as stack:
+        hook = mock.patch.object(
+            sys, "unraisablehook", lambda one: found.append(str(one.exc_value))
+        )
+        stack.enter_context(hook)
+        for name in names:
+            stack.enter_context(mock.patch.object(mailbox, name, None))
+        del pending
+    return found, complete(gather)
+
+
+def test_an_exchange_may_go_when_the_interpreter_ends() -> None:
+    assert run_ranks(goes_without_globals, 2) == [([], [True] * 3)] * 2
+
+
+def lost_meanwhile() -> tuple[list[bool], str]:
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+
+    def launch() -> Pending:
+        output = torch.empty(4)
+        return Pending(DirectAllGather().launch([output], [torch.ones(2)], group, TAG))
+
+    pending = launch()
+    failures.lost(group, 1 - dist.get_rank(), "a test")
+    del pending
+    exact = complete(gather)
+    with pytest.raises(ShardError) as caught:
+        launch()
+    return exact, str(caught.value)
+
+
+def test_a_group_that_is_lost_is_refused_and_others_go_on() -> None:
+    for rank, (exact, said) in enumerate(run_ranks(lost_meanwhile, 2)):
+        assert exact == [True] * 3
+        assert said == (
+            "Expected a process group without failures, got one that had failed before: Expected "
+            f"rank {1 - rank} to take part in a collective, got a test"
+        )
