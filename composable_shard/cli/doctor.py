@@ -539,9 +539,7 @@ def _lines_of_ranks(
     what = f"{num_ranks} on {machine.device_type} over {measured.backend}"
     lines = [("ranks", f"{what}, {_counted(measured.num_threads, 'thread')} each")]
     ways = measured.pairs_by_way()
-    way = (
-        "in shared memory" if list(ways) == [SHARES] else "sent from rank to rank over gloo"
-    )
+    way = "in shared memory" if list(ways) == [SHARES] else "sent from rank to rank over gloo"
     lines += [("transport", f"{how}: ranks {pairs}") for how, pairs in ways.items()]
     for name, one in measured.collectives.items():
         how = _HOW[one.how].format(backend=measured.backend, way=way)

@@ -1,6 +1,6 @@
 """A rank that is killed, or stands still: the others say who it was, at what, and do not hang.
 
-All of it both ways: where ranks read each other's memory, and where they send.
+All of it both ways: where ranks share memory, and where they send.
 """
 
 from __future__ import annotations

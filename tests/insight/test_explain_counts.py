@@ -1,6 +1,6 @@
 """What explain says of a step is what a step does: launches, messages, bytes sent and copied.
 
-Ranks are kept from reading each other's memory, so that every message is one that is seen.
+Ranks are kept from sharing memory, so that every message is one that is seen.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def namespaces() -> Iterator[list[Node]]:
             run(pid, "ip", "link", "set", cable, "up")
             run(pid, "ip", "link", "set", "lo", "up")
             variables = {"ADDRESS": address, "HEAD": "10.77.0.1", "GLOO_SOCKET_IFNAME": cable}
-            # Ranks would find that they are on one machine all the same, and use no network.
+            # They cannot share memory across namespaces, and would warn that they run on one host.
             variables["COMPOSABLE_SHARD_SHARED_MEMORY"] = "0"
             nodes.append(Node(enter(pid), variables))
         yield nodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import logging
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from near import sharing
 
 from composable_shard.core.transport import mailbox, shared_memory
-from composable_shard.core.transport.mailbox import mailbox_of, near_ranks, why_apart
+from composable_shard.core.transport.mailbox import Exchange, mailbox_of, near_ranks, why_apart
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
 from composable_shard.core.transport.shared_memory import SWITCH, OwnFile, PeerFile, Shared
@@ -262,11 +263,23 @@ def test_a_slab_is_read_where_it_was_written() -> None:
     assert peer.words[7] == -5
     slabs = [own.take(nbytes) for nbytes in (PAGE, 3 * PAGE + 1)]
     for number, slab in enumerate(slabs):
-        slab.view(64, torch.int32, 5).fill_(number + 1)
+        ctypes.memset(slab.address + 64, number + 1, 5)
     for number, slab in enumerate(slabs):
-        seen = peer.slab(slab.start, slab.nbytes)
-        assert seen.view(64, torch.int32, 5).tolist() == [number + 1] * 5
-        assert peer.slab(slab.start, slab.nbytes) is seen
+        seen = torch.zeros(7, dtype=torch.uint8)
+        peer.read(slab.start + 64, seen.data_ptr(), 7)
+        assert seen.tolist() == [number + 1] * 5 + [0, 0]
+
+
+def test_what_is_not_there_cannot_be_read() -> None:
+    own, into = OwnFile(8), torch.zeros(PAGE, dtype=torch.uint8)
+    peer = PeerFile(os.dup(own.file), 8)
+    with pytest.raises(ShardError) as caught:
+        peer.read(10, into.data_ptr(), PAGE)
+    told = "Expected to read {} bytes of shared memory, got {} and {}"
+    assert str(caught.value) == told.format(PAGE, PAGE - 10, "its end")
+    with pytest.raises(ShardError) as caught:
+        peer.read(0, 8, PAGE)
+    assert str(caught.value) == told.format(PAGE, 0, "the error 'Bad address'")
 
 
 def test_free_slabs_are_used_again_the_smallest_that_fits_first() -> None:
@@ -359,7 +372,8 @@ def forked() -> tuple[str, str, bool]:
     group = fresh_group()
     assert gathers(group)
     output, own = torch.empty(4), torch.full((2,), 9.0)
-    pending = Pending(DirectAllGather().launch([output], [own], group, TAG))
+    with mock.patch.object(Exchange, "is_there", lambda _: False):  # or the last one reads at once
+        pending = Pending(DirectAllGather().launch([output], [own], group, TAG))
     launched = tries_in_a_child(lambda: gathers(group))
     waited = tries_in_a_child(lambda: pending.wait())
     pending.wait()

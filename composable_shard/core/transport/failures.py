@@ -2,7 +2,7 @@
 
 A process group in which a collective has failed is lost. Its ranks are no longer in step, and what
 one of them sent for the failed collective would be taken for a part of the next. Gloo closes its
-connections for that reason; ranks that read each other's memory refuse to go on likewise.
+connections for that reason; ranks that share memory refuse to go on likewise.
 
 A rank that fails by itself, in a hook of the user's for example, says so in the store of its
 process group (:func:`announce`), and so does one that waits for long. A thread watches every wait

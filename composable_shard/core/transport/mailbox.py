@@ -216,7 +216,7 @@ class Mailbox:
         assert shared.own is not None
         self.shared = shared
         self.peers = {
-            rank: Peer(rank, file, shared.ends[rank]) for rank, file in shared.files.items()
+            rank: Peer(rank, shared.files[rank], shared.ends[rank]) for rank in sorted(shared.files)
         }
         self._own: OwnFile = shared.own
         self._words = shared.own.words
@@ -441,7 +441,7 @@ def _tell(group: dist.ProcessGroup, shared: Shared) -> None:
     ranks = dist.get_process_group_ranks(group)
     rank, name = ranks[group.rank()], group.group_name
     if shared.files:
-        near = ", ".join(str(ranks[peer]) for peer in shared.files)
+        near = ", ".join(str(ranks[peer]) for peer in sorted(shared.files))
         _log.info("process group %s: rank %d shares memory with rank %s", name, rank, near)
     for peer, reason in shared.reasons.items():
         _log.info(

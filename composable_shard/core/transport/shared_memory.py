@@ -188,10 +188,9 @@ class PeerFile:
         while done < nbytes:
             count = _libc().pread(self._file, address + done, nbytes - done, start + done)
             if count <= 0:
-                reason = os.strerror(ctypes.get_errno())
+                got = f"the error '{os.strerror(ctypes.get_errno())}'" if count else "its end"
                 raise ShardError(
-                    f"Expected to read {nbytes} bytes of shared memory, got {done} and the error "
-                    f"'{reason}'"
+                    f"Expected to read {nbytes} bytes of shared memory, got {done} and {got}"
                 )
             done += count
 
