@@ -44,6 +44,6 @@ def test_the_report_on_the_page_has_the_topics_that_are_printed() -> None:
     report, _ = blocks("command_line.md", "text")
     topics = [line.split()[0] for line in report.splitlines() if not line.startswith(" ")]
     assert topics == [
-        *("torch", "python", "devices", "backends", "variables", "ranks", "memory"),
+        *("torch", "python", "devices", "backends", "variables", "ranks", "transport"),
         *("all-gather", "reduce-scatter", "verdict"),
     ]

@@ -31,6 +31,9 @@ TREE = TreeSpec(
 )
 
 
+OF_WHAT_IS_PUBLISHED = ("Slab", "_Published", "_Entry", "c_ubyte_Array")
+
+
 @dataclass(frozen=True)
 class Held:
     """What a process holds.
@@ -61,7 +64,7 @@ def held() -> Held:
         len(distributed_c10d._world.pg_map),
         sum(kind.__module__.startswith("composable_shard.core") for kind in kinds_alive())
         - len(rows)
-        - sum(kind.__name__ in ("Slab", "_Published", "_Entry") for kind in kinds_alive()),
+        - sum(kind.__name__.startswith(OF_WHAT_IS_PUBLISHED) for kind in kinds_alive()),
         min(num_tensors() for _ in range(NUM_LOOKS))
         - sum(2 + sum(map(len, one.regions)) for one in rows),
     )
