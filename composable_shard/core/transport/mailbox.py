@@ -533,6 +533,8 @@ class Exchange:
         table = (ctypes.c_int64 * (len(plan.table) // 8))()
         peer.file.read(entry.start, ctypes.addressof(table), len(plan.table))
         if bytes(table) != plan.table:
+            if not 0 <= table[0] <= entry.nbytes // 16:
+                raise lost(self._group, rank, "a message that is not whole")
             table = (ctypes.c_int64 * (1 + 2 * table[0]))()
             peer.file.read(entry.start, ctypes.addressof(table), ctypes.sizeof(table))
             form = _form_of(table, own.num_parts)
