@@ -108,8 +108,8 @@ class Copies(Observer):
     def _saw_launch(self, *_: Any) -> None:
         self.counts.collectives += 1
 
-    def _saw_copy(self, into: int, source: int, nbytes: int) -> None:
-        self.counts.in_collectives += nbytes
+    def _saw_copy(self, source: int, nbytes: int, *into: int) -> None:
+        self.counts.in_collectives += nbytes * len(into)
 
     def _saw_read(self, _: Any, into: torch.Tensor, first: int = 0) -> None:
         self.counts.messages += 1

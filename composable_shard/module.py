@@ -533,6 +533,31 @@ class FSDPModule(TorchFSDPModule):
         """
         self._group().settings.backward_prefetch = groups_of(modules)
 
+    def set_prefetch_depth(self, depth: int, *, recurse: bool = True) -> None:
+        """Gather so many groups ahead of the one that runs, in the recorded order.
+
+        One is gathered ahead by default, which hides a gather that takes no longer than the compute
+        of one group. Each more keeps the unsharded parameters of one more group.
+
+        Args:
+            depth: How many; 0 gathers nothing ahead.
+            recurse: Whether it holds for sharded modules below, too.
+
+        Raises:
+            TypeError: If it is no int.
+            ValueError: If it is negative.
+
+        Example:
+            >>> model.set_prefetch_depth(2)
+            >>> model(x).sum().backward()
+        """
+        if isinstance(depth, bool) or not isinstance(depth, int):
+            raise TypeError(f"Expected depth to be an int, got {type(depth).__name__}")
+        if depth < 0:
+            raise ValueError(f"Expected depth to be at least 0, got {depth}")
+        for group in self._groups(recurse):
+            group.settings.prefetch_depth = depth
+
     def set_post_optim_event(self, event: Waitable | None) -> None:
         """Let the next gather wait for ``event``, such as the end of an optimizer step.
 

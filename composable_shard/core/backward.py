@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from composable_shard import _torch
-from composable_shard.core.forward import ForwardPass
+from composable_shard.core.forward import ForwardPass, waited_for
 from composable_shard.core.group import ParamGroup, Sharded, Token
 from composable_shard.core.order import NO_PLAN, ExecutionOrder, Plan, Step
 from composable_shard.core.tree_reductions import Reductions
@@ -189,12 +189,15 @@ class BackwardRun:
             self.planned.add(group)
             self.steps.append(Step(group, gathers=False))
 
-    def next_to_gather(self) -> list[ParamGroup]:
-        """Return the group that is gathered next, if any is."""
+    def next_to_gather(self, count: int) -> list[ParamGroup]:
+        """Return the next ``count`` groups that are gathered, as far as there are any."""
+        found: dict[ParamGroup, None] = {}
         for group, gathers in reversed(self.steps):
+            if len(found) == count:
+                break
             if gathers and group.params:
-                return [group]
-        return []
+                found[group] = None
+        return list(found)
 
     def may_be_computed_again(self, group: ParamGroup) -> bool:
         """Tell whether a checkpoint has yet to compute ``group`` again."""
@@ -345,12 +348,13 @@ class BackwardPass:
         self._order.of_backward.advance(group)
         if group.is_read_in_backward:
             group.unshard()
-            group.wait_for_unshard()
-        for target in group.settings.backward_prefetch or run.next_to_gather():
-            was_gathered = target in run.groups and run.groups[target].is_gathered
-            if target.is_sharded and target.is_read_in_backward and not was_gathered:
-                with contextlib.suppress(StaleParameterError):  # raised where it is needed, if ever
-                    target.unshard()
+        depth = group.settings.prefetch_depth
+        with waited_for(group):
+            for target in group.settings.backward_prefetch or run.next_to_gather(depth):
+                was_gathered = target in run.groups and run.groups[target].is_gathered
+                if target.is_sharded and target.is_read_in_backward and not was_gathered:
+                    with contextlib.suppress(StaleParameterError):  # raised where it is needed
+                        target.unshard()
 
     def _take_turn(self, run: BackwardRun, group: ParamGroup) -> None:
         """Reduce ``group`` as soon as it is complete, and all whose turn came before it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from weakref import WeakSet
 
@@ -63,6 +64,20 @@ class ForwardRun:
     def was_interrupted(self) -> bool:
         """Whether its call has ended, and no hook was told; not known of compiled calls."""
         return self.frame is not None and not _torch.is_executing(self.frame)
+
+
+@contextlib.contextmanager
+def waited_for(group: ParamGroup) -> Iterator[None]:
+    """Wait for ``group`` behind what is launched inside, which travels while this one is copied.
+
+    Where a launch fails, the reason may be that this one had failed: then that is said.
+    """
+    try:
+        yield
+    except Exception:
+        group.wait_for_unshard()
+        raise
+    group.wait_for_unshard()
 
 
 class ForwardPass:
@@ -133,15 +148,14 @@ class ForwardPass:
             return
         run = self.run
         assert run is not None
-        expected = run.order.advance(group)
+        expected = run.order.advance(group, group.settings.prefetch_depth)
         group.unshard()
-        group.wait_for_unshard()
         run.spare.pop(group, None)
-        explicit = group.settings.forward_prefetch
-        for target in explicit or ([expected] if expected is not None else []):
-            if target.is_sharded and holds_shards(target):
-                target.unshard()
-                run.spare[target] = None
+        with waited_for(group):
+            for target in group.settings.forward_prefetch or expected:
+                if target.is_sharded and holds_shards(target):
+                    target.unshard()
+                    run.spare[target] = None
 
     def leave(self, group: ParamGroup, module: nn.Module, *, has_backward: bool) -> bool:
         """Free ``group`` if all of it has run.

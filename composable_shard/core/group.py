@@ -222,6 +222,7 @@ class GroupSettings:
         unshards_in_backward: Whether backward needs the parameters.
         max_reductions: Reductions launched and not waited for when another is launched; each holds
             its gradients.
+        prefetch_depth: How many groups are gathered ahead in the recorded order.
         forward_prefetch: Groups to gather when this one runs forward, instead of the recorded one.
         backward_prefetch: The same for backward.
         reduction: How gradients are reduced.
@@ -234,6 +235,7 @@ class GroupSettings:
     finalizes_by_hand: bool = False
     unshards_in_backward: bool = True
     max_reductions: int = 1
+    prefetch_depth: int = 1
     forward_prefetch: list[ParamGroup] = field(default_factory=list)
     backward_prefetch: list[ParamGroup] = field(default_factory=list)
     reduction: ReductionSettings = field(default_factory=ReductionSettings)

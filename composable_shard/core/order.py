@@ -27,15 +27,21 @@ class OrderRecord(Generic[Key]):
         self._current: list[Key] = []
         self._position = 0
 
-    def advance(self, key: Key) -> Key | None:
-        """Note that ``key`` is needed now; return who is expected next, if known."""
+    def advance(self, key: Key, count: int = 1) -> list[Key]:
+        """Note that ``key`` is needed now; return the next ``count`` others, as far as known."""
         self._current.append(key)
         expected = self.recorded
         position = self._position
         if position >= len(expected) or expected[position] != key:
             position = _find(expected, key, position)
         self._position = position + 1
-        return expected[position + 1] if position + 1 < len(expected) else None
+        others: dict[Key, None] = {}
+        for one in expected[position + 1 :]:
+            if len(others) == count:
+                break
+            if one != key:
+                others[one] = None
+        return list(others)
 
     @property
     def upcoming(self) -> Key | None:

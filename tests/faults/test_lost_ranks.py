@@ -25,7 +25,7 @@ from faults.breaking import (
     at_launch,
     failures,
     kill_this_rank,
-    kill_this_rank_once_read,
+    kill_this_rank_once_sent,
     layers,
     sleep_too_long,
     step,
@@ -55,7 +55,7 @@ def blames(rank: int, act: str, got: str) -> str:
 
 def killed_before(act: str, count: int) -> None:
     model, end = layers(count), End()
-    end_or_wait = kill_this_rank_once_read if dist.get_rank() == BAD else end.wait
+    end_or_wait = kill_this_rank_once_sent if dist.get_rank() == BAD else end.wait
     with at_launch(act, before=end_or_wait):
         step(model)
 
@@ -98,14 +98,16 @@ def stalled(act: str, count: int, stall: Callable[[], None]) -> None:
     model = layers(count)
     with at_launch(act, before=stall if dist.get_rank() == BAD else bool):
         step(model)
+    step(model)  # what the others had published for the first is there
 
 
 @pytest.mark.brief(1)
 @BOTH_WAYS
 @BOTH_ACTS
 def test_a_rank_that_is_late_is_named_and_finds_the_others_gone(
-    act: str, count: int, apart: bool
+    act: str, count: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("composable_shard.testing.processes.GRACE", 30.0)  # it waits, too
     said = failures(stalled, 2, act, count, sleep_too_long, apart=apart)
     silence = f"no sign of it within the time-out of {TIME_OUT} s"
     if apart:

@@ -215,10 +215,7 @@ FAULTS = {
         "_storages_of([*inner, tensor])",
     ),
     "a rank's own part of a gather is left out": Fault(
-        DirectAllGather,
-        "launch",
-        "copy_bytes(place[rank].data_ptr(), own.data_ptr(), own.nbytes)",
-        "pass",
+        DirectAllGather, "launch", ", address, place[rank].data_ptr())", ", address)"
     ),
     "what is packed is not copied out": Fault(
         Staging, "copy_out", "_torch.copy_all_(self._into, self._sources)", "pass"
@@ -246,7 +243,7 @@ FAULTS = {
         Mailbox, "_take_back", "if not published.ranks:", "if True:"
     ),
     "what is published is not filled in": Fault(
-        DirectAllGather, "launch", "copy_bytes(address, own.data_ptr(), own.nbytes)", "pass"
+        DirectAllGather, "launch", ", address, place[rank]", ", place[rank]"
     ),
 }
 

@@ -189,8 +189,8 @@ def test_chunked_loss_without_sync(shard: Shard, kind: str) -> None:
 
 
 INSIDE_FORWARD = """
-    pre_forward root, gather root, wait root, gather body,
-    pre_forward body, wait body, gather head, post_forward body, free body,
+    pre_forward root, gather root, gather body, wait root,
+    pre_forward body, gather head, wait body, post_forward body, free body,
     pre_forward head, wait head, post_forward head, pre_backward head, post_backward head,
     pre_forward head, post_forward head, pre_backward head, post_backward head,
     pre_forward head, post_forward head, pre_backward head, post_backward head, free head,

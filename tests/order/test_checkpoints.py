@@ -113,8 +113,8 @@ def test_checkpointing_gathers_each_block_once_more_at_most(
 
 BACKWARD = """
     pre_backward root, gather 2,
-    pre_backward 2, wait 2, gather 1, post_backward 2, free 2, reduce 2,
-    pre_backward 1, wait 1, gather 0, post_backward 1, free 1, finish 2, reduce 1,
+    pre_backward 2, gather 1, wait 2, post_backward 2, free 2, reduce 2,
+    pre_backward 1, gather 0, wait 1, post_backward 1, free 1, finish 2, reduce 1,
     pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
     post_backward root, finish 0, reduce root, finish root, free root"""
 

@@ -26,13 +26,13 @@ FIRST_FORWARD = """
     pre_forward 1, gather 1, wait 1, post_forward 1, free 1,
     post_forward root"""
 NEXT_FORWARD = """
-    pre_forward root, gather root, wait root, gather 0,
-    pre_forward 0, wait 0, gather 1, post_forward 0, free 0,
+    pre_forward root, gather root, gather 0, wait root,
+    pre_forward 0, gather 1, wait 0, post_forward 0, free 0,
     pre_forward 1, wait 1, post_forward 1, free 1,
     post_forward root"""
 BACKWARD = """
     pre_backward root, gather 1,
-    pre_backward 1, wait 1, gather 0, post_backward 1, free 1, reduce 1,
+    pre_backward 1, gather 0, wait 1, post_backward 1, free 1, reduce 1,
     pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
     post_backward root, finish 0, reduce root, finish root, free root"""
 
@@ -45,8 +45,8 @@ def test_backward_gathers_ahead_at_once_and_forward_from_the_second_iteration_on
 
 
 KEPT_FORWARD = """
-    pre_forward root, gather root, wait root, gather 0,
-    pre_forward 0, wait 0, gather 1, post_forward 0,
+    pre_forward root, gather root, gather 0, wait root,
+    pre_forward 0, gather 1, wait 0, post_forward 0,
     pre_forward 1, wait 1, post_forward 1,
     post_forward root"""
 KEPT_BACKWARD = """
@@ -70,11 +70,11 @@ def test_with_reshard_after_forward_the_root_is_freed_too() -> None:
     )
     assert first_forward == events(FIRST_FORWARD + ", free root")
     assert first_backward == events(
-        BACKWARD.replace("pre_backward root,", "pre_backward root, gather root, wait root,")
+        BACKWARD.replace("root, gather 1,", "root, gather root, gather 1, wait root,")
     )
     assert second_forward == events(NEXT_FORWARD + ", free root")
     assert second_backward == events(
-        BACKWARD.replace("pre_backward root,", "pre_backward root, gather root, wait root,")
+        BACKWARD.replace("root, gather 1,", "root, gather root, gather 1, wait root,")
     )
 
 
@@ -152,13 +152,13 @@ def test_a_root_without_parameters_does_not_free_the_last_block() -> None:
     _, _, *rest = on_ranks(stack_iterations)
     second_forward = """
         pre_forward root,
-        pre_forward 0, gather 0, wait 0, gather 1, post_forward 0, free 0,
-        pre_forward 1, wait 1, gather 2, post_forward 1, free 1,
+        pre_forward 0, gather 0, gather 1, wait 0, post_forward 0, free 0,
+        pre_forward 1, gather 2, wait 1, post_forward 1, free 1,
         pre_forward 2, wait 2, post_forward 2,
         post_forward root"""
     second_backward = """
         pre_backward 2, gather 1, pre_backward root, post_backward 2, free 2, reduce 2,
-        pre_backward 1, wait 1, gather 0, post_backward 1, free 1, finish 2, reduce 1,
+        pre_backward 1, gather 0, wait 1, post_backward 1, free 1, finish 2, reduce 1,
         pre_backward 0, wait 0, post_backward 0, finish 1, reduce 0,
         post_backward root, finish 0, free 0"""
     assert rest == [events(second_forward), events(second_backward)] * 2
@@ -180,21 +180,21 @@ def explicit_prefetch() -> list[list[str]]:
 def test_explicit_lists_replace_the_recorded_order() -> None:
     first_forward, first_backward, _, _, third_forward, _ = on_ranks(explicit_prefetch)
     explicit_forward = """
-        pre_forward root, gather root, wait root, gather 0, gather 1,
-        pre_forward 0, wait 0, gather 2, post_forward 0, free 0,
+        pre_forward root, gather root, gather 0, gather 1, wait root,
+        pre_forward 0, gather 2, wait 0, post_forward 0, free 0,
         pre_forward 1, wait 1, post_forward 1, free 1,
         pre_forward 2, wait 2, post_forward 2, free 2,
         post_forward root"""
     explicit_backward = """
         pre_backward root, gather 2, gather 1,
-        pre_backward 2, wait 2, gather 0, post_backward 2, free 2, reduce 2,
+        pre_backward 2, gather 0, wait 2, post_backward 2, free 2, reduce 2,
         pre_backward 1, wait 1, post_backward 1, free 1, finish 2, reduce 1,
         pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
         post_backward root, finish 0, reduce root, finish root, free root"""
     recorded_forward = """
-        pre_forward root, gather root, wait root, gather 0,
-        pre_forward 0, wait 0, gather 1, post_forward 0, free 0,
-        pre_forward 1, wait 1, gather 2, post_forward 1, free 1,
+        pre_forward root, gather root, gather 0, wait root,
+        pre_forward 0, gather 1, wait 0, post_forward 0, free 0,
+        pre_forward 1, gather 2, wait 1, post_forward 1, free 1,
         pre_forward 2, wait 2, post_forward 2, free 2,
         post_forward root"""
     assert first_forward == events(explicit_forward)
@@ -282,14 +282,14 @@ def test_without_sync_gradients_are_accumulated_and_nothing_is_sent() -> None:
         == second
         == events(
             """pre_backward root, gather 1,
-        pre_backward 1, wait 1, gather 0, post_backward 1, free 1, accumulate 1,
+        pre_backward 1, gather 0, wait 1, post_backward 1, free 1, accumulate 1,
         pre_backward 0, wait 0, post_backward 0, free 0, accumulate 0,
         post_backward root, accumulate root, free root"""
         )
     )
     assert last == events(
         """pre_backward root, gather 1,
-        pre_backward 1, wait 1, gather 0, post_backward 1, free 1, reduce 1,
+        pre_backward 1, gather 0, wait 1, post_backward 1, free 1, reduce 1,
         pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
         post_backward root, finish 0, reduce root, finish root, free root"""
     )
@@ -399,7 +399,7 @@ def test_a_group_called_in_part_is_freed_at_the_end_of_forward() -> None:
         "post_forward root, free pair"
     )
     assert second_forward == events(
-        "pre_forward root, gather root, wait root, gather pair, "
+        "pre_forward root, gather root, gather pair, wait root, "
         "pre_forward pair, wait pair, post_forward pair, "
         "post_forward root, free pair"
     )
@@ -443,14 +443,14 @@ def nested() -> list[list[str]]:
 def test_a_group_within_a_group() -> None:
     *_, forward, backward = on_ranks(nested)
     assert forward == events(
-        """pre_forward root, gather root, wait root, gather 0,
-        pre_forward 0, wait 0, gather 0.up,
+        """pre_forward root, gather root, gather 0, wait root,
+        pre_forward 0, gather 0.up, wait 0,
         pre_forward 0.up, wait 0.up, post_forward 0.up, free 0.up,
         post_forward 0, free 0, post_forward root"""
     )
     assert backward == events(
         """pre_backward root, gather 0,
-        pre_backward 0, wait 0, gather 0.up,
+        pre_backward 0, gather 0.up, wait 0,
         pre_backward 0.up, wait 0.up, post_backward 0.up, free 0.up, reduce 0.up,
         post_backward 0, free 0, finish 0.up, reduce 0,
         post_backward root, finish 0, reduce root, finish root, free root"""

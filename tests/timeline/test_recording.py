@@ -39,10 +39,10 @@ SECOND_STEP = """
     51-52 forward 0
     52-53 launch gather 0
     53-54 forward 0
-    54-55 wait gather 0
-    55-56 copy gather 0
-    56-57 forward 0
-    57-58 launch gather 1
+    54-55 launch gather 1
+    55-56 forward 0
+    56-57 wait gather 0
+    57-58 copy gather 0
     58-59 forward 0
     59-61 forward root
     61-62 forward 1
@@ -83,8 +83,8 @@ def test_flights_last_from_the_launch_to_the_end_of_the_wait() -> None:
     recorded = recorded_steps(2)
     flights = [(f.op, f.name, f.number, f.start // MS, f.end // MS) for f in recorded.flights]
     assert flights[6:] == [
-        ("gather", "0", 2, 52, 55),
-        ("gather", "1", 2, 57, 63),
+        ("gather", "0", 2, 52, 57),
+        ("gather", "1", 2, 54, 63),
         ("gather", "0", 3, 68, 77),
         ("reduce", "1", 1, 73, 81),
         ("reduce", "0", 1, 83, 87),

@@ -61,7 +61,7 @@ def test_a_trace_for_perfetto_is_well_formed(merged: MergedTrace) -> None:
         for event in found["traceEvents"]
         if event["ph"] == "M" and event["name"] == "thread_name"
     }
-    titles = ["steps", "compute", "exposed waits", "gathers", "reductions"]
+    titles = ["steps", "compute", "exposed waits", "gathers", "gathers 2", "reductions"]
     assert names == {(rank, i): title for rank in range(2) for i, title in enumerate(titles)}
     assert set(threads) == set(names)
     assert [slice["name"] for slice in threads[0, 0]] == ["step 0", "step 1"]
@@ -173,7 +173,7 @@ def test_the_page_holds_all_ranks(page: str, merged: MergedTrace) -> None:
         assert shown["rank"] == rank.rank
         assert shown["memory"] == [[one.time / 1e3, one.nbytes] for one in rank.memory]
         lanes = {lane["title"]: lane["items"] for lane in shown["lanes"]}
-        assert list(lanes) == ["compute", "exposed waits", "gathers", "reductions"]
+        assert list(lanes) == ["compute", "exposed waits", "gathers", "gathers 2", "reductions"]
         spans = lanes["compute"] + lanes["exposed waits"]
         assert sorted(item[2] for item in spans) == [span.start / 1e3 for span in rank.spans]
         exposed = sum(item[3] - item[2] for item in lanes["exposed waits"])

@@ -238,8 +238,8 @@ def test_events_are_those_of_a_forward() -> None:
     assert forward == [
         ("pre_forward", ""),
         ("all_gather", ""),
-        ("wait_for_all_gather", ""),
         ("all_gather", "block"),
+        ("wait_for_all_gather", ""),
         ("pre_forward", "block"),
         ("wait_for_all_gather", "block"),
         ("post_forward", "block"),

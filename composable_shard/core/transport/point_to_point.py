@@ -26,6 +26,7 @@ from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 
 CHUNK_NUMEL = 1 << 16  # elements summed at once: a few of them fit into a cache
+CHUNK_NBYTES = 1 << 18  # copied at once to several places
 _SUM, _AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
@@ -51,22 +52,27 @@ class DirectAllGather(AllGatherLaunch):
             form = Form(tuple(own.numel() for own in shards), tuple(own.dtype for own in shards), 1)
 
             def fill(addresses: list[int]) -> None:
-                for address, own in zip(addresses, shards, strict=True):
-                    copy_bytes(address, own.data_ptr(), own.nbytes)
+                for address, place, own in zip(addresses, places, shards, strict=True):
+                    copy_bytes(own.data_ptr(), own.nbytes, address, place[rank].data_ptr())
 
             exchange = Exchange(group, tag, near, form, fill)
             reading = _Reading(exchange, {peer: [place[peer] for place in places] for peer in near})
             works.append(reading)
             if exchange.is_there():  # the sooner it is read, the less memory is shared
                 reading.wait()
-        for place, own in zip(places, shards, strict=True):
-            copy_bytes(place[rank].data_ptr(), own.data_ptr(), own.nbytes)
+        else:
+            for place, own in zip(places, shards, strict=True):
+                copy_bytes(own.data_ptr(), own.nbytes, place[rank].data_ptr())
         return works
 
 
-def copy_bytes(into: int, source: int, nbytes: int) -> None:
-    """Copy from one address of this process to another."""
-    ctypes.memmove(into, source, nbytes)
+def copy_bytes(source: int, nbytes: int, *into: int) -> None:
+    """Copy from an address of this process to others, by pieces that a cache holds meanwhile."""
+    piece = CHUNK_NBYTES if len(into) > 1 else max(nbytes, 1)
+    for start in range(0, nbytes, piece):
+        count = min(piece, nbytes - start)
+        for address in into:
+            ctypes.memmove(address + start, source + start, count)
 
 
 class _Messages:
@@ -178,8 +184,8 @@ class DirectReduceScatter(ReduceScatterLaunch):
                 for address, full in zip(addresses, inputs, strict=True):
                     nbytes = full.nbytes // num_ranks
                     begin, end = rank * nbytes, (rank + 1) * nbytes
-                    copy_bytes(address, full.data_ptr(), begin)
-                    copy_bytes(address + begin, full.data_ptr() + end, full.nbytes - end)
+                    copy_bytes(full.data_ptr(), begin, address)
+                    copy_bytes(full.data_ptr() + end, full.nbytes - end, address + begin)
 
             exchange = Exchange(group, tag, near, form, fill)
         for part, out in zip(parts, outputs, strict=True):
