@@ -36,11 +36,11 @@ class OrderRecord(Generic[Key]):
             position = _find(expected, key, position)
         self._position = position + 1
         others: dict[Key, None] = {}
-        for one in expected[position + 1 :]:
+        for after in range(self._position, len(expected)):
             if len(others) == count:
                 break
-            if one != key:
-                others[one] = None
+            if expected[after] != key:
+                others[expected[after]] = None
         return list(others)
 
     @property

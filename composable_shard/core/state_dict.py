@@ -5,7 +5,8 @@ Nothing here communicates, but for loading DTensors that are cut in another way.
 
 from __future__ import annotations
 
-from functools import partial
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,12 +34,33 @@ def install_state_dict_hooks(group: ParamGroup) -> None:
             places.setdefault(slot.module, {})[slot.attribute] = param
     for owner, params in places.items():
         for handle in (
-            owner.register_state_dict_pre_hook(partial(_before_save, group, params)),
-            owner.register_state_dict_post_hook(partial(_after_save, group, params)),
+            owner.register_state_dict_pre_hook(_Hook(_before_save, group, params)),
+            owner.register_state_dict_post_hook(_Hook(_after_save, group, params)),
         ):
             handle.hooks_dict_ref().move_to_end(handle.id, last=False)
-        owner.register_load_state_dict_pre_hook(partial(_before_load, group, params))
-        owner.register_load_state_dict_post_hook(partial(_after_load, group, params))
+        owner.register_load_state_dict_pre_hook(_Hook(_before_load, group, params))
+        owner.register_load_state_dict_post_hook(_Hook(_after_load, group, params))
+
+
+class _Hook:
+    """Calls one of the functions below for a module and what its group owns there.
+
+    A module that is copied without its group, as ``copy.deepcopy(model.head)`` does where the group
+    is that of the model, has shards of its own and belongs to none: there it does nothing.
+    """
+
+    def __init__(self, act: Callable[..., None], group: ParamGroup | None, params: Params) -> None:
+        self._act = act
+        self._group = group
+        self._params = params
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if self._group is not None:
+            self._act(self._group, self._params, module, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        group = memo.get(id(self._group))
+        return _Hook(self._act, group, {} if group is None else copy.deepcopy(self._params, memo))
 
 
 def _owned(group: ParamGroup, params: Params) -> Params:

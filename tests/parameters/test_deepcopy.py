@@ -232,3 +232,48 @@ def test_an_optimizer_is_copied_with_its_model_in_any_order(order: tuple[str, st
         copied["optimizer"].step()
         assert torch.equal(twin.weight.to_local(), before - 0.5 * twin.weight.grad.to_local())
         assert torch.equal(model.weight.to_local(), before)
+
+
+class Trunk(nn.Module):
+    """A sharded body below a head that the root's group owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def copies_of_a_plain_child() -> list[bool]:
+    """Copy a child of the root's group by itself; then it lives without the group."""
+    torch.manual_seed(0)
+    model = Trunk()
+    whole = copy.deepcopy(model.head.state_dict())
+    fully_shard(model.body)
+    fully_shard(model)
+    copied = copy.deepcopy(model.head)
+    seen = []
+    for name, param in copied.named_parameters():
+        seen.append(isinstance(param, DTensor) and param.is_leaf)
+        seen.append(torch.equal(param.full_tensor(), whole[name]))
+    loaded = copied.load_state_dict({key: value * 2 for key, value in copied.state_dict().items()})
+    seen.append(loaded.missing_keys == [] and loaded.unexpected_keys == [])
+    for name, value in copied.state_dict().items():
+        seen.append(torch.equal(value.full_tensor(), 2 * whole[name]))
+    for name, value in model.head.state_dict().items():  # as it was
+        seen.append(torch.equal(value.full_tensor(), whole[name]))
+    twin = copy.deepcopy(model)  # with the group: hooks belong to the new one
+    model(torch.ones(1, WIDTH)).sum().backward()
+    twin.load_state_dict({key: value * 0 for key, value in model.state_dict().items()})
+    seen.append(all(not param.full_tensor().any() for param in twin.parameters()))
+    seen.append(not twin(torch.ones(1, WIDTH)).any())
+    seen += [torch.equal(p.full_tensor(), whole[n]) for n, p in model.head.named_parameters()]
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plain_child_is_copied_without_its_group(ranks: int) -> None:
+    for seen in run_ranks(copies_of_a_plain_child, ranks):
+        assert seen == [True] * 13
