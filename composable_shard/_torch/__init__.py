@@ -9,4 +9,5 @@ from composable_shard._torch.memory import *
 from composable_shard._torch.modules import *
 from composable_shard._torch.pretended import *
 from composable_shard._torch.process_groups import *
+from composable_shard._torch.streams import *
 from composable_shard._torch.tensors import *

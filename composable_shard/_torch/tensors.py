@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from composable_shard._torch import streams
+
 # Storages, version counters and fused kernels -----------------------------------------------------
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
@@ -97,7 +99,7 @@ def carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     Hazard: a copy to the host that is not waited for is read before it has been made. Guard: only
     a device, which does things in order, is not waited for.
     """
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor.to(device, non_blocking=streams.has_streams(device))
 
 
 # The grad scaler of torch, with public names for what a subclass of ours replaces or reads --------

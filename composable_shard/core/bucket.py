@@ -84,7 +84,7 @@ class Staging:
 
 def fuses_on(device: torch.device) -> bool:
     """Tell whether one kernel copies packed parameters out: where each copy costs a launch."""
-    return device.type != "cpu"
+    return _torch.has_streams(device)
 
 
 def matching_pieces(
@@ -195,14 +195,13 @@ class ParamBucket:
         self.layout = plan_bucket(
             tuple(param.layout for param in params), mesh.num_shards, compute_dtype.itemsize
         )
-        self.shares_storage = (
-            mesh.num_shards == 1 and dtype == compute_dtype and device == mesh.device
-        )
-        for param in self.params:
-            param.shares_storage = self.shares_storage
         offload = params[0].offload
         is_pinned = device.type == "cpu" and offload is not None and pins(offload)
         self._is_on_host = device.type == "cpu" and copies_beside_compute(offload, mesh.device)
+        is_there = device == mesh.device and not self._is_on_host
+        self.shares_storage = mesh.num_shards == 1 and dtype == compute_dtype and is_there
+        for param in self.params:
+            param.shares_storage = self.shares_storage
         with torch.inference_mode(False):
             self.sharded = _torch.poison_when_unused(
                 torch.zeros(

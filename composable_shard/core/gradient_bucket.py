@@ -163,7 +163,7 @@ class PackedGrads:
     ) -> torch.Tensor:
         dtypes = {grad.dtype for grad in members if grad is not None}
         is_alike = len(dtypes) == 1
-        if self._fuses and (is_alike or self._device.type != "cpu"):
+        if self._fuses and (is_alike or _torch.has_streams(self._device)):
             return self._fused(members, present, dtypes.pop() if is_alike else self._dtype)
         return self._copied(members, present, clears)
 
@@ -338,7 +338,7 @@ class GradBucket:
         self.layout = layout = plan_bucket(tuple(params), num_shards, dtype.itemsize)
         self.dtype = dtype
         self._device = device
-        fuses = device.type != "cpu" or all(layout.params[i].is_even for i in layout.packed)
+        fuses = _torch.has_streams(device) or all(layout.params[i].is_even for i in layout.packed)
         self._packed = PackedGrads(layout, len(params), dtype, device, fuses=fuses)
 
     def start_reduce(

@@ -263,7 +263,7 @@ class ModuleHooks:
 
     def _to_device(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         device = self._group.mesh.device
-        if device.type == "cpu":
+        if not _torch.has_streams(device):
             return args, kwargs
         return _map_inputs(partial(_moved, device), args, kwargs)
 

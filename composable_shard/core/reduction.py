@@ -46,7 +46,7 @@ from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.host import copies_beside_compute
-from composable_shard.core.transport.pending import Pending, on_stream
+from composable_shard.core.transport.pending import Pending, beside
 from composable_shard.core.transport.process_groups import agree
 
 # The gradients of a group's parameters that are sharded over one mesh, on their way ---------------
@@ -373,7 +373,7 @@ class MeshGradients:
         if hook is None:
             return
         result = part.transfer.result[: part.plan.bucket.numel]
-        with torch.no_grad(), on_stream(stream):
+        with torch.no_grad(), beside(stream):
             part.plan.clear_gaps(result)
             hook(result)
 

@@ -450,7 +450,7 @@ class _MeshReader:
         self._group, self._channel, self._names = group, channel, names
         self._num_shards, self._num_replicas = mesh.num_shards, mesh.num_replicas
         self._is_elsewhere = elsewhere is not None
-        self._is_accelerator = mesh.device.type != "cpu"
+        self._is_accelerator = _torch.has_streams(mesh.device)
         if elsewhere is not None:
             self._num_shards = elsewhere.num_shards if mesh.num_shards > 1 else 1
             self._num_replicas = elsewhere.num_replicas if mesh.num_replicas > 1 else 1

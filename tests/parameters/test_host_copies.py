@@ -247,7 +247,6 @@ ACTS = [
     backward_then_another,
     hooks,
     change_after_forward,
-    change_after_unshard,
     fail_in_between,
     fail_in_backward,
     memory_runs_out,
@@ -304,7 +303,8 @@ def differences(acts: list[Act]) -> list[str]:
 @pytest.mark.brief(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_copies_may_be_late(ranks: int) -> None:
-    assert run_ranks(differences, ranks, ACTS, timeout=60) == [[]] * ranks
+    acts = [*ACTS, change_after_unshard] if ranks > 1 else ACTS  # alone, it changes the shards
+    assert run_ranks(differences, ranks, acts, timeout=60) == [[]] * ranks
 
 
 @pytest.mark.matrix
@@ -362,6 +362,14 @@ class Stream:
 
     def __init__(self, name: object) -> None:
         self.name = "lane" if isinstance(name, torch.device) else name
+        self._outer: list[Stream] = []
+
+    def __enter__(self) -> None:
+        self._outer.append(Stream.current)
+        Stream.current = self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self._outer.pop()
 
     def wait_stream(self, other: Stream) -> None:
         self.events.append(f"{self.name} waits for {other.name}")
@@ -382,10 +390,6 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> host.Lane:
     Stream.events, Stream.current = [], Stream("compute")
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream.current)
-    monkeypatch.setattr(torch.accelerator, "device_index", contextlib.nullcontext)
-    monkeypatch.setattr(
-        torch.accelerator, "set_stream", lambda stream: setattr(Stream, "current", stream)
-    )
     return host.Lane(torch.device("cpu"))
 
 

@@ -58,7 +58,7 @@ def pins(policy: CPUOffloadPolicy) -> bool:
     """Tell whether memory is pinned for ``policy``; warns once where it cannot be."""
     if not policy.pin_memory:
         return False
-    if torch.accelerator.is_available():
+    if _torch.pins_memory():
         return True
     _warn_not_pinned()
     return False
@@ -69,7 +69,7 @@ def copies_beside_compute(policy: CPUOffloadPolicy | None, device: torch.device)
 
     That takes memory that is pinned; other copies are waited for.
     """
-    return device.type != "cpu" and policy is not None and pins(policy)
+    return _torch.has_streams(device) and policy is not None and pins(policy)
 
 
 @cache
@@ -104,7 +104,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.is_busy = False
         self._device = device
-        self._stream = torch.Stream(device)
+        self._stream = _torch.make_stream(device)
         self._kept: deque[tuple[Waitable, torch.Tensor, torch.Tensor]] = deque()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
@@ -124,14 +124,9 @@ class Lane:
         What is allocated inside belongs to the lane; used on the compute stream, it may be freed
         all the same, since whatever takes its memory next is launched behind compute again.
         """
-        with torch.accelerator.device_index(self._device.index):
-            compute = torch.accelerator.current_stream(self._device)
-            self._stream.wait_stream(compute)
-            torch.accelerator.set_stream(self._stream)
-            try:
-                yield
-            finally:
-                torch.accelerator.set_stream(compute)
+        self._stream.wait_stream(_torch.current_stream(self._device))
+        with _torch.on_stream(self._stream):
+            yield
 
     def arrival(self) -> Waitable:
         """Return what makes the compute stream continue after all that was launched so far."""
@@ -153,7 +148,7 @@ class _Arrival:
     device: torch.device
 
     def wait(self) -> None:
-        torch.accelerator.current_stream(self.device).wait_event(self.event)
+        _torch.current_stream(self.device).wait_event(self.event)
 
 
 def upload(source: torch.Tensor, into: torch.Tensor) -> Lane:
@@ -178,7 +173,7 @@ def upload(source: torch.Tensor, into: torch.Tensor) -> Lane:
 
 def download(source: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of a device to pinned memory; it is complete after :func:`settle`."""
-    is_pinned = source.device.type != "cpu"
+    is_pinned = _torch.has_streams(source.device)
     into = _torch.empty_like(source, device="cpu", pin_memory=is_pinned)
     _lane(_downloads, source.device).copy(into, source)
     return into

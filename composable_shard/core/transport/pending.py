@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from composable_shard import _torch
 from composable_shard.core.transport.failures import named
 from composable_shard.errors import ShardError
 
@@ -82,17 +83,17 @@ class Pending:
 
 def compute_stream(device: torch.device) -> int:
     """Return the number of the stream that is current on ``device``; 0 on the CPU."""
-    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+    return _torch.current_stream(device).stream_id if _torch.has_streams(device) else 0
 
 
 @contextlib.contextmanager
-def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+def beside(stream: torch.Stream | None) -> Iterator[None]:
     """Run what is inside on ``stream``, after what the compute stream has; it continues after."""
     if stream is None:
         yield
         return
-    compute = torch.accelerator.current_stream()
+    compute = _torch.current_stream(stream.device)
     stream.wait_stream(compute)
-    with stream:
+    with _torch.on_stream(stream):
         yield
     compute.wait_stream(stream)
