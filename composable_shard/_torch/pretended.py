@@ -75,6 +75,13 @@ def is_on_distributed_tensors(types: Sequence[type]) -> bool:
     return any(issubclass(kind, DTensor) for kind in types)
 
 
+def are_fake(types: Sequence[type]) -> bool:
+    """Tell whether an operation is on tensors without memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(issubclass(kind, FakeTensor) for kind in types)
+
+
 # Process groups within one process: of threads, and of ranks that are not there -------------------
 
 

@@ -239,7 +239,6 @@ class ForwardPass:
             for group in self._groups:
                 group.reshard()
         run.order.finish()
-        self._reductions.wait_for_copies()
         self.run = None
 
     def show_sharded(self, outermost: ParamGroup) -> None:

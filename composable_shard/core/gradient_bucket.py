@@ -388,16 +388,11 @@ class GradBucket:
         """Note in a result that there is a gradient, whatever the ranks had."""
         transfer.result[self.numel + index].fill_(1)
 
-    def anybody_has(self, transfer: GradTransfer) -> list[bool]:
-        """Tell for each gradient whether any rank had it; reads the flags only if this one did not.
-
-        Hazard: reading a flag waits for the device. Guard: it is read only by a rank that lacks a
-        gradient, once the reduction has been waited for.
-        """
+    def anybody_has(self, transfer: GradTransfer) -> torch.Tensor | None:
+        """Return for each gradient whether any rank had it; ``None`` if this one has them all."""
         if all(transfer.present):
-            return transfer.present
-        flags = transfer.result[self.layout.shard_numel :].tolist()
-        return [flag != 0 for flag in flags]
+            return None
+        return transfer.result[self.layout.shard_numel :] != 0
 
     def _add(self, transfer: GradTransfer, index: int, full: torch.Tensor) -> None:
         start = self.layout.shard_offsets[index]

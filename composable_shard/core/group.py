@@ -34,7 +34,13 @@ from composable_shard.core.reduction import GroupGradients
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
-from composable_shard.core.transport.pending import Pending, Waitable, compute_stream
+from composable_shard.core.transport.pending import (
+    Pending,
+    UsedStreams,
+    Waitable,
+    compute_stream,
+    launching_stream,
+)
 from composable_shard.core.tree import Tree
 from composable_shard.core.units import GroupUnits, Kept, ParamSet, Transfers
 from composable_shard.errors import StaleParameterError
@@ -286,6 +292,7 @@ class ParamGroup:
         policy: Which dtypes they have.
         params: The parameters of the modules, but those of nested groups and ignored ones.
         units: The same, in what is gathered as a whole.
+        streams: Which streams use the unsharded parameters.
         freshness: Whether unsharded parameters are still valid.
         settings: What users may change.
         context: What it shares with the other groups of the tree.
@@ -317,6 +324,7 @@ class ParamGroup:
         self.units = GroupUnits(params, units)
         self.params = self.units.params
         self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
+        self.streams = UsedStreams(mesh.device)
         self.freshness = Freshness(self.units.all, mesh)
         self.settings = GroupSettings()
         self.context: Tree[ParamGroup]
@@ -415,6 +423,7 @@ class ParamGroup:
                 return
             if is_valid:
                 if self.is_unsharded:
+                    self.streams.use()
                     self._show_unsharded()
                     if not in_backward:
                         self._follow_requires_grad()
@@ -454,6 +463,7 @@ class ParamGroup:
 
     def _start(self, allocate: Callable[[], Transfers]) -> Transfers:
         """Allocate what a gather needs: all of it, or, where memory runs out, nothing."""
+        self.streams.allocate()
         try:
             return allocate()
         except BaseException:
@@ -484,7 +494,7 @@ class ParamGroup:
             op = channel.gathering
         if lane is not None:  # before the gathers, which may read on the compute stream
             works.insert(0, lane.arrival())
-        pending = Pending(works, owned, op)
+        pending = Pending(works, owned, op, launching_stream(self.mesh.device))
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.emit("all_gather")
 
@@ -501,15 +511,17 @@ class ParamGroup:
     def _finish_unshard(self, state: Unsharding) -> None:
         self.emit("begin_wait_for_all_gather")
         try:
-            state.pending.wait()
-            self.emit("waited_for_all_gather")
-            if state.is_regather:
-                self.units.finish_regather(state.transfers)
-            else:
-                self.units.finish_gather(state.transfers)
+            with state.pending.resumed():
+                state.pending.wait()
+                self.emit("waited_for_all_gather")
+                if state.is_regather:
+                    self.units.finish_regather(state.transfers)
+                else:
+                    self.units.finish_gather(state.transfers)
         except Exception as error:
             self._tell_failure(error)
             raise
+        self.streams.use()
         self._follow_requires_grad()
         self.units.all.register_unsharded()
         self.shows_sharded = False
@@ -535,7 +547,18 @@ class ParamGroup:
         self.is_held = False
         if isinstance(state, Sharded):
             return
-        freed: State = Sharded()
+        if isinstance(state, PartlySharded) and num_ranks is not None:
+            return
+        with self.streams.at_home():
+            freed = self._freed(state, num_ranks)
+            if not self.settings.keeps_unsharded_storage:
+                self.units.free()
+        self.units.all.forbid_reading()
+        self._move_to(freed)
+        self.emit("reshard")
+
+    def _freed(self, state: State, num_ranks: int | None) -> Sharded | PartlySharded:
+        """Let nobody use the unsharded parameters any more; return what comes of them."""
         if isinstance(state, Unsharding):
             state.pending.drop()
         elif isinstance(state, Unsharded):
@@ -544,20 +567,15 @@ class ParamGroup:
             if num_ranks is not None:
                 for channel in self.channels.values():
                     channel.prepare_regather(num_ranks)
-                freed = PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
-        elif num_ranks is not None:
-            return
-        if not self.settings.keeps_unsharded_storage:
-            self.units.free()
-        self.units.all.forbid_reading()
-        self._move_to(freed)
-        self.emit("reshard")
+                return PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
+        return Sharded()
 
     def keep_unsharded_storage(self, keep: bool) -> None:
         """Set whether resharding leaves the memory of the unsharded parameters where it is."""
         self.settings.keeps_unsharded_storage = keep
         if not keep and isinstance(self.state, (Sharded, PartlySharded)):
-            self.units.free()
+            with self.streams.at_home():
+                self.units.free()
 
     def show_sharded(self) -> None:
         """Register the sharded parameters and keep the unsharded ones until the next use.

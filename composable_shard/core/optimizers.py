@@ -31,6 +31,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.not_sharded import warn_of_unsharded
 from composable_shard.core.param import sharded_form, stands_for_sharded
 from composable_shard.core.ties import is_replaced, remember_owner
+from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
@@ -114,6 +115,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "unsharded ones, whose changes are lost; build the optimizer, or fill its groups, of "
             "model.parameters() outside of unsharded(), before a forward or after a backward"
         )
+    host.settle()  # copies of shards that a forward without a backward has launched
     for param in params:
         if isinstance(param, DTensor) and param.ndim == 0:
             _distribute_state(param, optimizer.state.get(param, {}))

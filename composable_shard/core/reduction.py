@@ -46,7 +46,12 @@ from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.host import copies_beside_compute
-from composable_shard.core.transport.pending import Pending, beside
+from composable_shard.core.transport.pending import (
+    Pending,
+    launching_stream,
+    run_beside,
+    stream_beside,
+)
 from composable_shard.core.transport.process_groups import agree
 
 # The gradients of a group's parameters that are sharded over one mesh, on their way ---------------
@@ -63,6 +68,18 @@ class _Part:
     divide_after: float
 
 
+class _Wanted(NamedTuple):
+    """Which members of a plan get a gradient.
+
+    Attributes:
+        flags: Says so for each.
+        is_on_its_way: Whether they are being copied to the host; see ``host.settle``.
+    """
+
+    flags: torch.Tensor
+    is_on_its_way: bool
+
+
 class Idle(NamedTuple):
     """Nothing is on its way."""
 
@@ -73,11 +90,13 @@ class Scattering(NamedTuple):
     Attributes:
         over_replicas: What becomes of the result where shards have replicas: it is all-reduced
             next, or held until a later reduction does that; ``None`` without replicas.
+        all_reduce: That, if it is launched already and begins behind the reduce-scatter.
     """
 
     pending: Pending
     parts: list[_Part]
     over_replicas: Literal["all-reduce", "hold"] | None
+    all_reduce: Pending | None = None
 
 
 class AllReducing(NamedTuple):
@@ -220,35 +239,78 @@ class MeshGradients:
             if launch.keeps_inputs and not isinstance(part.plan.bucket, EncodedBucket):
                 self._release_inputs(part)
             owned += transfer.inputs
-        pending = Pending(works, owned, self._channel.reducing)
-        self._move_to(Scattering(pending, parts, over_replicas))
+        stream = launching_stream(self._mesh.device)
+        pending = Pending(works, owned, self._channel.reducing, stream)
+        all_reduce = None
+        if over_replicas == "all-reduce" and self._goes_on_by_itself(parts):
+            all_reduce = self._all_reduce_behind(pending, parts)
+        self._move_to(Scattering(pending, parts, over_replicas, all_reduce))
 
-    @_tells_failures
-    def start_all_reduce(self) -> bool:
-        """Wait for the shards and launch the reduction over the replicas, if there is to be one.
+    def _goes_on_by_itself(self, parts: Sequence[_Part]) -> bool:
+        """Whether what comes between two collectives may be done beside compute."""
+        is_encoded = any(isinstance(part.plan.bucket, EncodedBucket) for part in parts)
+        return not (is_encoded or self._channel.reduce_scatter.copies_out)
 
-        Collective: one all-reduce of this rank's shards for each reduction dtype, or none.
+    def _all_reduce_behind(self, scattering: Pending, parts: Sequence[_Part]) -> Pending | None:
+        """Launch the all-reduce to begin when the reduce-scatter ends; ``None`` on the CPU."""
+        compute, beside = launching_stream(self._mesh.device), stream_beside(self._mesh.device)
+        if compute is None or beside is None:
+            return None
+        beside.wait_stream(compute)
+        scattering.pass_through(beside)
+        with _torch.on_stream(beside):
+            return self._all_reduce(parts, compute)
+
+    def _all_reduce(self, parts: Sequence[_Part], stream: torch.Stream | None) -> Pending:
+        """Launch the all-reduce of shards that have been waited for.
+
+        Args:
+            parts: The shards.
+            stream: To which their memory belongs, if there are any.
         """
-        state = self.state
-        if not isinstance(state, Scattering) or state.over_replicas != "all-reduce":
-            return False
-        state.pending.wait()
         average = self._channel.can_average_replicas() and not self._settings.sums_only
-        for part in state.parts:
+        works, owned = [], list[torch.Tensor]()
+        for part in parts:
             self._divide(part)
-            self._add_held(part)
-            self._release_inputs(part)
-        works, results = [], [part.transfer.result for part in state.parts]
-        for part, result in zip(state.parts, results, strict=True):
-            dtype, num_replicas = part.plan.bucket.dtype, self._mesh.num_replicas
+            owned += self._add_held(part)
+        for part in parts:
+            result, dtype = part.transfer.result, part.plan.bucket.dtype
             divides = self._channel.divides_over_replicas(dtype)
+            num_replicas = self._mesh.num_replicas
             scale = plan_scale(num_replicas, dtype, can_average=average, can_divide=divides)
             if scale.before != 1:
                 result.div_(scale.before)
             works += self._channel.all_reduce(result, average=scale.averages)
             part.divide_after = scale.after
-        self._move_to(AllReducing(Pending(works, results, self._channel.reducing), state.parts))
+            owned.append(result)
+        return Pending(works, owned, self._channel.reducing, stream)
+
+    @_tells_failures
+    def start_all_reduce(self) -> bool:
+        """Wait for the shards; launch the reduction over the replicas, if that is to be done yet.
+
+        Collective: one all-reduce of this rank's shards for each reduction dtype, or none.
+
+        Returns:
+            Whether there is one under way.
+        """
+        state = self.state
+        if not isinstance(state, Scattering) or state.over_replicas != "all-reduce":
+            return False
+        with state.pending.resumed():
+            state.pending.wait()
+            stream = launching_stream(self._mesh.device)
+            pending = state.all_reduce or self._all_reduce(state.parts, stream)
+            for part in state.parts:
+                self._release_inputs(part)
+        self._move_to(AllReducing(pending, state.parts))
         return True
+
+    @property
+    def is_all_reducing(self) -> bool:
+        """Whether the reduction over the replicas has been launched."""
+        state = self.state
+        return isinstance(state, AllReducing) or getattr(state, "all_reduce", None) is not None
 
     def finish(self) -> None:
         """Wait for the launched reduction and put its results on the sharded parameters."""
@@ -267,18 +329,17 @@ class MeshGradients:
         state = self.state
         if not isinstance(state, (Scattering, AllReducing)):
             return
-        state.pending.wait()
         is_held = isinstance(state, Scattering) and state.over_replicas == "hold"
         deliveries: list[Callable[[], None]] = []
-        self._move_to(Returning(deliveries))
-        for part in state.parts:
-            self._divide(part)
-            self._release_inputs(part)
-            if is_held:  # the hook waits for what is averaged over the replicas, too
-                self._hold(part)
-            else:
-                self._call_hook(part)
-                deliveries += self._hand_out(part)
+        with state.pending.resumed():
+            state.pending.wait()
+            self._move_to(Returning(deliveries))
+            for part in state.parts:
+                self._divide(part)
+                self._release_inputs(part)
+                if not is_held:  # the hook waits for what is averaged over the replicas, too
+                    self._call_hook(part)
+                deliveries += self._hand_out(part, is_held=is_held)
 
     @_tells_failures
     def end_return(self) -> None:
@@ -296,9 +357,12 @@ class MeshGradients:
         """Let the launched reduction end and drop it, and all unsharded gradients."""
         state = self.state
         if isinstance(state, (Scattering, AllReducing)):
-            state.pending.drop()
-            for part in state.parts:
-                self._release_inputs(part)
+            with state.pending.resumed():
+                state.pending.drop()
+                if isinstance(state, Scattering) and state.all_reduce is not None:
+                    state.all_reduce.drop()
+                for part in state.parts:
+                    self._release_inputs(part)
         if not isinstance(state, Idle):
             self._move_to(Idle())
         self._planner.release()
@@ -373,13 +437,17 @@ class MeshGradients:
         if hook is None:
             return
         result = part.transfer.result[: part.plan.bucket.numel]
-        with torch.no_grad(), beside(stream):
+        with torch.no_grad(), run_beside(stream):
             part.plan.clear_gaps(result)
             hook(result)
 
-    def _add_held(self, part: _Part) -> None:
-        """Add the gradients that earlier reductions left to be averaged over the replicas."""
-        plan = part.plan
+    def _add_held(self, part: _Part) -> list[torch.Tensor]:
+        """Add the gradients that earlier reductions left to be averaged over the replicas.
+
+        Returns:
+            Them, whose memory is read.
+        """
+        plan, added = part.plan, list[torch.Tensor]()
         shards = plan.shards(part.transfer.result)
         for index, ((param, _), shard) in enumerate(zip(plan.members, shards, strict=True)):
             held = unreplicated(param)
@@ -388,55 +456,78 @@ class MeshGradients:
             param.sharded.grad = None
             shard.add_(held.to(shard.device))
             plan.bucket.flag(part.transfer, index)
+            added.append(held)
+        return added
 
-    def _hand_out(self, part: _Part) -> list[Callable[[], None]]:
+    def _hand_out(self, part: _Part, *, is_held: bool) -> list[Callable[[], None]]:
         """Put the results on the sharded parameters.
 
+        Args:
+            part: Whose results.
+            is_held: Whether they are averaged over the shards only, and wait for an all-reduce.
+
         Returns:
-            What does so for those that are on their way to the host, when they are there.
+            What does so at the end of the backward, for results that are on their way to the host,
+            or of which it is not known yet whether any rank had them: looking at a flag earlier
+            would wait for the device. Hooks of the user's are not kept waiting.
         """
         plan = part.plan
-        wanted, dtypes = plan.bucket.anybody_has(part.transfer), plan.grad_dtypes()
+        dtypes = [plan.bucket.dtype] * len(plan.members) if is_held else plan.grad_dtypes()
+        wanted = self._wanted(part)
         shards = plan.converted_shards(part.transfer.result, dtypes)
-        if plan.params is not None and all(wanted):
-            give = partial(deliver_all, plan.params, shards, plan.specs(dtypes))
-            if plan.is_on_host and not any(map(has_hooks, plan.params)):
-                return [give]
-            if plan.is_on_host:
-                host.settle()
-            give()
-        else:
+        give = partial(self._give, plan, wanted, shards, dtypes, is_held=is_held)
+        is_late = plan.is_on_host or (wanted is not None and wanted.is_on_its_way)
+        if is_late and (is_held or not any(has_hooks(param) for param, _ in plan.members)):
+            return [give]
+        if is_late:
             host.settle()
-            for param, shard in self._rebuilt(part, wanted, shards, dtypes):
-                deliver(param, shard)
+        give()
         return []
 
-    def _hold(self, part: _Part) -> None:
-        """Leave the results, averaged over the shards, for a later all-reduce."""
-        plan = part.plan
-        dtypes = [plan.bucket.dtype] * len(plan.members)
-        wanted = plan.bucket.anybody_has(part.transfer)
-        shards = plan.converted_shards(part.transfer.result, dtypes)
-        host.settle()
-        for param, shard in self._rebuilt(part, wanted, shards, dtypes):
-            present = unreplicated(param)
-            if present is None:
+    def _wanted(self, part: _Part) -> _Wanted | None:
+        """Return which members any rank had, or a hook of the user's gave; ``None`` for all."""
+        has = part.plan.bucket.anybody_has(part.transfer)
+        if has is None:
+            return None
+        if self._settings.hook is not None:
+            shards = part.plan.shards(part.transfer.result)
+            has = has | torch.stack([shard.any() for shard in shards])
+        is_on_its_way = _torch.has_streams(self._mesh.device)
+        return _Wanted(host.download(has) if is_on_its_way else has, is_on_its_way)
+
+    def _give(
+        self,
+        plan: ReductionPlan,
+        wanted: _Wanted | None,
+        shards: Sequence[torch.Tensor],
+        dtypes: list[torch.dtype],
+        *,
+        is_held: bool,
+    ) -> None:
+        """Put what has arrived on the sharded parameters."""
+        chosen = [True] * len(shards) if wanted is None else wanted.flags.tolist()
+        if plan.params is not None and all(chosen) and not is_held:
+            deliver_all(plan.params, shards, plan.specs(dtypes))
+            return
+        for param, shard in self._rebuilt(plan, chosen, shards, dtypes):
+            if not is_held:
+                deliver(param, shard)
+            elif (present := unreplicated(param)) is None:
                 set_unreplicated(param, shard)
             else:
                 present.add_(shard.to(present.device))
 
     def _rebuilt(
         self,
-        part: _Part,
+        plan: ReductionPlan,
         wanted: Sequence[bool],
         shards: Sequence[torch.Tensor],
         dtypes: Sequence[torch.dtype],
     ) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
         """Yield each parameter that gets a gradient with it; subclasses of their inner tensors."""
-        members = part.plan.members
         inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
-        for place, ((param, name), shard) in enumerate(zip(members, shards, strict=True)):
-            if not wanted[place] and not (self._settings.hook is not None and shard.any()):
+        for place, ((param, name), shard) in enumerate(zip(plan.members, shards, strict=True)):
+            if not wanted[place]:
                 continue
             if name is None:
                 yield param, shard
@@ -515,6 +606,11 @@ class GroupGradients:
         for one in self._meshes:
             if (pending := one.pending) is not None:
                 pending.wait()
+
+    @property
+    def is_all_reducing(self) -> bool:
+        """Whether a reduction over the replicas has been launched."""
+        return any(one.is_all_reducing for one in self._meshes)
 
     def start_all_reduce(self) -> bool:
         """Go on to the reduction over the replicas; return whether there is one."""

@@ -78,9 +78,10 @@ class Context(Tree[ParamGroup]):
             self.reductions.wait_for_copies()
         else:
             self.forward.close()
-            if not has_backward:
+            if not has_backward:  # else its end waits for the copies
                 self.backward.finish_inside()
                 self.forward.show_sharded(outermost)
+                self.reductions.wait_for_copies()
 
     def _begins_anew(self, group: ParamGroup, module: nn.Module) -> bool:
         """Tell whether a call begins another forward of the tree, and does not go on with the last.

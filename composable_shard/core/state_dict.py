@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
+from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
 Params = dict[str, ShardedParam]
@@ -129,6 +130,7 @@ def _before_load(
             "backward, got a load_state_dict in the middle of one; load it when that has ended"
         )
     group.reshard()
+    host.settle()  # copies of shards that a forward without a backward has launched
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in _owned(group, params).items():
         key, current = prefix + attribute, module._parameters.get(attribute)

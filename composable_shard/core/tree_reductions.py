@@ -14,8 +14,9 @@ from composable_shard.core.transport import host
 class InFlight:
     """The reductions under way, the oldest first; of one tree, or of several that share them.
 
-    Each holds the gradients of its group, so there is a bound on how many there are. The reduction
-    over the replicas of a group overlaps the next one over shards.
+    Each holds the gradients of its group, so there is a bound on how many there are. Those over the
+    replicas hold shards only, and are waited for at the end. Where there are streams, they are
+    launched with those over the shards, and begin behind them.
 
     Attributes:
         groups: Whose reductions over the shards are under way.
@@ -24,13 +25,15 @@ class InFlight:
 
     def __init__(self) -> None:
         self.groups: deque[ParamGroup] = deque()
-        self._all_reducing: ParamGroup | None = None
+        self._all_reducing: deque[ParamGroup] = deque()
         self.returning: list[ParamGroup] = []
 
     def add(self, group: ParamGroup) -> None:
         """Note that the reduction of ``group`` has been launched."""
         self.groups.append(group)
         group.emit("reduce_scatter")
+        if group.gradients.is_all_reducing:
+            group.emit("all_reduce")
 
     def leave_room(self, limit: int) -> None:
         """Wait for the oldest until another makes no more than ``limit``."""
@@ -54,32 +57,33 @@ class InFlight:
                 self.groups.remove(group)
             if group in self.returning:
                 self.returning.remove(group)
-            if group is self._all_reducing:
-                self._all_reducing = None
+            if group in self._all_reducing:
+                self._all_reducing.remove(group)
 
     def take_over(self, other: InFlight) -> None:
         """Add what another tree has launched, which from now on shares this."""
-        other.wait_for_replicas()
         self.groups.extend(other.groups)
+        self._all_reducing.extend(other._all_reducing)
         self.returning += other.returning
 
     def _wait_for_oldest(self) -> None:
         """Wait for a reduction over the shards; let that over the replicas overlap what follows."""
         group = self.groups.popleft()
         self._wait(group, "reduce_scatter")
+        was_launched = group.gradients.is_all_reducing
         if group.gradients.start_all_reduce():
             group.emit("wait_for_reduce_scatter")
-            group.emit("all_reduce")
-            self.wait_for_replicas()
-            self._all_reducing = group
+            if not was_launched:
+                group.emit("all_reduce")
+            self._all_reducing.append(group)
         else:
             self._return(group)
             group.emit("wait_for_reduce_scatter")
 
     def wait_for_replicas(self) -> None:
-        """Wait for the reduction over the replicas that is under way, if one is."""
-        group, self._all_reducing = self._all_reducing, None
-        if group is not None:
+        """Wait for the reductions over the replicas."""
+        while self._all_reducing:
+            group = self._all_reducing.popleft()
             self._wait(group, "all_reduce")
             self._return(group)
             group.emit("wait_for_all_reduce")
@@ -161,7 +165,8 @@ class Reductions:
         if group.gradients.are_to_reduce:
             self._unsynced.add(group)
         group.emit("accumulate")
-        group.gradients.accumulate()
+        with group.streams.where_used():
+            group.gradients.accumulate()
 
     def launch(self, group: ParamGroup) -> None:
         """Launch the reduction of ``group`` in its turn, if it has trainable parameters.
@@ -190,7 +195,8 @@ class Reductions:
         elif any(mesh.num_replicas > 1 for mesh in group.channels):
             self._unreplicated[group] = None
         group.emit("begin_reduce_scatter")
-        group.gradients.reduce()
+        with group.streams.where_used():
+            group.gradients.reduce()
         self.in_flight.add(group)
 
     def end_backward(self) -> None:

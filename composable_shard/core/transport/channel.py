@@ -70,7 +70,7 @@ class Channel:
     def _use_fastest(self) -> None:
         group, device = self.mesh.shard_group, self.mesh.device
         backend = None if group is None else _torch.backend_name(group, device)
-        if backend == "gloo" and device.type == "cpu":
+        if backend == "gloo" and not _torch.has_streams(device):
             self.all_gather, self.reduce_scatter = DirectAllGather(), DirectReduceScatter()
         else:
             self.all_gather, self.reduce_scatter = CoalescedAllGather(), CoalescedReduceScatter()

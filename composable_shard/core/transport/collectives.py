@@ -52,12 +52,14 @@ class ReduceScatterLaunch(Protocol):
         reads_padding: Whether it may look at an input as a whole, so that padding must be zeros.
         keeps_inputs: Whether what it launches keeps the inputs for as long as it needs them; those
             of others are kept until it has been waited for.
+        copies_out: Whether waiting copies out of memory that belongs to the stream of the launch.
     """
 
     widens: bool = False
     divides: bool = False
     reads_padding: bool = False
     keeps_inputs: bool = False
+    copies_out: bool = False
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Tell whether ``op`` may be ``ReduceOp.AVG``."""
@@ -252,6 +254,7 @@ class CustomReduceScatter(ReduceScatterLaunch):
     """Reduces by a custom reduce-scatter: one call for each dtype."""
 
     reads_padding = True
+    copies_out = True
 
     def __init__(self, comm: ReduceScatter) -> None:
         self.comm = comm

@@ -94,8 +94,8 @@ class Lane:
 
     Hazard: memory goes back to the compute stream, where tensors are allocated and freed, while a
     copy still uses it; after an error, say, when nobody waits for it. Guard: the lane keeps the
-    tensors of the last copies, and compute continues after a copy before its tensors are let go;
-    it is over by then. Test: ``test_tensors_are_kept_until_compute_continues_after_their_copy``.
+    tensors of the last copies, and the stream that launched a copy continues after it before its
+    tensors are let go; it is over by then. Test: ``test_tensors_are_kept_until_compute_continues_after_their_copy``.
 
     Args:
         device: The device.
@@ -105,17 +105,18 @@ class Lane:
         self.is_busy = False
         self._device = device
         self._stream = _torch.make_stream(device)
-        self._kept: deque[tuple[Waitable, torch.Tensor, torch.Tensor]] = deque()
+        self._kept: deque[tuple[torch.Stream, torch.Event, torch.Tensor, torch.Tensor]] = deque()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy; memory of the host is another's to use after :meth:`settle`."""
         self.is_busy = True
         with self.behind():
             into.copy_(source, non_blocking=True)
-        self._kept.append((self.arrival(), into, source))
+        compute = _torch.current_stream(self._device)
+        self._kept.append((compute, self._stream.record_event(), into, source))
         while len(self._kept) > _NUM_KEPT:
-            arrival, *_ = self._kept.popleft()
-            arrival.wait()
+            owner, event, *_ = self._kept.popleft()
+            owner.wait_event(event)
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:

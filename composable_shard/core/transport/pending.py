@@ -1,10 +1,11 @@
 """Every wait, and whatever has to stay alive until it.
 
-All memory is allocated and freed on the compute stream. A collective is launched from it, so the
-backend's own stream starts after whatever the memory was used for before; :meth:`Pending.wait`
-makes the compute stream continue after the collective, so the memory may be freed then. On the CPU
-streams do nothing and the works do the waiting; the code is the same. What is offloaded has streams
-of its own: see ``host.py``.
+Memory goes back to the stream that it was allocated on, which uses it again at once. So what a
+collective needs is allocated, and let go of, on the stream that it is launched from. The stream of
+the backend starts after that one, and that one continues after the collective; :class:`Pending`
+sees to both, whatever stream waits for it. What lives longer, and is read on other streams, is the
+business of :class:`UsedStreams`. On the CPU there are no streams, and the works do the waiting; the
+code is the same. What is offloaded has streams of its own: see ``host.py``.
 """
 
 from __future__ import annotations
@@ -30,27 +31,47 @@ class Waitable(Protocol):
 class Pending:
     """Launched collectives and the tensors they read and write.
 
-    Hazard: a tensor freed on the compute stream while the backend's stream still uses it. Guard:
-    this object owns the tensors until :meth:`wait` has ordered the two streams.
+    Hazard: a tensor is let go of while the backend's stream still uses it. Guard: this object owns
+    the tensors until :meth:`wait` has ordered the two streams.
 
     Args:
         works: The collectives, in the order in which to wait for them.
-        owned: The tensors.
+        owned: The tensors, allocated on ``stream``.
         op: What they do, for messages.
+        stream: From which they are launched; ``None`` on the CPU.
     """
 
-    __slots__ = ("_is_broken", "_op", "_owned", "_works")
+    __slots__ = ("_is_broken", "_op", "_owned", "_stream", "_works")
 
     def __init__(
         self,
         works: Sequence[Waitable],
         owned: Sequence[torch.Tensor | None] = (),
         op: str = "communicating",
+        stream: torch.Stream | None = None,
     ) -> None:
+        self._stream = stream
         self._works = list(works)[::-1]
         self._owned = list(owned)
         self._op = op
         self._is_broken = False
+
+    def resumed(self) -> contextlib.AbstractContextManager[object]:
+        """Give work to the stream of the launch; the current one continues after it.
+
+        What comes with the wait, such as copying out, uses memory that was allocated for it.
+        """
+        stream = self._stream
+        if stream is None or stream == _torch.current_stream(stream.device):
+            return _HERE
+        return _beside(stream)
+
+    def pass_through(self, stream: torch.Stream) -> None:
+        """Let ``stream`` wait for the collectives; :meth:`wait` is still to come."""
+        with _torch.on_stream(stream):
+            while self._works:
+                self._works.pop().wait()
+        self._works = [stream.record_event()]
 
     def wait(self) -> None:
         """Order the consumer after the collectives and let go of the tensors; idempotent.
@@ -81,17 +102,86 @@ class Pending:
         self._owned.clear()
 
 
+class UsedStreams:
+    """The streams that work on some memory is given to.
+
+    Hazard: memory goes back to the stream that it was allocated on while another one uses it.
+    Guard: that one waits for all others first. Test: ``test_training_on_several_streams``.
+
+    Args:
+        device: Where the memory is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._home: torch.Stream | None = None
+        self._used: list[torch.Stream] = []  # the latest one last
+
+    def allocate(self) -> None:
+        """Note that the memory is allocated now, on the current stream."""
+        self._home = launching_stream(self._device)
+        self._used.clear()
+
+    def use(self) -> None:
+        """Let the current stream use what was made on that of the memory."""
+        if self._home is None:
+            return
+        stream = _torch.current_stream(self._device)
+        if stream in self._used:
+            self._used.remove(stream)
+        elif stream != self._home:
+            stream.wait_stream(self._home)
+        self._used.append(stream)
+
+    def at_home(self) -> contextlib.AbstractContextManager[object]:
+        """Give work to the stream of the memory, after all that have used it, to free it there."""
+        return self._gathered(self._home)
+
+    def where_used(self) -> contextlib.AbstractContextManager[object]:
+        """Give work to the stream that has used the memory last, after all others that have."""
+        return self._gathered(self._used[-1] if self._used else None)
+
+    def _gathered(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+        if stream is None:
+            return _HERE
+        current = _torch.current_stream(self._device)
+        for other in {*self._used, current} - {stream}:
+            stream.wait_stream(other)
+        return _HERE if stream == current else _torch.on_stream(stream)
+
+
+def launching_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream that is given work now; ``None`` on the CPU."""
+    return _torch.current_stream(device) if _torch.has_streams(device) else None
+
+
+def stream_beside(device: torch.device) -> torch.Stream | None:
+    """Return a stream for what goes on between collectives, beside compute; ``None`` on the CPU."""
+    if not _torch.has_streams(device):
+        return None
+    return _beside_compute.get(device) or _beside_compute.setdefault(
+        device, _torch.make_stream(device)
+    )
+
+
+_beside_compute: dict[torch.device, torch.Stream] = {}
+
+
 def compute_stream(device: torch.device) -> int:
     """Return the number of the stream that is current on ``device``; 0 on the CPU."""
     return _torch.current_stream(device).stream_id if _torch.has_streams(device) else 0
 
 
-@contextlib.contextmanager
-def beside(stream: torch.Stream | None) -> Iterator[None]:
+_HERE = contextlib.nullcontext()
+
+
+def run_beside(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
     """Run what is inside on ``stream``, after what the compute stream has; it continues after."""
-    if stream is None:
-        yield
-        return
+    return _HERE if stream is None else _beside(stream)
+
+
+@contextlib.contextmanager
+def _beside(stream: torch.Stream) -> Iterator[None]:
     compute = _torch.current_stream(stream.device)
     stream.wait_stream(compute)
     with _torch.on_stream(stream):
