@@ -474,7 +474,7 @@ class ParamGroup:
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
         self.check_order("all-gather")
         lane, works = None, list[Waitable]()
-        owned, op = list[torch.Tensor](), ""
+        op = ""
         for _, transfer in transfers:
             lane = lane or transfer.lane
         for mesh, channel in self.channels.items():
@@ -490,11 +490,10 @@ class ParamGroup:
                     works += channel.gather(outputs, inputs)
                 else:
                     works += channel.regather(outputs, inputs, num_ranks)
-            owned += inputs
             op = channel.gathering
         if lane is not None:  # before the gathers, which may read on the compute stream
             works.insert(0, lane.arrival())
-        pending = Pending(works, owned, op, launching_stream(self.mesh.device))
+        pending = Pending(works, op, launching_stream(self.mesh.device))
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.emit("all_gather")
 

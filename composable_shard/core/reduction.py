@@ -231,16 +231,12 @@ class MeshGradients:
         parts = [
             _Part(plan, plan.bucket.start_reduce(plan.enter(grads), **kind), 1.0) for plan in plans
         ]
-        works, owned = [], []
+        works = []
         for part in parts:
             works += self._scatter(part)
-            transfer = part.transfer
-            owned += [*transfer.outputs, transfer.result]
             if launch.keeps_inputs and not isinstance(part.plan.bucket, EncodedBucket):
                 self._release_inputs(part)
-            owned += transfer.inputs
-        stream = launching_stream(self._mesh.device)
-        pending = Pending(works, owned, self._channel.reducing, stream)
+        pending = Pending(works, self._channel.reducing, launching_stream(self._mesh.device))
         all_reduce = None
         if over_replicas == "all-reduce" and self._goes_on_by_itself(parts):
             all_reduce = self._all_reduce_behind(pending, parts)
@@ -282,8 +278,7 @@ class MeshGradients:
                 result.div_(scale.before)
             works += self._channel.all_reduce(result, average=scale.averages)
             part.divide_after = scale.after
-            owned.append(result)
-        return Pending(works, owned, self._channel.reducing, stream)
+        return Pending(works, self._channel.reducing, stream, owned)
 
     @_tells_failures
     def start_all_reduce(self) -> bool:

@@ -20,12 +20,13 @@ class InFlight:
 
     Attributes:
         groups: Whose reductions over the shards are under way.
+        all_reducing: Whose reductions over the replicas are under way.
         returning: Whose results may be on their way to the host.
     """
 
     def __init__(self) -> None:
         self.groups: deque[ParamGroup] = deque()
-        self._all_reducing: deque[ParamGroup] = deque()
+        self.all_reducing: deque[ParamGroup] = deque()
         self.returning: list[ParamGroup] = []
 
     def add(self, group: ParamGroup) -> None:
@@ -57,13 +58,13 @@ class InFlight:
                 self.groups.remove(group)
             if group in self.returning:
                 self.returning.remove(group)
-            if group in self._all_reducing:
-                self._all_reducing.remove(group)
+            if group in self.all_reducing:
+                self.all_reducing.remove(group)
 
     def take_over(self, other: InFlight) -> None:
         """Add what another tree has launched, which from now on shares this."""
         self.groups.extend(other.groups)
-        self._all_reducing.extend(other._all_reducing)
+        self.all_reducing.extend(other.all_reducing)
         self.returning += other.returning
 
     def _wait_for_oldest(self) -> None:
@@ -75,15 +76,15 @@ class InFlight:
             group.emit("wait_for_reduce_scatter")
             if not was_launched:
                 group.emit("all_reduce")
-            self._all_reducing.append(group)
+            self.all_reducing.append(group)
         else:
             self._return(group)
             group.emit("wait_for_reduce_scatter")
 
     def wait_for_replicas(self) -> None:
         """Wait for the reductions over the replicas."""
-        while self._all_reducing:
-            group = self._all_reducing.popleft()
+        while self.all_reducing:
+            group = self.all_reducing.popleft()
             self._wait(group, "all_reduce")
             self._return(group)
             group.emit("wait_for_all_reduce")

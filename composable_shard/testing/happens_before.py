@@ -170,7 +170,7 @@ class Memory:
         self._blocks[first:last] = [block]
 
     def free(self, block: Block) -> None:
-        """Give a block back to the stream that it was allocated on, for what that allocates next."""
+        """Give a block back to the stream of its allocation, for what that one allocates next."""
         place = bisect_left(self._begins, block.span.begin)
         if place == len(self._blocks) or self._blocks[place] is not block:
             return  # its bytes were found to be part of other memory

@@ -21,8 +21,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from composable_shard import _torch
 from composable_shard.core.transport import host, pending
@@ -37,8 +35,8 @@ COMPUTE = "the compute stream"
 class Event:
     """A moment of a stream, as ``torch.Event`` is."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self._moment: Clock = {}
+    def __init__(self, *_: Any, moment: Clock | None = None, **__: Any) -> None:
+        self._moment = moment or {}
         self.device = _CPU
 
     def record(self, stream: Stream | None = None) -> None:
@@ -137,10 +135,13 @@ class SimulatedDevice:
         activity: What has been done since the last :meth:`new_activity`.
 
     Example:
-        >>> with SimulatedDevice() as device:
-        ...     model = fully_shard(Model())
-        ...     model(inputs).sum().backward()
-        >>> assert device.faults == []
+        >>> from composable_shard import fully_shard
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(8), SimulatedDevice() as device:
+        ...     model = fully_shard(torch.nn.Linear(16, 16))
+        ...     model(torch.ones(2, 16)).sum().backward()
+        >>> device.faults
+        []
     """
 
     def __init__(self) -> None:
@@ -256,15 +257,11 @@ class SimulatedDevice:
         work = self.run(name, reads, writes, where)
         self.activity.collectives[name] += 1
         self.activity.communication.append(work)
-        event = Event()
-        event._moment = self.order.moment(where)
-        self.is_paused = True
-        try:
+        event = Event(moment=self.order.moment(where))
+        with unnoticed():
             handle = real(group, *args)
             if handle is not None:
                 handle.wait()
-        finally:
-            self.is_paused = False
         return _Launched(handle, event)
 
 
@@ -287,7 +284,7 @@ def _sent_and_received(
     name: str, args: Sequence[Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return what a collective reads and writes; c10d names what is received first."""
-    tensors = [[t for t in tree_leaves(arg) if isinstance(t, torch.Tensor)] for arg in args[:2]]
+    tensors = list(map(_torch.tensors_of, args[:2]))
     first, second = (*tensors, [])[:2]
     if name == "send":
         return first, []
@@ -299,7 +296,7 @@ def _sent_and_received(
 # How what is done comes to be noted ---------------------------------------------------------------
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(_torch.DispatchMode):
     """Notes every operation on plain tensors."""
 
     def __init__(self, device: SimulatedDevice) -> None:
@@ -315,7 +312,7 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # it comes back as operations on plain tensors
-        pins = bool(kwargs.pop("pin_memory", False)) or func is torch.ops.aten._pin_memory.default
+        pins = bool(kwargs.pop("pin_memory", False))
         result = func(*args, **kwargs)
         self._note(func, args, kwargs, result, pins=pins)
         return result
@@ -324,22 +321,21 @@ class _Operations(TorchDispatchMode):
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, pins: bool
     ) -> None:
         device, op = self._device, func.overloadpacket.__name__
-        reads, writes = _read_and_written(func, args, kwargs)
+        reads, writes = _torch.read_and_written(func, args, kwargs)
         known = {_torch.storage_number(t) for t in (*reads, *writes)}
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        made = [t for t in made if _torch.storage_number(t) not in known]
-        if func.is_view or func in _WITHOUT_WORK:
+        made = [t for t in _torch.tensors_of(result) if _torch.storage_number(t) not in known]
+        if _torch.is_view(func):
             return
+        given = [device.is_of_host(t) for t in (*reads, *writes) if _has_memory(t)]
+        is_on_host = pins or (bool(given) and all(given))
         for tensor in made:
-            device.allocated(tensor, op, on_host=pins)
+            device.allocated(tensor, op, on_host=is_on_host)
         if _torch.reads_a_value(func) or func in _WAITS:
             device.read_on_host(reads[0], op)
             return
         if func in _ALLOCATES:
             return
-        touched = [*reads, *writes, *made]
-        of_host = [device.is_of_host(t) for t in touched if _has_memory(t)]
-        if of_host and all(of_host):
+        if is_on_host and all(given):
             device.run(op, reads, [*writes, *made], HOST)
             return
         work = device.run(op, reads, [*writes, *made], device.current.name)
@@ -348,19 +344,11 @@ class _Operations(TorchDispatchMode):
         if flops:
             device.activity.flops.append((flops, work))
         blocks = not (kwargs.get("non_blocking") or (op == "copy_" and args[2:] == (True,)))
-        if any(of_host) and blocks:
+        if (any(given) or is_on_host) and blocks:
             device.wait_on_host(device.order.moment(device.current.name), "a copy")
 
 
 _ELSEWHERE = ("c10d", "_c10d_functional", "profiler")  # collectives are noted where they are called
-_WITHOUT_WORK = {
-    torch.ops.aten.set_.source_Storage_storage_offset,
-    torch.ops.aten.set_.source_Storage,
-    torch.ops.aten.set_.source_Tensor,
-    torch.ops.aten.detach.default,
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten._unsafe_view.default,
-}
 _ALLOCATES = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -369,20 +357,6 @@ _ALLOCATES = {
     torch.ops.aten.new_empty_strided.default,
 }
 _WAITS = {torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
-
-
-def _read_and_written(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    reads, writes = list[torch.Tensor](), list[torch.Tensor]()
-    for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if is_written else reads).extend(tensors)
-        if is_written and not argument.is_out:
-            reads += tensors
-    return reads, writes
 
 
 def _num_launches(op: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> int:
@@ -447,7 +421,7 @@ def _patches(device: SimulatedDevice) -> Iterator[contextlib.AbstractContextMana
     }
     for name, value in instead.items():
         yield mock.patch.object(_torch, name, value)
-    for streams in (host._uploads, host._downloads, pending._beside_compute):
+    for streams in (host.uploads, host.downloads, pending.beside_compute):
         yield mock.patch.dict(streams, clear=True)
     for name, value in {
         "Stream": Stream,
@@ -487,6 +461,20 @@ def _noted(device: SimulatedDevice, name: str, real: Callable[..., Any]) -> Call
         return device.collective(name, real, group, *args, *kwargs.values())
 
     return launch
+
+
+@contextlib.contextmanager
+def unnoticed() -> Iterator[None]:
+    """Do what is inside beside the simulated device, if there is one: it does not count."""
+    device = _entered
+    if device is None:
+        yield
+        return
+    was_paused, device.is_paused = device.is_paused, True
+    try:
+        yield
+    finally:
+        device.is_paused = was_paused
 
 
 _entered: SimulatedDevice | None = None

@@ -29,6 +29,7 @@ from composable_shard.testing.programs import (
     shard_tree,
 )
 from composable_shard.testing.ranks import run_ranks
+from composable_shard.testing.simulated_device import SimulatedDevice, unnoticed
 
 # One rank's part in following a program with a sharded model and with its oracle ------------------
 
@@ -47,6 +48,7 @@ class Plan:
     mesh: tuple[int, ...] | None = None
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     tolerance: float | None = None
+    simulates_device: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -85,9 +87,10 @@ class Rehearsal:
         getattr(self, f"_{step}")()
         found = self._found
         self._found = []
-        found += self.comparison.grads(self._sharded_params)
-        found += self.comparison.params(self._sharded_params)
-        found += self.comparison.buffers(self.model)
+        with unnoticed():
+            found += self.comparison.grads(self._sharded_params)
+            found += self.comparison.params(self._sharded_params)
+            found += self.comparison.buffers(self.model)
         if step == "step" and not self.comparison.is_exact:
             self._start_from_the_same()
         self.num_steps += 1
@@ -126,7 +129,8 @@ class Rehearsal:
     def _losses(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         sharded = self._loss(self.model, self.rank)
         unsharded = [self._loss(model, rank) for rank, model in enumerate(self.oracle.models)]
-        self._found += self.comparison.loss(sharded, unsharded[self.rank])
+        with unnoticed():
+            self._found += self.comparison.loss(sharded, unsharded[self.rank])
         return sharded, unsharded
 
     def _loss(self, model: nn.Module, rank: int) -> torch.Tensor:
@@ -317,6 +321,7 @@ def assert_trains_like_unsharded(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = SGD,
     tolerance: float | None = None,
+    simulates_device: bool = False,
     timeout: float = 60.0,
     **options: Any,
 ) -> None:
@@ -346,6 +351,8 @@ def assert_trains_like_unsharded(
             divides by the gradient's size (Adam) turns the rounding of gradients near zero into
             steps of full length, so expect differences from three ranks on.
         tolerance: How much may differ, relative to the largest element, instead of the above.
+        simulates_device: Whether each rank trains on a `SimulatedDevice`, where what is done on
+            streams in no certain order counts as a difference.
         timeout: Seconds after which the ranks are killed.
         options: Further arguments of every `fully_shard`, such as `reshard_after_forward`.
 
@@ -374,6 +381,7 @@ def assert_trains_like_unsharded(
         mesh,
         policy or MixedPrecisionPolicy(),
         tolerance,
+        simulates_device,
         options,
     )
     failure = _rehearse(plan, steps, num_ranks, timeout)
@@ -387,6 +395,7 @@ def assert_trains_like_unsharded(
         "loss": loss,
         "optimizer": None if optimizer is SGD else optimizer,
         "tolerance": tolerance,
+        "simulates_device": simulates_device or None,
         **options,
     }
     shown = {key: value for key, value in given.items() if value is not None}
@@ -444,6 +453,15 @@ class _StepFailure(RuntimeError):
 
 def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[_Difference]:
     """Follow a program on this rank; a rank goes on where it differs, as the others do."""
+    if not plan.simulates_device:
+        return _differences(plan, steps)
+    with SimulatedDevice() as device:
+        found = _differences(plan, steps)
+    faults = [_Difference(len(steps) - 1, dist.get_rank(), fault) for fault in device.faults]
+    return [*found, *faults]
+
+
+def _differences(plan: Plan, steps: tuple[Step, ...]) -> list[_Difference]:
     rehearsal = Rehearsal(plan)
     rank = rehearsal.rank
     found = [_Difference(-1, rank, text) for text in rehearsal.differences_at_start()]

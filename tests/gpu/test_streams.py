@@ -105,7 +105,7 @@ def test_offloaded_shards_are_copied_beside_compute(nccl_rank: None) -> None:
     torch.cuda.synchronize()
     handle = model.unshard(async_op=True)
     torch.cuda._sleep(LONG)
-    (lane,) = host._uploads.values()
+    (lane,) = host.uploads.values()
     assert lane.is_busy
     lane.settle()
     assert not torch.cuda.current_stream().query()

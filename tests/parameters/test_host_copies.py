@@ -66,7 +66,7 @@ class LateLane:
 
     @property
     def is_download(self) -> bool:
-        return self in host._downloads.values()
+        return self in host.downloads.values()
 
     def do(self, number: int) -> None:
         while self.num_done < number:
@@ -121,8 +121,8 @@ def late_lanes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(host, "Lane", LateLane))
         stack.enter_context(mock.patch.object(Channel, "_gather_from", launch_late))
-        stack.enter_context(mock.patch.dict(host._uploads, clear=True))
-        stack.enter_context(mock.patch.dict(host._downloads, clear=True))
+        stack.enter_context(mock.patch.dict(host.uploads, clear=True))
+        stack.enter_context(mock.patch.dict(host.downloads, clear=True))
         for user in (bucket, reduction_plan, reduction):
             stack.enter_context(
                 mock.patch.object(user, "copies_beside_compute", lambda policy, _: bool(policy))
@@ -313,17 +313,29 @@ def test_copies_may_be_late_on_a_hybrid_mesh() -> None:
     assert run_ranks(differences, 4, acts, timeout=60) == [[]] * 4
 
 
-def waits_of_a_step() -> tuple[int, int]:
+def waits_of_a_step() -> list[int]:
     with late_lanes():
-        output = new_model(LOW)(torch.ones(2, 5)).sum()
-        after_forward = LateLane.num_waits
+        model, waits = new_model(LOW), list[int]()
+        output = model(torch.ones(2, 5)).sum()
+        waits.append(LateLane.num_waits)
         output.backward()
-        return after_forward, LateLane.num_waits - after_forward
+        waits.append(LateLane.num_waits)
+        with torch.no_grad():
+            model(torch.ones(2, 5))
+        waits.append(LateLane.num_waits)
+        model(torch.ones(2, 5))
+        waits.append(LateLane.num_waits)
+        model.load_state_dict(model.state_dict())
+        waits.append(LateLane.num_waits)
+        model(torch.ones(2, 5))
+        torch.optim.SGD(model.parameters()).step()
+        return [*waits, LateLane.num_waits]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_host_waits_for_each_way_at_the_end_of_a_pass(ranks: int) -> None:
-    assert run_ranks(waits_of_a_step, ranks) == [(1, 2)] * ranks
+def test_the_host_waits_at_the_end_of_a_step_and_before_shards_are_written(ranks: int) -> None:
+    expected = [0, 2, 3, 3, 4, 5]  # both ways after a backward, else those to the device
+    assert run_ranks(waits_of_a_step, ranks) == [expected] * ranks
 
 
 def order_of_hooks() -> list[str]:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from composable_shard.testing.strategies import module_trees, param_specs
+from composable_shard.testing import Step, TreeLoss, assert_trains_like_unsharded
+from composable_shard.testing import TreeSpec as KitTree
+from composable_shard.testing.strategies import (
+    meshes,
+    module_trees,
+    param_specs,
+    reshard_choices,
+    training_programs,
+    uses,
+)
 from training.trees import TreeSpec
 
-__all__ = ["num_params", "param_specs", "reproducible", "trainable", "tree_specs"]
+__all__ = ["Case", "cases", "num_params", "param_specs", "reproducible", "trainable", "tree_specs"]
 
 FLOAT32 = (torch.float32,)
 
@@ -49,3 +60,32 @@ def trainable(spec: TreeSpec) -> int:
 def num_params(spec: TreeSpec) -> int:
     """Count the parameters of a tree."""
     return len(spec.params) + sum(num_params(child) for child in spec.children)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of a call."""
+
+    spec: KitTree
+    program: list[Step]
+    mesh: tuple[int, ...] = (2,)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, **options: Any) -> None:
+        options = {"timeout": 30, **self.options, **options}
+        assert_trains_like_unsharded(self.spec, self.program, mesh=self.mesh, **options)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), differs: bool = False
+) -> Case:
+    mesh = draw(meshes())
+    spec = draw(module_trees(mesh[-1], dtypes, frozen=not differs))
+    options = {"reshard_after_forward": draw(reshard_choices(mesh[-1]))}
+    if differs:
+        num_params = spec().num_params
+        options["loss"] = TreeLoss(draw(uses(draw(st.integers(1, 3)), num_params)))
+    # All ranks must go back, and as far as each other where they fail.
+    program = draw(training_programs(without=["fail_backward"] if differs else []))
+    return Case(spec, program, mesh, options)

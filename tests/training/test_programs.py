@@ -2,59 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from composable_shard import MixedPrecisionPolicy
-from composable_shard.testing import (
-    Step,
-    TreeLoss,
-    TreeSpec,
-    assert_trains_like_unsharded,
-)
-from composable_shard.testing.strategies import (
-    meshes,
-    module_trees,
-    policies,
-    reshard_choices,
-    training_programs,
-    uses,
-)
-from training.cases import reproducible
-
-
-@dataclass(frozen=True)
-class Case:
-    """The arguments of a call."""
-
-    spec: TreeSpec
-    program: list[Step]
-    mesh: tuple[int, ...] = (2,)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def check(self) -> None:
-        assert_trains_like_unsharded(
-            self.spec, self.program, mesh=self.mesh, timeout=30, **self.options
-        )
-
-
-@st.composite
-def cases(
-    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), differs: bool = False
-) -> Case:
-    mesh = draw(meshes())
-    spec = draw(module_trees(mesh[-1], dtypes, frozen=not differs))
-    options = {"reshard_after_forward": draw(reshard_choices(mesh[-1]))}
-    if differs:
-        num_params = spec().num_params
-        options["loss"] = TreeLoss(draw(uses(draw(st.integers(1, 3)), num_params)))
-    # All ranks must go back, and as far as each other where they fail.
-    program = draw(training_programs(without=["fail_backward"] if differs else []))
-    return Case(spec, program, mesh, options)
+from composable_shard.testing.strategies import policies
+from training.cases import Case, cases, reproducible
 
 
 @reproducible(60)

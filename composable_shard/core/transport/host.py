@@ -85,8 +85,8 @@ def _warn_not_pinned() -> None:
 
 _NUM_KEPT = 2  # copies whose tensors a lane keeps
 
-_uploads: dict[torch.device, Lane] = {}
-_downloads: dict[torch.device, Lane] = {}
+uploads: dict[torch.device, Lane] = {}
+downloads: dict[torch.device, Lane] = {}
 
 
 class Lane:
@@ -95,7 +95,8 @@ class Lane:
     Hazard: memory goes back to the compute stream, where tensors are allocated and freed, while a
     copy still uses it; after an error, say, when nobody waits for it. Guard: the lane keeps the
     tensors of the last copies, and the stream that launched a copy continues after it before its
-    tensors are let go; it is over by then. Test: ``test_tensors_are_kept_until_compute_continues_after_their_copy``.
+    tensors are let go; it is over by then. Test:
+    ``test_tensors_are_kept_until_compute_continues_after_their_copy``.
 
     Args:
         device: The device.
@@ -162,7 +163,7 @@ def upload(source: torch.Tensor, into: torch.Tensor) -> Lane:
     Returns:
         The lane of the copy.
     """
-    lane = _lane(_uploads, into.device)
+    lane = _lane(uploads, into.device)
     if source.dtype == into.dtype:
         lane.copy(into, source)
     else:
@@ -176,13 +177,13 @@ def download(source: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of a device to pinned memory; it is complete after :func:`settle`."""
     is_pinned = _torch.has_streams(source.device)
     into = _torch.empty_like(source, device="cpu", pin_memory=is_pinned)
-    _lane(_downloads, source.device).copy(into, source)
+    _lane(downloads, source.device).copy(into, source)
     return into
 
 
 def is_busy() -> bool:
     """Tell whether something may be on its way that nobody has waited for."""
-    lanes = [*_uploads.values(), *_downloads.values()]
+    lanes = [*uploads.values(), *downloads.values()]
     return any(lane.is_busy for lane in lanes)
 
 
@@ -192,7 +193,7 @@ def settle() -> None:
     Hazard: code of the user's writes shards that a device is still to read. Guard: every pass ends
     with this. Test: ``test_copies_may_be_late``.
     """
-    for lanes in (_uploads, _downloads):
+    for lanes in (uploads, downloads):
         for lane in list(lanes.values()):
             lane.settle()
 

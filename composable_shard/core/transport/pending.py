@@ -29,16 +29,16 @@ class Waitable(Protocol):
 
 
 class Pending:
-    """Launched collectives and the tensors they read and write.
+    """Launched collectives.
 
-    Hazard: a tensor is let go of while the backend's stream still uses it. Guard: this object owns
-    the tensors until :meth:`wait` has ordered the two streams.
+    Hazard: a tensor is let go of while the backend's stream still uses it. Guard: who has this
+    object has the tensors, allocated on ``stream``, until :meth:`wait` has ordered the two streams.
 
     Args:
         works: The collectives, in the order in which to wait for them.
-        owned: The tensors, allocated on ``stream``.
         op: What they do, for messages.
         stream: From which they are launched; ``None`` on the CPU.
+        owned: Tensors that nobody else keeps for them.
     """
 
     __slots__ = ("_is_broken", "_op", "_owned", "_stream", "_works")
@@ -46,9 +46,9 @@ class Pending:
     def __init__(
         self,
         works: Sequence[Waitable],
-        owned: Sequence[torch.Tensor | None] = (),
         op: str = "communicating",
         stream: torch.Stream | None = None,
+        owned: Sequence[torch.Tensor] = (),
     ) -> None:
         self._stream = stream
         self._works = list(works)[::-1]
@@ -115,7 +115,8 @@ class UsedStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._home: torch.Stream | None = None
-        self._used: list[torch.Stream] = []  # the latest one last
+        self._used: list[torch.Stream] = []
+        self._last: torch.Stream | None = None  # that of the gradients, if there are any
 
     def allocate(self) -> None:
         """Note that the memory is allocated now, on the current stream."""
@@ -127,11 +128,11 @@ class UsedStreams:
         if self._home is None:
             return
         stream = _torch.current_stream(self._device)
-        if stream in self._used:
-            self._used.remove(stream)
-        elif stream != self._home:
-            stream.wait_stream(self._home)
-        self._used.append(stream)
+        if stream not in self._used:
+            if stream != self._home:
+                stream.wait_stream(self._home)
+            self._used.append(stream)
+        self._last = stream
 
     def at_home(self) -> contextlib.AbstractContextManager[object]:
         """Give work to the stream of the memory, after all that have used it, to free it there."""
@@ -139,7 +140,7 @@ class UsedStreams:
 
     def where_used(self) -> contextlib.AbstractContextManager[object]:
         """Give work to the stream that has used the memory last, after all others that have."""
-        return self._gathered(self._used[-1] if self._used else None)
+        return self._gathered(self._last)
 
     def _gathered(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
         if stream is None:
@@ -159,12 +160,12 @@ def stream_beside(device: torch.device) -> torch.Stream | None:
     """Return a stream for what goes on between collectives, beside compute; ``None`` on the CPU."""
     if not _torch.has_streams(device):
         return None
-    return _beside_compute.get(device) or _beside_compute.setdefault(
+    return beside_compute.get(device) or beside_compute.setdefault(
         device, _torch.make_stream(device)
     )
 
 
-_beside_compute: dict[torch.device, torch.Stream] = {}
+beside_compute: dict[torch.device, torch.Stream] = {}
 
 
 def compute_stream(device: torch.device) -> int:

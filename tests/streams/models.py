@@ -1,0 +1,360 @@
+"""What trains on a simulated device: blocks, on streams of their own if asked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
+from two_tensors import two_tensor_hooks, two_tensor_mlp
+
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
+from composable_shard.testing.simulated_device import SimulatedDevice, Stream
+
+WIDTH = 24
+NUM_BLOCKS = 4
+LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+OFFLOAD = CPUOffloadPolicy()
+
+
+class Block(nn.Module):
+    """A block whose parameters travel in messages of their own and packed, even and uneven."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.wide = nn.Linear(width, 400 * width)
+        self.narrow = nn.Linear(400 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.odd = nn.Parameter(torch.ones(7, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.narrow(self.wide(x).relu())) * self.odd.mean()
+
+
+class _Hop(torch.autograd.Function):
+    """Goes on on another stream, and back again in backward, as autograd does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, device: SimulatedDevice, to: Stream, waits: bool
+    ) -> torch.Tensor:
+        ctx.device, ctx.back, ctx.waits = device, device.current, waits
+        _go(x, device, to, waits)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        _go(grads[0], ctx.device, ctx.back, ctx.waits)
+        return grads[0], None, None, None
+
+
+def _go(value: torch.Tensor, device: SimulatedDevice, to: Stream, waits: bool) -> None:
+    if waits:
+        to.wait_stream(device.current)
+        value.record_stream(to)  # type: ignore[arg-type]
+    device.current = to
+
+
+def run_on(
+    module: nn.Module,
+    device: SimulatedDevice,
+    stream: Stream,
+    *,
+    enters: bool = True,
+    leaves: bool = True,
+) -> None:
+    """Let the calls of a module, and their backwards, be given to a stream.
+
+    Args:
+        module: A module of one input and one output.
+        device: The device.
+        stream: The stream.
+        enters: Whether the input comes from another stream, for which this one waits.
+        leaves: Whether the output goes to another stream, which waits for this one.
+    """
+    outer: list[Stream] = []
+
+    def enter(_: nn.Module, args: Any) -> Any:
+        outer.append(device.current)
+        return (_Hop.apply(args[0], device, stream, enters),)
+
+    def leave(_: nn.Module, args: Any, output: torch.Tensor) -> Any:
+        return _Hop.apply(output, device, outer.pop(), leaves)
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Some iterations on a simulated device.
+
+    Attributes:
+        replicas: How many hold the same shards; 1 for a mesh of shards alone.
+        shards: How many share a parameter.
+        options: Of every ``fully_shard``.
+        prepare: Changes the sharded model.
+        around: What an iteration runs in.
+        after_backward: Called right behind each backward.
+        has_subclasses: Whether the weights are of a tensor subclass with hooks around the gather.
+        accumulates: Whether only every other iteration has a step of the optimizer.
+    """
+
+    replicas: int = 1
+    shards: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any, SimulatedDevice], object] = lambda *_: None
+    around: Callable[[Any, SimulatedDevice, int], contextlib.AbstractContextManager[object]] = (
+        lambda *_: contextlib.nullcontext()
+    )
+    after_backward: Callable[[SimulatedDevice], object] = lambda _: None
+    accumulates: bool = False
+    has_subclasses: bool = False
+
+    @property
+    def is_for_any_device(self) -> bool:
+        """Whether nothing in it is given to a stream."""
+        return self.prepare in _OF_ANY_DEVICE and self.around in _OF_ANY_DEVICE
+
+    def model(self) -> Any:
+        """Return the sharded model."""
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        if self.has_subclasses:
+            model = two_tensor_mlp(dim=WIDTH)
+        options = dict(self.options)
+        if self.replicas > 1:
+            names = ("replicate", "shard")
+            options["mesh"] = init_device_mesh(
+                "cpu", (self.replicas, self.shards), mesh_dim_names=names
+            )
+        for block in model:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    def run(
+        self, num_steps: int = 4, *, simulated: bool = True
+    ) -> tuple[list[str], list[torch.Tensor]]:
+        """Train; return what a device may do in a wrong order, and this rank's parameters."""
+        hooks = two_tensor_hooks() if self.has_subclasses else contextlib.nullcontext()
+        device: Any = SimulatedDevice() if simulated else mock.Mock(faults=[], current=None)
+        with hooks, device if simulated else contextlib.nullcontext():
+            model = self.model()
+            self.prepare(model, device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for step in range(num_steps):
+                random = torch.Generator().manual_seed(step)
+                x = torch.randn(3, WIDTH, generator=random)
+                with self.around(model, device, step):
+                    loss = model(x).square().mean()
+                    if simulated:
+                        loss.register_hook(partial(_end_where_it_began, device, device.current))
+                    loss.backward()
+                    self.after_backward(device)
+                    if step % 2 == 1 or not self.accumulates:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            shards = [_plain(param.to_local()).clone() for param in model.parameters()]
+        return device.faults, shards
+
+
+def _plain(shard: Any) -> torch.Tensor:
+    plain: torch.Tensor = shard.a if isinstance(shard, TwoTensor) else shard
+    return plain.detach()
+
+
+def _end_where_it_began(device: SimulatedDevice, stream: Stream, _: torch.Tensor) -> None:
+    """Let the end of a backward be on the stream of its caller, as autograd does."""
+
+    def end() -> None:
+        stream.wait_stream(device.current)
+        device.current = stream
+
+    _torch.on_backward_end(end)
+
+
+@contextlib.contextmanager
+def on_another_stream(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Run an iteration on one of two streams, in turn."""
+    stream = _streams(device)[step % 2]
+    stream.wait_stream(device.current)
+    with stream:
+        yield
+    device.current.wait_stream(stream)
+
+
+@contextlib.contextmanager
+def gathered_beside(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Gather a block on another stream before the iteration."""
+    stream = _streams(device)[0]
+    stream.wait_stream(device.current)
+    with stream:
+        model[2].unshard(async_op=step % 2 == 1)
+    parts = (model[2].norm, model[3])  # before it is freed, and after
+    handles = [part.register_forward_pre_hook(lambda *_: _work_on(stream)) for part in parts]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def first_both_then_one(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Accumulate in both branches, and reduce when one of them has run again."""
+    model.is_left_only = step % 2 == 1
+    model.set_requires_gradient_sync(step % 2 == 1)
+    yield
+
+
+def _work_on(stream: Stream) -> None:
+    """Allocate on a stream, for which nothing has to be waited for."""
+    with stream:
+        torch.ones(3)
+
+
+@contextlib.contextmanager
+def optimizer_beside(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Change the parameters on another stream, and say when that is done."""
+    stream = _streams(device)[0]
+    stream.wait_stream(device.current)
+    with stream, torch.no_grad():
+        for param in model.parameters():
+            param.to_local().mul_(0.5)
+    model.set_post_optim_event(stream.record_event())
+    yield
+
+
+def blocks_on_streams(model: Any, device: SimulatedDevice) -> None:
+    """Let every other block run on a stream of its own."""
+    for block, stream in zip(model[1::2], _streams(device), strict=True):
+        run_on(block, device, stream)
+
+
+def branches(model: Any, device: SimulatedDevice) -> None:
+    """Let two branches run on two streams, which wait for each other at the ends only."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if model.is_left_only:
+            return model[2](model[0](x))
+        left, right = model[0](x), model[1](x)
+        left, right = model[2](left), model[3](right)
+        return left + right
+
+    stream = _streams(device)[0]
+    run_on(model[0], device, device.current, enters=False, leaves=False)
+    run_on(model[1], device, stream, leaves=False)
+    run_on(model[2], device, device.current, enters=False, leaves=False)
+    run_on(model[3], device, stream, enters=False)
+    model.is_left_only = False
+    model.forward = forward
+
+
+def hook_on_a_stream(model: Any, device: SimulatedDevice) -> None:
+    """Call a hook with each reduced buffer, on another stream."""
+    stream: Any = _streams(device)[0]
+    model.set_all_reduce_hook(lambda buffer: buffer.mul_(0.5), stream=stream)
+    for block in model:
+        block.set_all_reduce_hook(lambda buffer: buffer.mul_(0.5), stream=stream)
+
+
+def without_some_gradients(model: Any, device: SimulatedDevice) -> None:
+    """Leave a parameter of each block without a gradient on the first rank."""
+    for block in model if dist.get_rank() == 0 else ():
+        block.forward = lambda x, block=block: block.norm(x + block.narrow(block.wide(x).relu()))
+
+
+@contextlib.contextmanager
+def sometimes_without_all_reduce(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Average over the replicas every other time."""
+    model.set_requires_all_reduce(step % 2 == 1)
+    yield
+
+
+@contextlib.contextmanager
+def sometimes_without_sync(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Reduce every other time."""
+    model.set_requires_gradient_sync(step % 2 == 1)
+    yield
+
+
+@contextlib.contextmanager
+def dropped(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Drop a gather that is under way, and what a backward has launched."""
+    model[1].unshard(async_op=True)
+    model[1].reshard()
+    yield
+
+
+def _streams(device: SimulatedDevice) -> list[Stream]:
+    streams: list[Stream] = device.__dict__.setdefault("of_the_test", [])
+    if not streams:
+        streams += [Stream(), Stream()]
+    return streams
+
+
+_OF_ANY_DEVICE = (
+    Training.prepare,
+    Training.around,
+    without_some_gradients,
+    sometimes_without_all_reduce,
+    sometimes_without_sync,
+    dropped,
+)
+
+PROGRAMS: dict[str, Training] = {
+    "plain": Training(),
+    "bf16": Training(options={"mp_policy": LOW}),
+    "one shard": Training(shards=1, options={"mp_policy": LOW}),
+    "kept after forward": Training(options={"reshard_after_forward": False}),
+    "fewer ranks": Training(shards=4, options={"reshard_after_forward": 2}),
+    "replicas": Training(replicas=2),
+    "replicas, bf16": Training(replicas=2, options={"mp_policy": LOW}),
+    "replicas, now and then": Training(
+        replicas=2, around=sometimes_without_all_reduce, accumulates=True
+    ),
+    "now and then": Training(around=sometimes_without_sync, accumulates=True),
+    "offload": Training(options={"offload_policy": OFFLOAD}),
+    "offload, bf16": Training(options={"offload_policy": OFFLOAD, "mp_policy": LOW}),
+    "offload, one shard": Training(shards=1, options={"offload_policy": OFFLOAD}),
+    "subclasses": Training(has_subclasses=True),
+    "subclasses, bf16": Training(has_subclasses=True, options={"mp_policy": LOW}),
+    "subclasses, fewer ranks": Training(
+        shards=4, has_subclasses=True, options={"reshard_after_forward": 2}
+    ),
+    "missing gradients": Training(prepare=without_some_gradients),
+    "missing gradients, replicas": Training(replicas=2, prepare=without_some_gradients),
+    "another stream": Training(around=on_another_stream, options={"mp_policy": LOW}),
+    "gathered beside": Training(around=gathered_beside),
+    "gathered beside, bf16": Training(around=gathered_beside, options={"mp_policy": LOW}),
+    "gathered beside, one shard": Training(
+        shards=1, around=gathered_beside, options={"mp_policy": LOW}
+    ),
+    "optimizer beside": Training(around=optimizer_beside),
+    "blocks on streams": Training(prepare=blocks_on_streams),
+    "blocks on streams, bf16": Training(prepare=blocks_on_streams, options={"mp_policy": LOW}),
+    "blocks on streams, replicas": Training(replicas=2, prepare=blocks_on_streams),
+    "blocks on streams, kept": Training(
+        prepare=blocks_on_streams, options={"reshard_after_forward": False}
+    ),
+    "branches": Training(prepare=branches),
+    "branches, bf16": Training(prepare=branches, options={"mp_policy": LOW}),
+    "branches, replicas": Training(replicas=2, prepare=branches),
+    "branches, now and then": Training(
+        prepare=branches, around=sometimes_without_sync, accumulates=True
+    ),
+    "branches, one of them at first": Training(
+        prepare=branches,
+        around=first_both_then_one,
+        after_backward=lambda device: _work_on(_streams(device)[0]),
+        accumulates=True,
+    ),
+    "a hook": Training(prepare=hook_on_a_stream),
+    "dropped": Training(around=dropped, options={"mp_policy": LOW}),
+}

@@ -1,0 +1,252 @@
+"""Faults in the order of streams that were planted are seen, whatever the numbers are.
+
+Each leaves out a wait, frees memory too early or uses a wrong stream, as a mistake would. On one
+process of pretended ranks every collective returns at once, and so does every copy: the numbers
+would not tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from composable_shard.core import reduction
+from composable_shard.core.group import ParamGroup, Unsharding
+from composable_shard.core.transport import host
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.pending import Pending, UsedStreams
+from composable_shard.core.tree import Tree
+from composable_shard.testing import fake_ranks
+from composable_shard.testing.simulated_device import Stream
+from streams.models import PROGRAMS
+
+HERE = contextlib.nullcontext()
+
+
+def instead(owner: object, name: str, value: Any) -> Any:
+    return mock.patch.object(owner, name, value)
+
+
+def forget_works(self: Pending) -> None:
+    self._works.clear()
+    self._owned.clear()
+
+
+def launch_and_forget(self: ParamGroup, *args: Any) -> None:
+    """Let go of what a gather reads at its launch."""
+    real_launch(self, *args)
+    assert isinstance(self.state, Unsharding)
+    for _, transfer in self.state.transfers:
+        transfer.inputs.clear()
+
+
+real_launch = ParamGroup._launch
+
+
+def waiting_only_for(kind: str) -> Callable[[Pending], None]:
+    """Leave out the waits while doing something else."""
+    real = Pending.wait
+
+    def wait(self: Pending) -> None:
+        real(self) if kind not in self._op else forget_works(self)
+
+    return wait
+
+
+def behind_nothing(self: host.Lane) -> Any:
+    return self._stream
+
+
+def arrive_at_once(self: host.Lane) -> Any:
+    return mock.Mock(wait=lambda: None)
+
+
+def copy_and_forget(self: host.Lane, into: Any, source: Any) -> None:
+    self.is_busy = True
+    with self.behind():
+        into.copy_(source, non_blocking=True)
+
+
+def gather_on_another_stream(self: Channel, *args: Any) -> Any:
+    with Stream():
+        return real_gather(self, *args)
+
+
+real_gather = Channel.gather
+
+
+def pass_through_at_once(self: Pending, stream: Stream) -> None:
+    """Go on on a stream that does not wait for the reduce-scatter."""
+
+
+def release_at_launch(self: reduction.MeshGradients, scattering: Pending, parts: Any) -> Any:
+    all_reduce = real_all_reduce(self, scattering, parts)
+    for part in parts:
+        self._release_inputs(part)
+    return all_reduce
+
+
+real_all_reduce = reduction.MeshGradients._all_reduce_behind
+
+
+def do_not_wait_for_compute(self: Stream, other: Stream) -> None:
+    """Leave out waits for whole streams; those for events stay."""
+
+
+def forget_dropped(self: Pending) -> None:
+    forget_works(self)
+
+
+def give_at_once(self: reduction.MeshGradients, part: Any, *, is_held: bool) -> list[Any]:
+    for give in real_hand_out(self, part, is_held=is_held):
+        give()
+    return []
+
+
+real_hand_out = reduction.MeshGradients._hand_out
+
+
+class Plant(NamedTuple):
+    """A fault, and where it is seen.
+
+    Attributes:
+        fault: Plants it.
+        program: In which training it is seen.
+        says: Parts of what is said of it.
+    """
+
+    fault: Callable[[], Any]
+    program: str
+    says: tuple[str, ...]
+
+
+PLANTS: dict[str, Plant] = {
+    "nobody waits for a gather": Plant(
+        lambda: instead(Pending, "wait", waiting_only_for("gathering")),
+        "plain",
+        ("does not wait for all_gather", "writes"),
+    ),
+    "nobody waits for a reduction": Plant(
+        lambda: instead(Pending, "wait", waiting_only_for("reducing")),
+        "plain",
+        ("does not wait for reduce_scatter", "writes"),
+    ),
+    "nobody waits for an all-reduce": Plant(
+        lambda: instead(reduction.MeshGradients, "_all_reduce", unwaited_all_reduce),
+        "replicas",
+        ("does not wait for allreduce", "writes"),
+    ),
+    "what is sent is let go of at the launch": Plant(
+        lambda: instead(ParamGroup, "_launch", launch_and_forget),
+        "bf16",
+        ("has gone back to the compute stream", "does not wait for all_gather", "reads it"),
+    ),
+    "gradients are let go of at the launch": Plant(
+        lambda: instead(reduction.MeshGradients, "_all_reduce_behind", release_at_launch),
+        "replicas, bf16",
+        ("has gone back to the compute stream", "does not wait for reduce_scatter", "reads it"),
+    ),
+    "a gather is launched on a stream that waits for nobody": Plant(
+        lambda: instead(Channel, "gather", gather_on_another_stream),
+        "plain",
+        ("all_gather", "does not wait for", "on the compute stream"),
+    ),
+    "an all-reduce does not wait for its reduce-scatter": Plant(
+        lambda: instead(Pending, "pass_through", pass_through_at_once),
+        "replicas",
+        ("allreduce", "does not wait for reduce_scatter"),
+    ),
+    "memory is freed on the stream that used it last": Plant(
+        lambda: instead(UsedStreams, "at_home", lambda _: HERE),
+        "gathered beside",
+        ("has gone back to stream", "on the compute stream"),
+    ),
+    "a module does not wait for the stream that gathered": Plant(
+        lambda: instead(UsedStreams, "use", lambda _: None),
+        "gathered beside",
+        ("on the compute stream", "does not wait for split_with_sizes_copy on stream"),
+    ),
+    "a gather is finished where it is waited for": Plant(
+        lambda: instead(Pending, "resumed", lambda _: HERE),
+        "gathered beside, bf16",
+        ("has gone back to stream", "does not wait for"),
+    ),
+    "gradients are reduced on another stream than theirs": Plant(
+        lambda: instead(UsedStreams, "where_used", lambda _: HERE),
+        "branches, one of them at first",
+        ("has gone back to stream", "does not wait for reduce_scatter", "reads it"),
+    ),
+    "copies do not wait for compute": Plant(
+        lambda: instead(host.Lane, "behind", behind_nothing),
+        "offload",
+        ("copy_", "does not wait for"),
+    ),
+    "nobody waits for what is copied to the device": Plant(
+        lambda: instead(host.Lane, "arrival", arrive_at_once),
+        "offload, one shard",
+        ("does not wait for copy_", "writes"),
+    ),
+    "what is copied to the host is let go of": Plant(
+        lambda: instead(host.Lane, "copy", copy_and_forget),
+        "offload",
+        ("has gone back to the compute stream", "does not wait for copy_"),
+    ),
+    "the host reads before copies have arrived": Plant(
+        lambda: instead(host, "settle", lambda: None),
+        "offload",
+        ("on the host", "does not wait for copy_"),
+    ),
+    "flags are read before they have arrived": Plant(
+        lambda: instead(reduction.MeshGradients, "_hand_out", give_at_once),
+        "missing gradients",
+        ("tolist on the host", "does not wait for copy_"),
+    ),
+    "a hook does not wait for what was reduced": Plant(
+        lambda: instead(reduction, "run_beside", lambda stream: stream),
+        "a hook",
+        ("mul_ on stream", "does not wait for"),
+    ),
+    "a gather does not wait for the optimizer": Plant(
+        lambda: instead(Tree, "wait_for_optimizer", lambda _: None),
+        "optimizer beside",
+        ("all_gather", "does not wait for mul_ on stream"),
+    ),
+    "memory is freed while a gather writes it": Plant(
+        lambda: instead(Pending, "drop", forget_dropped),
+        "dropped",
+        ("has gone back to the compute stream", "does not wait for all_gather", "writes it"),
+    ),
+}
+
+
+def unwaited_all_reduce(self: reduction.MeshGradients, parts: Any, stream: Any) -> Pending:
+    pending = real_pending_of_all_reduce(self, parts, stream)
+    forget_works(pending)
+    return pending
+
+
+real_pending_of_all_reduce = reduction.MeshGradients._all_reduce
+
+
+def faults_of(program: str) -> list[str]:
+    training = PROGRAMS[program]
+    with fake_ranks(training.replicas * training.shards):
+        return training.run()[0]
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_fault_is_seen(name: str) -> None:
+    plant = PLANTS[name]
+    with plant.fault():
+        faults = faults_of(plant.program)
+    seen = [fault for fault in faults if all(part in fault for part in plant.says)]
+    assert seen, faults
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nothing_is_seen_where_nothing_was_planted(program: str) -> None:
+    assert faults_of(program) == []
