@@ -131,6 +131,11 @@ class Block:
     recorded: set[str] = field(default_factory=set)
     accesses: list[_Access] = field(default_factory=list)
 
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes that it takes of the device."""
+        return 0 if self.is_of_host else self.span.end - self.span.begin
+
 
 class Memory:
     """All blocks that are alive, and what touches them.
@@ -140,10 +145,13 @@ class Memory:
 
     Attributes:
         faults: What was wrong, one sentence each.
+        nbytes: Bytes of the blocks that are alive, without those of the host.
+        peak_nbytes: The most of them so far.
     """
 
     def __init__(self, order: Order) -> None:
         self.faults: list[str] = []
+        self.nbytes = self.peak_nbytes = 0
         self._order = order
         self._begins: list[int] = []
         self._blocks: list[Block] = []
@@ -166,6 +174,8 @@ class Memory:
         if first and self._blocks[first - 1].span.end > block.span.begin:
             first -= 1
         last = bisect_left(self._begins, block.span.end)
+        self.nbytes += block.device_nbytes - sum(b.device_nbytes for b in self._blocks[first:last])
+        self.peak_nbytes = max(self.nbytes, self.peak_nbytes)
         self._begins[first:last] = [block.span.begin]
         self._blocks[first:last] = [block]
 
@@ -175,6 +185,7 @@ class Memory:
         if place == len(self._blocks) or self._blocks[place] is not block:
             return  # its bytes were found to be part of other memory
         del self._begins[place], self._blocks[place]
+        self.nbytes -= block.device_nbytes
         if not block.is_of_host:
             self._freed.setdefault(block.owner, []).append(block)
 

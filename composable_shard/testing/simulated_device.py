@@ -110,6 +110,7 @@ class Activity:
         flops: The floating-point operations of matrix products, convolutions and attention, each
             with its work.
         communication: The work of each collective.
+        peak_nbytes: The most bytes that the tensors took at once; known when it has ended.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
@@ -117,6 +118,7 @@ class Activity:
     host_waits: Counter[str] = field(default_factory=Counter)
     flops: list[tuple[int, Work]] = field(default_factory=list)
     communication: list[Work] = field(default_factory=list)
+    peak_nbytes: int = 0
 
     def beside(self, work: Work) -> int:
         """Return the floating-point operations that may be done while ``work`` is."""
@@ -162,6 +164,7 @@ class SimulatedDevice:
     def new_activity(self) -> Activity:
         """Begin to note anew; return what was done before."""
         done, self.activity = self.activity, Activity()
+        done.peak_nbytes, self._memory.peak_nbytes = self._memory.peak_nbytes, self._memory.nbytes
         return done
 
     def __enter__(self) -> SimulatedDevice:
