@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from composable_shard._torch import poisoned_memory
-from composable_shard.core.layout import ParamLayout, travels_packed
+from composable_shard.core.layout import ParamLayout, packing_of, travels_packed
 from composable_shard.testing import run_ranks
 
 contestants, copies, host, limit, live_storage, memory, report, step = map(
@@ -21,6 +21,7 @@ contestants, copies, host, limit, live_storage, memory, report, step = map(
 )
 
 FP32 = 4
+GLOO = packing_of("gloo", is_aligned=False)
 FLAG = 4  # one for each parameter says who took part, in the dtype of the reduction
 # Some parameters of this width are big enough to travel by themselves, others travel packed.
 SPEC = contestants.Spec(layers=2, width=128, batch=1, context=8)
@@ -132,7 +133,7 @@ def test_transfer_alone_sends_what_a_step_sends(policy: str) -> None:
         for name in ("ours", "transfer")
     )
     layouts = [(ParamLayout(tuple(p.shape), 0, 2), p.numel()) for p in parameters()]
-    packed = sum(numel for layout, numel in layouts if travels_packed(layout, FP32))
+    packed = sum(numel for layout, numel in layouts if travels_packed(layout, FP32, GLOO))
     # Behind the packed gradients travel flags, and both are cast before they are sent.
     extra = FLAG * len(parameters()) + packed * (FP32 - spec.compute_dtype.itemsize) // 2
     assert ours == [num_bytes + extra for num_bytes in alone]
@@ -174,7 +175,7 @@ def test_copies_of_fsdp2_are_those_of_arithmetic(policy: str) -> None:
 def test_ours_copies_only_what_travels_packed() -> None:
     beyond, counts = beyond_floor("ours", "fp32")
     params = parameters()
-    packed = [travels_packed(ParamLayout(tuple(param.shape), 0, 2), FP32) for param in params]
+    packed = [travels_packed(ParamLayout(tuple(param.shape), 0, 2), FP32, GLOO) for param in params]
     assert 0 < sum(packed) < len(packed)
     sizes = [param.numel() * FP32 for param in params]
     copied = [size for size, is_packed in zip(sizes, packed, strict=True) if is_packed]
