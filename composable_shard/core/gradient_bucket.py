@@ -135,7 +135,9 @@ class PackedGrads:
         self._device = device
         self._fuses = fuses
         self._rows: _Rows | None = None
-        self._paddings: dict[torch.dtype, torch.Tensor] = {}
+        paddings = dict(zip(layout.packed, layout.packed_paddings, strict=True))
+        self._paddings = [paddings[index] for index in self._indices]
+        self._zeros: dict[torch.dtype, torch.Tensor] = {}
         starts = [layout.shard_offsets[index] - layout.packed_offset for index in self._indices]
         self._places = [
             _place(layout.params[index], start, self._shape[1])
@@ -217,10 +219,8 @@ class PackedGrads:
         """Pad, cast from ``dtype`` and pack in one kernel, which takes one dtype alone."""
         rows = _torch.empty(*self._shape, dtype=self._dtype, device=self._device)
         parts = []
-        for index, grad in zip(self._indices, members, strict=True):
-            param = self._layout.params[index]
-            parts.append(self._as_rows(param, grad, dtype))
-            padding = self._layout.aligned(param.shard_numel) - param.shard_numel
+        for index, grad, padding in zip(self._indices, members, self._paddings, strict=True):
+            parts.append(self._as_rows(self._layout.params[index], grad, dtype))
             if padding:
                 parts.append(self._padding(padding, dtype))
         if present:
@@ -230,11 +230,11 @@ class PackedGrads:
 
     def _padding(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros, [num_shards, numel], fewer than the alignment in a row."""
-        num_shards, zeros = self._shape[0], self._paddings.get(dtype)
+        num_shards, zeros = self._shape[0], self._zeros.get(dtype)
         if zeros is None:
             most = num_shards * self._layout.alignment
             zeros = torch.zeros(most, dtype=dtype, device=self._device)
-            self._paddings[dtype] = zeros
+            self._zeros[dtype] = zeros
         return zeros[: num_shards * numel].view(num_shards, numel)
 
     def _as_rows(
@@ -418,10 +418,10 @@ class GradBucket:
         result = self._empty(layout.shard_numel + layout.aligned(len(grads)))
         transfer = GradTransfer(result, [grad is not None for grad in grads])
         own = (*layout.direct, *layout.permuted)
-        as_they_are = [self._as_it_is(index, grads[index], widens=widens) for index in own]
-        rest = [index for index, full in zip(own, as_they_are, strict=True) if full is None]
-        copied = self._copied({index: grads[index] for index in rest}, clears=reads_padding)
-        for index, full in zip(own, as_they_are, strict=True):
+        fulls = {index: self._as_it_is(index, grads[index], widens=widens) for index in own}
+        rest = {index: grads[index] for index, full in fulls.items() if full is None}
+        copied = self._copied(rest, clears=reads_padding) if rest else {}
+        for index, full in fulls.items():
             start = layout.shard_offsets[index]
             transfer.outputs.append(result[start : start + layout.params[index].shard_numel])
             transfer.inputs.append(copied[index] if full is None else full)
@@ -483,8 +483,6 @@ class GradBucket:
         Returns:
             The shards of each, [num_shards * shard_numel].
         """
-        if not grads:
-            return {}
         params = [self.layout.params[index] for index in grads]
         starts, end = scratch_places(params, self.dtype.itemsize)
         scratch = self._empty(end)
