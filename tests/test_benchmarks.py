@@ -11,16 +11,21 @@ from typing import Any
 import pytest
 import torch
 
+from composable_shard import explain
 from composable_shard._torch import poisoned_memory
-from composable_shard.core.layout import ParamLayout, travels_packed
+from composable_shard.core.layout import MESSAGE_COSTS, ParamLayout, packing_of, travels_packed
 from composable_shard.testing import run_ranks
 
-contestants, copies, host, limit, live_storage, memory, report, step = map(
+contestants, copies, host, limit, live_storage, memory, packing, report, step = map(
     importlib.import_module,
-    ["contestants", "copies", "host", "limit", "live_storage", "memory", "report", "step"],
+    [
+        *("contestants", "copies", "host", "limit", "live_storage", "memory", "packing"),
+        *("report", "step"),
+    ],
 )
 
 FP32 = 4
+GLOO = packing_of("gloo", is_aligned=False)
 FLAG = 4  # one for each parameter says who took part, in the dtype of the reduction
 # Some parameters of this width are big enough to travel by themselves, others travel packed.
 SPEC = contestants.Spec(layers=2, width=128, batch=1, context=8)
@@ -132,7 +137,7 @@ def test_transfer_alone_sends_what_a_step_sends(policy: str) -> None:
         for name in ("ours", "transfer")
     )
     layouts = [(ParamLayout(tuple(p.shape), 0, 2), p.numel()) for p in parameters()]
-    packed = sum(numel for layout, numel in layouts if travels_packed(layout, FP32))
+    packed = sum(numel for layout, numel in layouts if travels_packed(layout, FP32, GLOO))
     # Behind the packed gradients travel flags, and both are cast before they are sent.
     extra = FLAG * len(parameters()) + packed * (FP32 - spec.compute_dtype.itemsize) // 2
     assert ours == [num_bytes + extra for num_bytes in alone]
@@ -174,7 +179,7 @@ def test_copies_of_fsdp2_are_those_of_arithmetic(policy: str) -> None:
 def test_ours_copies_only_what_travels_packed() -> None:
     beyond, counts = beyond_floor("ours", "fp32")
     params = parameters()
-    packed = [travels_packed(ParamLayout(tuple(param.shape), 0, 2), FP32) for param in params]
+    packed = [travels_packed(ParamLayout(tuple(param.shape), 0, 2), FP32, GLOO) for param in params]
     assert 0 < sum(packed) < len(packed)
     sizes = [param.numel() * FP32 for param in params]
     copied = [size for size, is_packed in zip(sizes, packed, strict=True) if is_packed]
@@ -312,10 +317,45 @@ def test_host_time_shards_twelve_parameters_in_every_group() -> None:
     assert len(names) == 3 * 12
 
 
+# Packing ----------------------------------------------------------------------------------------
+
+
+def test_both_ways_to_send_small_parameters_are_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = main(
+        packing,
+        tmp_path,
+        *("--sizes", "4", "512", "--rounds", "2", "--steps-per-round", "1", "--params", "2"),
+    )
+    printed = capsys.readouterr().out
+    assert figures["backend"] == "gloo"
+    for row in rows_of(printed):
+        turns = figures["seconds"][row[0]]
+        assert {name: len(sample) for name, sample in turns.items()} == {"packed": 2, "own": 2}
+        pairs = zip(turns["packed"], turns["own"], strict=True)
+        assert row[3].split()[0] == f"{statistics.median(a / b for a, b in pairs):.3f}"
+    assert f"up to {figures['threshold']} KiB" in printed
+
+
+def groups_sent(num_params: int, numel: int) -> tuple[list[int], bool]:
+    """Return how many messages each way of sending has, and whether the costs are as before."""
+    before, mesh = dict(MESSAGE_COSTS), packing.make_mesh("cpu")
+    models = [packing.build(name, "gloo", mesh, num_params, numel) for name in packing.NAMES]
+    groups = [explain(model).groups[0] for model in models]
+    return [group.traffic.forward_gathers.messages for group in groups], before == MESSAGE_COSTS
+
+
+def test_one_group_is_packed_and_the_other_is_not() -> None:
+    for num_messages, is_as_before in run_ranks(groups_sent, 2, 3, 1 << 20):
+        assert num_messages == [1, 3]
+        assert is_as_before
+
+
 # What they share --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["limit", "live_storage", "report", "rounds"])
+@pytest.mark.parametrize("name", ["limit", "live_storage", "packing", "report", "rounds"])
 def test_examples_in_docstrings(name: str) -> None:
     import doctest
 

@@ -61,6 +61,17 @@ def copy_all_(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(into, sources)
 
 
+def zero_all_(tensors: list[torch.Tensor]) -> None:
+    """Fill tensors with zeros, in one kernel where the device has one."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def zero_ranges_(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+    """Fill ranges of a flat tensor with zeros, from a start to an end each; see zero_all_."""
+    zero_all_([flat[start:end] for start, end in ranges])
+
+
 def divide_all_(tensors: list[torch.Tensor], divisor: float) -> None:
     """Divide tensors in place, in one kernel where the device has one."""
     torch._foreach_div_(tensors, divisor)

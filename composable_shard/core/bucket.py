@@ -18,8 +18,15 @@ import torch
 from einops import rearrange
 
 from composable_shard import _torch
-from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.core.layout import (
+    BucketLayout,
+    Packing,
+    ParamLayout,
+    packing_of,
+    plan_bucket,
+)
 from composable_shard.core.param import ShardedParam
+from composable_shard.core.transport.collectives import may_read_padding
 from composable_shard.core.transport.host import Lane, copies_beside_compute, pins, upload
 from composable_shard.mesh import ShardMesh
 
@@ -43,28 +50,41 @@ class Staging:
     ) -> None:
         like = next(iter(regions.values()))
         self._flat = _torch.empty(layout.staging_numel, dtype=like.dtype, device=like.device)
-        self.messages = list(self._flat.split_with_sizes(layout.staged_numels))
+        self.messages = [self._flat[start : start + numel] for start, numel in layout.staged]
         pieces = [
             piece
             for index, message in zip(layout.permuted, self.messages, strict=False)
             for piece in matching_pieces(layout.params[index], regions[index], message)
         ]
         self._packed: torch.Tensor | None = None
-        self._numels = layout.packed_shard_numels
         if layout.packed_numel:
             packed = self.messages[-1].view(layout.num_shards, -1)
             unpacked = [regions[index].view(layout.num_shards, -1) for index in layout.packed]
             if fuses:
-                count = layout.num_packed_shards
-                self._packed = packed[:count]
-                self._unpacked = [rows[:count] for rows in unpacked]
+                self._split(layout, packed, unpacked)
             else:
-                columns = packed.split_with_sizes(self._numels, dim=1)
-                counts = [layout.params[index].num_nonempty_shards for index in layout.packed]
-                for rows, column, count in zip(unpacked, columns, counts, strict=True):
-                    pieces.append((rows[:count], column[:count]))
+                for index, rows in zip(layout.packed, unpacked, strict=True):
+                    start = layout.shard_offsets[index] - layout.packed_offset
+                    count = layout.params[index].num_nonempty_shards
+                    column = packed[:count, start : start + rows.shape[1]]
+                    pieces.append((rows[:count], column))
         self._into = [full for full, _ in pieces]
         self._sources = [shards for _, shards in pieces]
+
+    def _split(
+        self, layout: BucketLayout, packed: torch.Tensor, unpacked: list[torch.Tensor]
+    ) -> None:
+        """Plan the one kernel that copies out; it writes all columns, those of padding as well."""
+        count = layout.num_packed_shards
+        dropped = self._flat[self._flat.numel() - layout.dropped_numel :]
+        self._packed = packed[:count]
+        self._numels: list[int] = []
+        self._unpacked: list[torch.Tensor] = []
+        for rows, padding in zip(unpacked, layout.packed_paddings, strict=True):
+            for part in (rows[:count], dropped[: count * padding].view(count, padding)):
+                if part.numel():
+                    self._numels.append(part.shape[1])
+                    self._unpacked.append(part)
 
     def allocate(self) -> None:
         """Have the memory to receive into."""
@@ -85,6 +105,13 @@ class Staging:
 def fuses_on(device: torch.device) -> bool:
     """Tell whether one kernel copies packed parameters out: where each copy costs a launch."""
     return _torch.has_streams(device)
+
+
+def packing_over(mesh: ShardMesh) -> Packing:
+    """Return how small parameters are packed that the ranks of a mesh send each other."""
+    group, device = mesh.shard_group, mesh.device
+    backend = None if group is None else _torch.backend_name(group, device)
+    return packing_of(backend, is_aligned=_torch.has_streams(device))
 
 
 def matching_pieces(
@@ -193,7 +220,11 @@ class ParamBucket:
         self.params = list(params)
         self.mesh = mesh = params[0].mesh
         self.layout = plan_bucket(
-            tuple(param.layout for param in params), mesh.num_shards, compute_dtype.itemsize
+            tuple(param.layout for param in params),
+            mesh.num_shards,
+            compute_dtype.itemsize,
+            packing_over(mesh),
+            min(dtype.itemsize, compute_dtype.itemsize),
         )
         offload = params[0].offload
         is_pinned = device.type == "cpu" and offload is not None and pins(offload)
@@ -269,6 +300,8 @@ class ParamBucket:
 
     def keep(self, part: int, num_parts: int) -> list[torch.Tensor]:
         assert self.unsharded is not None
+        if may_read_padding(self.mesh.device):
+            _torch.zero_ranges_(self.unsharded, self.layout.unwritten)
         return [_torch.poison_when_unused(self.unsharded.view(num_parts, -1)[part].clone())]
 
     def start_regather(self, kept: list[torch.Tensor], num_parts: int) -> Transfer:

@@ -8,7 +8,7 @@ whether anybody did, without another collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
@@ -19,9 +19,11 @@ import torch
 from composable_shard import _torch
 from composable_shard.core.bucket import matching_pieces
 from composable_shard.core.layout import (
-    PACKED_NBYTES_PER_PEER,
     BucketLayout,
+    Packing,
     ParamLayout,
+    end_to_end,
+    own_step,
     plan_bucket,
 )
 
@@ -32,22 +34,28 @@ class Flags:
     """Makes the flags of some gradients, once for each shard.
 
     They are repeated in memory: the fused kernels take no tensor that overlaps with itself.
+
+    Args:
+        num_shards: How many rows of flags to make.
+        num_columns: How long each is; what is behind the flags is zeros.
+        device: Where.
     """
 
-    def __init__(self, num_shards: int, device: torch.device) -> None:
-        self._num_shards = num_shards
+    def __init__(self, num_shards: int, num_columns: int, device: torch.device) -> None:
+        self._shape = num_shards, num_columns
         self._device = device
         self._full: dict[torch.dtype, torch.Tensor] = {}
 
     def rows(self, dtype: torch.dtype, present: list[bool]) -> torch.Tensor:
-        """Return [num_shards, num_flags], made on the device; those of a full set are kept."""
+        """Return [num_shards, num_columns], made on the device; those of a full set are kept."""
         is_full = all(present)
         flags = self._full.get(dtype) if is_full else None
         if flags is not None:
             return flags
-        flags = torch.ones(self._num_shards, len(present), dtype=dtype, device=self._device)
+        flags = torch.ones(*self._shape, dtype=dtype, device=self._device)
+        padding = [False] * (self._shape[1] - len(present))
         start = 0
-        for is_present, run in groupby(present):
+        for is_present, run in groupby([*present, *padding]):
             stop = start + len(list(run))
             if not is_present:
                 flags[:, start:stop].zero_()
@@ -60,15 +68,18 @@ class Flags:
 # Small gradients side by side, one row for each shard, with the flags behind them -----------------
 
 
-def flags_travel_alone(num_shards: int, num_flags: int, itemsize: int) -> bool:
-    """Decide whether flags get a message of their own: where it costs less than copying them."""
-    return num_shards * num_flags * itemsize > PACKED_NBYTES_PER_PEER
+def flags_travel_alone(layout: BucketLayout, num_flags: int, itemsize: int) -> bool:
+    """Decide whether flags get a message of their own: where one costs less than copying them."""
+    return layout.num_shards * num_flags * itemsize > layout.packing.cost_nbytes(1)
 
 
 def packed_numels(layout: BucketLayout, num_flags: int, itemsize: int) -> list[int]:
-    """Return the elements for each rank of the last messages: small gradients, and the flags."""
-    numels = [layout.packed_numel, num_flags]
-    if flags_travel_alone(layout.num_shards, num_flags, itemsize):
+    """Return the elements for each rank of the last messages: small gradients, and the flags.
+
+    Padding is included.
+    """
+    numels = [layout.packed_numel, layout.aligned(num_flags)]
+    if flags_travel_alone(layout, num_flags, itemsize):
         return [numel for numel in numels if numel]
     return [sum(numels)]
 
@@ -102,8 +113,7 @@ class PackedGrads:
             costs a launch on a device. On the CPU the kernel is the slower one where it pads.
 
     Attributes:
-        numels: Elements of each message for each rank.
-        flags: Makes the flags.
+        numels: Elements of each message for each rank, padding included.
     """
 
     def __init__(
@@ -116,8 +126,8 @@ class PackedGrads:
         fuses: bool,
     ) -> None:
         self._layout = layout
-        self.flags = Flags(layout.num_shards, device)
-        self._flags_are_alone = flags_travel_alone(layout.num_shards, num_flags, dtype.itemsize)
+        self._flags = Flags(layout.num_shards, layout.aligned(num_flags), device)
+        self._flags_are_alone = flags_travel_alone(layout, num_flags, dtype.itemsize)
         self.numels = packed_numels(layout, num_flags, dtype.itemsize)
         self._indices = [i for i in layout.packed if layout.params[i].numel]
         self._shape = (layout.num_shards, self.numels[0])
@@ -125,12 +135,14 @@ class PackedGrads:
         self._device = device
         self._fuses = fuses
         self._rows: _Rows | None = None
-        self._places: list[_Place] = []
-        start = 0
-        for index in self._indices:
-            param = layout.params[index]
-            self._places.append(_place(param, start, self._shape[1]))
-            start += param.shard_numel
+        paddings = dict(zip(layout.packed, layout.packed_paddings, strict=True))
+        self._paddings = [paddings[index] for index in self._indices]
+        self._zeros: dict[torch.dtype, torch.Tensor] = {}
+        starts = [layout.shard_offsets[index] - layout.packed_offset for index in self._indices]
+        self._places = [
+            _place(layout.params[index], start, self._shape[1])
+            for index, start in zip(self._indices, starts, strict=True)
+        ]
 
     def pack(
         self, grads: Sequence[torch.Tensor | None], present: list[bool], *, clears: bool = False
@@ -140,12 +152,13 @@ class PackedGrads:
         Args:
             grads: The gradients of the bucket; ``None`` counts as zeros.
             present: Which flags to set.
-            clears: Whether padding is zeros; it may be anything if not.
+            clears: Whether padding is zeros; it may be anything if not. One kernel that packs all
+                makes it zeros whatever is asked.
         """
         members = [grads[index] for index in self._indices]
         if not self._flags_are_alone:
             return [self._packed(members, present, clears)]
-        flags = self.flags.rows(self._dtype, present)
+        flags = self._flags.rows(self._dtype, present)
         if self._dtype == torch.float16:  # in which messages are divided before they are summed
             flags = flags.clone()
         packed = [self._packed(members, [], clears)] if members else []
@@ -176,7 +189,7 @@ class PackedGrads:
             rows.flat.zero_()
         into, sources = [], []
         if present:
-            into, sources = [rows.flags], [self.flags.rows(self._dtype, present)]
+            into, sources = [rows.flags], [self._flags.rows(self._dtype, present)]
         for place, regions, grad in zip(self._places, rows.regions, members, strict=True):
             if grad is None:
                 for region in regions:
@@ -205,14 +218,24 @@ class PackedGrads:
     ) -> torch.Tensor:
         """Pad, cast from ``dtype`` and pack in one kernel, which takes one dtype alone."""
         rows = _torch.empty(*self._shape, dtype=self._dtype, device=self._device)
-        parts = [
-            self._as_rows(self._layout.params[index], grad, dtype)
-            for index, grad in zip(self._indices, members, strict=True)
-        ]
+        parts = []
+        for index, grad, padding in zip(self._indices, members, self._paddings, strict=True):
+            parts.append(self._as_rows(self._layout.params[index], grad, dtype))
+            if padding:
+                parts.append(self._padding(padding, dtype))
         if present:
-            parts.append(self.flags.rows(dtype, present))
+            parts.append(self._flags.rows(dtype, present))
         _torch.chunk_cat_into(rows, parts)
         return rows.view(-1)
+
+    def _padding(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros, [num_shards, numel], fewer than the alignment in a row."""
+        num_shards, zeros = self._shape[0], self._zeros.get(dtype)
+        if zeros is None:
+            most = num_shards * self._layout.alignment
+            zeros = torch.zeros(most, dtype=dtype, device=self._device)
+            self._zeros[dtype] = zeros
+        return zeros[: num_shards * numel].view(num_shards, numel)
 
     def _as_rows(
         self, param: ParamLayout, grad: torch.Tensor | None, dtype: torch.dtype
@@ -305,7 +328,7 @@ class GradTransfer:
     Attributes:
         outputs: Views of ``result``, one for each input.
         inputs: Gradients and scratch regions, [num_shards * n] each.
-        result: This rank's reduced shards, then the flags.
+        result: This rank's reduced shards, then the flags, then padding.
         present: For each gradient, whether this rank has it.
     """
 
@@ -318,6 +341,36 @@ class GradTransfer:
         """Let the inputs of one shard be the result, without a collective."""
         for out, full in zip(self.outputs, self.inputs, strict=True):
             out.copy_(full[: out.numel()])
+
+
+def scratch_places(params: Sequence[ParamLayout], itemsize: int) -> tuple[list[int], int]:
+    """Return where gradients that are copied to be sent start in a scratch, and where it ends.
+
+    Args:
+        params: How they are cut; each has a message of its own.
+        itemsize: Bytes of an element of the scratch.
+    """
+    return end_to_end([param.gathered_numel for param in params], own_step(itemsize))
+
+
+class _Copies:
+    """Copies to make in one call.
+
+    Torch makes them in one kernel where all sources are of one dtype and each is laid out as what
+    it is copied into; a single one that is not lets all go one by one.
+    """
+
+    def __init__(self) -> None:
+        self._into: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        self._into.append(into)
+        self._sources.append(source)
+
+    def make(self) -> None:
+        if self._into:
+            _torch.copy_all_(self._into, self._sources)
 
 
 class GradBucket:
@@ -334,8 +387,12 @@ class GradBucket:
         num_shards: int,
         dtype: torch.dtype,
         device: torch.device,
+        packing: Packing,
+        narrowest_itemsize: int | None = None,
     ) -> None:
-        self.layout = layout = plan_bucket(tuple(params), num_shards, dtype.itemsize)
+        self.layout = layout = plan_bucket(
+            tuple(params), num_shards, dtype.itemsize, packing, narrowest_itemsize
+        )
         self.dtype = dtype
         self._device = device
         fuses = _torch.has_streams(device) or all(layout.params[i].is_even for i in layout.packed)
@@ -358,12 +415,16 @@ class GradBucket:
             reads_padding: Whether it looks at padding, which must be zeros then.
         """
         layout = self.layout
-        result = self._empty(layout.shard_numel + len(grads))
+        result = self._empty(layout.shard_numel + layout.aligned(len(grads)))
         transfer = GradTransfer(result, [grad is not None for grad in grads])
-        for index in layout.direct:
-            self._add(transfer, index, self._in_order(layout.params[index], grads[index], widens))
-        for index in layout.permuted:
-            self._add(transfer, index, self._permuted(layout.params[index], grads[index]))
+        own = (*layout.direct, *layout.permuted)
+        fulls = {index: self._as_it_is(index, grads[index], widens=widens) for index in own}
+        rest = {index: grads[index] for index, full in fulls.items() if full is None}
+        copied = self._copied(rest, clears=reads_padding) if rest else {}
+        for index, full in fulls.items():
+            start = layout.shard_offsets[index]
+            transfer.outputs.append(result[start : start + layout.params[index].shard_numel])
+            transfer.inputs.append(copied[index] if full is None else full)
         end = result[layout.packed_offset :] if layout.packed_offset else result
         numels = self._packed.numels
         transfer.outputs += end.split_with_sizes(numels) if len(numels) > 1 else [end]
@@ -392,36 +453,53 @@ class GradBucket:
         """Return for each gradient whether any rank had it; ``None`` if this one has them all."""
         if all(transfer.present):
             return None
-        return transfer.result[self.layout.shard_numel :] != 0
+        start, num_flags = self.numel, len(transfer.present)
+        return transfer.result[start : start + num_flags] != 0
 
-    def _add(self, transfer: GradTransfer, index: int, full: torch.Tensor) -> None:
-        start = self.layout.shard_offsets[index]
-        numel = self.layout.params[index].shard_numel
-        transfer.outputs.append(transfer.result[start : start + numel])
-        transfer.inputs.append(full)
-
-    def _in_order(
-        self, param: ParamLayout, grad: torch.Tensor | None, widens: bool = False
-    ) -> torch.Tensor:
-        """Return [num_shards * shard_numel], without a copy where the gradient allows."""
-        if grad is None:
-            return self._empty(param.gathered_numel).zero_()
+    def _as_it_is(
+        self, index: int, grad: torch.Tensor | None, *, widens: bool
+    ) -> torch.Tensor | None:
+        """View a gradient as [num_shards * shard_numel]; ``None`` if it has to be copied for it."""
+        param = self.layout.params[index]
+        if grad is None or not param.gathers_in_order or not grad.is_contiguous():
+            return None
         goes = goes_as_it_is(param, grad.dtype, self.dtype, widens=widens)
-        if goes and grad.is_contiguous():
-            return grad.view(-1)
-        scratch = self._empty(param.gathered_numel)
-        scratch[: param.numel].view(param.shape).copy_(grad)
-        scratch[param.numel :].zero_()
-        return scratch
+        return grad.view(-1) if goes else None
 
-    def _permuted(self, param: ParamLayout, grad: torch.Tensor | None) -> torch.Tensor:
-        scratch = self._empty(param.gathered_numel)
-        if grad is None or not param.is_even:
-            scratch.zero_()
-        if grad is not None:
-            for full, shards in matching_pieces(param, grad.reshape(-1), scratch):
-                shards.copy_(full)
-        return scratch
+    def _copied(
+        self, grads: Mapping[int, torch.Tensor | None], *, clears: bool
+    ) -> dict[int, torch.Tensor]:
+        """Copy gradients as shards laid end to end, and cast them, into one scratch.
+
+        Args:
+            grads: By index; ``None`` counts as zeros.
+            clears: Whether padding is zeros; it may be anything if not.
+
+        Returns:
+            The shards of each, [num_shards * shard_numel].
+        """
+        params = [self.layout.params[index] for index in grads]
+        starts, end = scratch_places(params, self.dtype.itemsize)
+        scratch = self._empty(end)
+        parts, blank, alike, others = [], [], _Copies(), _Copies()
+        for start, param, grad in zip(starts, params, grads.values(), strict=True):
+            part = scratch[start : start + param.gathered_numel]
+            parts.append(part)
+            if grad is None:
+                blank.append(part)
+                continue
+            if clears and not param.is_even:
+                blank.append(part[param.numel :] if param.gathers_in_order else part)
+            if not param.gathers_in_order:
+                for full, shards in matching_pieces(param, grad.reshape(-1), part):
+                    others.add(shards, full)
+            else:
+                copies = alike if grad.is_contiguous() else others
+                copies.add(part[: param.numel].view(param.shape), grad)
+        _torch.zero_all_(blank)
+        alike.make()
+        others.make()
+        return dict(zip(grads, parts, strict=True))
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return _torch.empty(*shape, dtype=self.dtype, device=self._device)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from composable_shard import _torch
+from composable_shard.core.bucket import packing_over
 from composable_shard.core.codec import (
     GRAD_POST,
     GRAD_PRE,
@@ -30,7 +31,7 @@ from composable_shard.core.codec import (
     codec_of,
     in_words,
 )
-from composable_shard.core.gradient_bucket import GradBucket, GradTransfer
+from composable_shard.core.gradient_bucket import Flags, GradBucket, GradTransfer
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport.process_groups import agree
 from composable_shard.errors import ExtensionError
@@ -213,6 +214,7 @@ class EncodedBucket(GradBucket):
         params: Whose they are.
         mesh: The ranks.
         dtype: Dtype in which the hooks get them.
+        narrowest_itemsize: See :func:`~composable_shard.core.layout.plan_bucket`.
         known: Shared with the buckets of other selections of the same parameters, so that what
             was agreed and returned outlives a change of what is trainable.
     """
@@ -222,11 +224,13 @@ class EncodedBucket(GradBucket):
         params: Sequence[ShardedParam],
         mesh: ShardMesh,
         dtype: torch.dtype,
+        narrowest_itemsize: int,
         known: Extensions,
     ) -> None:
-        layouts = [param.layout for param in params]
-        super().__init__(layouts, mesh.num_shards, dtype, mesh.device)
+        layouts, packing = [param.layout for param in params], packing_over(mesh)
+        super().__init__(layouts, mesh.num_shards, dtype, mesh.device, packing, narrowest_itemsize)
         self._mesh = mesh
+        self._flags = Flags(mesh.num_shards, len(layouts), mesh.device)
         self._extensions = [known.setdefault((p, dtype), GradExtension(p)) for p in params]
 
     @torch.no_grad()
@@ -253,7 +257,7 @@ class EncodedBucket(GradBucket):
             for tensor, place in zip(tensors or (), own, strict=tensors is not None):
                 _view(rows, *place).copy_(tensor)
         present = [grad is not None for grad in grads]
-        rows[:, nbytes - len(grads) :] = self._packed.flags.rows(torch.uint8, present)
+        rows[:, nbytes - len(grads) :] = self._flags.rows(torch.uint8, present)
         result = torch.zeros(self.numel + len(grads), dtype=self.dtype, device=self._mesh.device)
         return GradTransfer(result, present, [_torch.empty_like(rows)], [rows])
 
@@ -282,9 +286,10 @@ class EncodedBucket(GradBucket):
     def _encode(self, index: int, grad: torch.Tensor | None) -> list[torch.Tensor] | None:
         if grad is None:
             return None
-        param = self.layout.params[index]
-        as_shards = self._in_order if param.gathers_in_order else self._permuted
-        return self._extensions[index].encode(as_shards(param, grad).view(param.num_shards, -1))
+        full = self._as_it_is(index, grad, widens=False)
+        if full is None:
+            ((_, full),) = self._copied({index: grad}, clears=True).items()
+        return self._extensions[index].encode(full.view(self.layout.num_shards, -1))
 
     def _encode_and_agree(
         self, grads: Sequence[torch.Tensor | None]

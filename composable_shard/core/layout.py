@@ -9,23 +9,74 @@ One parameter, 5 rows over 2 shards of 3 rows (ceil division), one row of paddin
 
 One bucket, big parameters A and B and small ones c, d, over 2 shards::
 
-    sharded (each rank)   | A_r    | B_r    | c_r d_r |
+    sharded (each rank)   | A_r    | B_r    | c_r - d_r - |
     on the wire             1 msg    1 msg    1 msg (packed)
     unsharded             | A_0 A_1 | B_0 B_1 | c_0 c_1 | d_0 d_1 |
+
+The gaps (``-``) are there on devices only, whose collectives and optimizers want addresses and
+messages that are multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
 ALIGNMENT_NBYTES = 64
 """Parameters that travel in their own message start at a multiple of this many bytes."""
 
-PACKED_NBYTES_PER_PEER = 64 * 1024
-"""What a message to one peer costs, expressed in bytes of copying; see :func:`travels_packed`."""
+
+# What a message costs, and how small parameters lie in one ----------------------------------------
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What a message costs beside its bytes, in bytes of copying, and how packed ones are aligned.
+
+    Attributes:
+        nbytes_per_message: What each message costs, whatever the number of peers.
+        nbytes_per_peer: What it costs more for each peer.
+        alignment_nbytes: Packed shards, and the messages that they share, are padded to a multiple
+            of this many bytes; 1 for no padding.
+    """
+
+    nbytes_per_message: int = 0
+    nbytes_per_peer: int = 0
+    alignment_nbytes: int = 1
+
+    def cost_nbytes(self, num_peers: int) -> int:
+        """Return what a message to some peers costs, in bytes of copying."""
+        return self.nbytes_per_message + num_peers * self.nbytes_per_peer
+
+
+MESSAGE_COSTS = {
+    "gloo": Packing(nbytes_per_peer=64 * 1024),
+    "nccl": Packing(nbytes_per_message=1024 * 1024),
+}
+"""By backend. That of gloo is measured by ``benchmarks/packing.py``, that of nccl is estimated; see
+``docs/design.md``."""
+
+OTHER_COST = MESSAGE_COSTS["gloo"]
+"""That of backends of which nothing is known."""
+
+PACKED_ALIGNMENT_NBYTES = 16
+"""What NCCL's widest loads and stores want, and those of fused optimizers."""
+
+
+def packing_of(backend: str | None, *, is_aligned: bool) -> Packing:
+    """Return how small parameters are packed that ``backend`` sends.
+
+    Args:
+        backend: Its name, ``None`` where nothing is sent.
+        is_aligned: Whether packed shards are padded, as on devices.
+    """
+    cost = OTHER_COST if backend is None else MESSAGE_COSTS.get(backend, OTHER_COST)
+    return replace(cost, alignment_nbytes=PACKED_ALIGNMENT_NBYTES) if is_aligned else cost
+
+
+# One parameter ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -113,11 +164,11 @@ class ParamLayout:
         return self.outer * self.local_rows(rank) * self.inner
 
 
-def travels_packed(layout: ParamLayout, itemsize: int) -> bool:
+def travels_packed(layout: ParamLayout, itemsize: int, packing: Packing) -> bool:
     """Decide whether a parameter shares a message with others and is copied out on arrival.
 
-    A message of its own costs one latency for each peer; sharing one costs copying the parameter
-    once. Packed wins while the parameter's bytes are fewer than what a latency is worth.
+    A message of its own costs what ``packing`` says; sharing one costs copying the parameter once.
+    Packed wins while the parameter's bytes are fewer than what a message is worth.
     """
     if layout.num_shards == 1:
         return False
@@ -125,7 +176,10 @@ def travels_packed(layout: ParamLayout, itemsize: int) -> bool:
         return True
     if not layout.gathers_in_order:
         return False
-    return layout.numel * itemsize <= PACKED_NBYTES_PER_PEER * (layout.num_shards - 1)
+    return layout.numel * itemsize <= packing.cost_nbytes(layout.num_shards - 1)
+
+
+# The parameters of one bucket ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,6 +188,10 @@ class BucketLayout:
 
     ``direct`` parameters gather straight into place, ``permuted`` ones (sharded on an inner dim)
     and ``packed`` ones go through a staging buffer; the packed ones share one message.
+
+    Attributes:
+        packing: What decided which are packed.
+        alignment: Each packed shard is followed by padding up to a multiple of as many elements.
     """
 
     params: tuple[ParamLayout, ...]
@@ -146,6 +204,8 @@ class BucketLayout:
     packed_offset: int
     unsharded_offsets: tuple[int, ...]
     unsharded_numel: int
+    packing: Packing
+    alignment: int
 
     def __post_init__(self) -> None:
         ranges = sorted(
@@ -157,14 +217,23 @@ class BucketLayout:
         assert ends[-1] <= self.shard_numel
         assert sorted(self.direct + self.permuted + self.packed) == list(range(len(self.params)))
 
+    def aligned(self, numel: int) -> int:
+        """Return how many elements some take in a packed message, padding included."""
+        return aligned(numel, self.alignment)
+
     @cached_property
     def packed_numel(self) -> int:
-        """Elements of the packed message of one rank."""
-        return sum(self.params[index].shard_numel for index in self.packed)
+        """Elements of the packed message of one rank, padding included."""
+        return sum(map(self.aligned, self.packed_shard_numels))
 
     @cached_property
     def packed_shard_numels(self) -> list[int]:
         return [self.params[index].shard_numel for index in self.packed]
+
+    @cached_property
+    def packed_paddings(self) -> list[int]:
+        """Elements of the padding behind each packed shard."""
+        return [self.aligned(numel) - numel for numel in self.packed_shard_numels]
 
     @cached_property
     def num_packed_shards(self) -> int:
@@ -172,15 +241,22 @@ class BucketLayout:
         return max((self.params[index].num_nonempty_shards for index in self.packed), default=0)
 
     @cached_property
-    def staged_numels(self) -> list[int]:
-        """Elements, from all ranks, of every message that arrives beside its place."""
-        return [self.num_shards * numel for _, numel in self.messages[len(self.direct) :]]
+    def staged(self) -> list[tuple[int, int]]:
+        """``(offset, numel)``, of all ranks, of every message that arrives beside its place."""
+        numels = [self.num_shards * numel for _, numel in self.messages[len(self.direct) :]]
+        starts, _ = end_to_end(numels, self.alignment)
+        return list(zip(starts, numels, strict=True))
+
+    @cached_property
+    def dropped_numel(self) -> int:
+        """Elements of the largest padding that comes with the packed message, of all ranks."""
+        return self.num_packed_shards * max(self.packed_paddings, default=0)
 
     @cached_property
     def staging_numel(self) -> int:
-        """Elements that arrive beside their place and are copied out."""
-        permuted = sum(self.params[index].shard_numel for index in self.permuted)
-        return self.num_shards * (permuted + self.packed_numel)
+        """Elements that arrive beside their place and are copied out, or dropped at the end."""
+        end = sum(self.staged[-1]) if self.staged else 0
+        return end + self.dropped_numel
 
     @cached_property
     def messages(self) -> tuple[tuple[int, int], ...]:
@@ -191,26 +267,52 @@ class BucketLayout:
         ]
         return (*own, (self.packed_offset, self.packed_numel)) if self.packed_numel else tuple(own)
 
+    @cached_property
+    def unwritten(self) -> list[tuple[int, int]]:
+        """``(start, end)`` of what of the unsharded buffer no gather needs to write."""
+        spans = []
+        for index, (start, param) in enumerate(
+            zip(self.unsharded_offsets, self.params, strict=True)
+        ):
+            numel = param.gathered_numel
+            if index in self.permuted:
+                numel = param.numel
+            elif index in self.packed:
+                numel = param.num_nonempty_shards * param.shard_numel
+            spans.append((start, numel))
+        return gaps(spans, self.unsharded_numel)
+
 
 @lru_cache(maxsize=4096)
-def plan_bucket(params: tuple[ParamLayout, ...], num_shards: int, itemsize: int) -> BucketLayout:
+def plan_bucket(
+    params: tuple[ParamLayout, ...],
+    num_shards: int,
+    itemsize: int,
+    packing: Packing,
+    narrowest_itemsize: int | None = None,
+) -> BucketLayout:
     """Lay out ``params`` in the flat buffers of one bucket.
 
     Args:
         params: Layouts of the parameters, all cut into ``num_shards``.
         num_shards: Number of ranks that share the bucket.
         itemsize: Bytes of one element on the wire.
+        packing: Which parameters share a message, and how they are aligned.
+        narrowest_itemsize: Bytes of one element in the narrowest dtype that shards are stored or
+            sent in, which alignment respects; ``itemsize`` if absent.
     """
-    packed = [i for i, layout in enumerate(params) if travels_packed(layout, itemsize)]
+    packed = [i for i, layout in enumerate(params) if travels_packed(layout, itemsize, packing)]
     own = [i for i in range(len(params)) if i not in set(packed)]
     direct = [i for i in own if params[i].gathers_in_order]
     permuted = [i for i in own if not params[i].gathers_in_order]
-    step = max(1, ALIGNMENT_NBYTES // itemsize)
+    alignment = max(1, packing.alignment_nbytes // (narrowest_itemsize or itemsize))
+    step = max(own_step(itemsize), alignment)
 
     shard_offsets = [0] * len(params)
     end = _place(own, [params[i].shard_numel for i in own], shard_offsets, 0, step)
-    packed_offset = _aligned(end, step)
-    end = _place(packed, [params[i].shard_numel for i in packed], shard_offsets, packed_offset, 1)
+    packed_offset = aligned(end, step)
+    numels = [aligned(params[i].shard_numel, alignment) for i in packed]
+    end = _place(packed, numels, shard_offsets, packed_offset, alignment)
 
     unsharded_offsets = [0] * len(params)
     order = [*direct, *packed, *permuted]
@@ -226,12 +328,38 @@ def plan_bucket(params: tuple[ParamLayout, ...], num_shards: int, itemsize: int)
         shard_numel=end if packed else packed_offset,
         packed_offset=packed_offset,
         unsharded_offsets=tuple(unsharded_offsets),
-        unsharded_numel=_aligned(end_of_unsharded, num_shards),  # any group can share it evenly
+        unsharded_numel=aligned(end_of_unsharded, num_shards),  # any group can share it evenly
+        packing=packing,
+        alignment=alignment,
     )
 
 
-def _aligned(offset: int, step: int) -> int:
+# Ranges of elements -------------------------------------------------------------------------------
+
+
+def own_step(itemsize: int) -> int:
+    """Return to a multiple of how many elements what travels in its own message is placed."""
+    return max(1, ALIGNMENT_NBYTES // itemsize)
+
+
+def aligned(offset: int, step: int) -> int:
+    """Return the first multiple of ``step`` that is not below ``offset``."""
     return -(-offset // step) * step
+
+
+def end_to_end(numels: Sequence[int], step: int) -> tuple[list[int], int]:
+    """Return the starts of ranges laid end to end, multiples of ``step``, and where they end."""
+    starts = [0] * len(numels)
+    end = _place(range(len(numels)), numels, starts, 0, step)
+    return starts, end
+
+
+def gaps(spans: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """Return the ranges below ``end`` that lie in no span of a start and a number of elements."""
+    taken = sorted((start, start + numel) for start, numel in spans)
+    starts = [0, *(stop for _, stop in taken)]
+    stops = [*(start for start, _ in taken), end]
+    return [gap for gap in zip(starts, stops, strict=True) if gap[0] < gap[1]]
 
 
 def _place(
@@ -240,6 +368,6 @@ def _place(
     """Write the offsets of ``indices`` laid end to end; return where the last one ends."""
     end = start
     for index, numel in zip(indices, numels, strict=True):
-        offsets[index] = _aligned(end, step)
+        offsets[index] = aligned(end, step)
         end = offsets[index] + numel
     return end

@@ -44,6 +44,7 @@ from composable_shard.core.reduction_plan import (
 )
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.collectives import may_read_padding
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.host import copies_beside_compute
 from composable_shard.core.transport.pending import (
@@ -211,26 +212,14 @@ class MeshGradients:
         params, held = to_reduce_and_held(self._params)
         for param in params:
             param.is_unsynced = over_replicas == "hold"
-        grads = take_all_unsharded(params)
-        for index, dtype in enumerate(held):
-            if dtype is not None:
-                grads[index] = self.unreduced.with_earlier(params[index], grads[index])
+        grads = self._taken(params, held)
         if self._mesh.num_ranks == 1 and self._settings.hook is None:
             self._move_to(Returning(self._deliver_alone(params, grads)))
             return
-        self._codecs.agree(params, grads)
-        self._planner.look_at(params)
-        if self._planner.take_any:
-            self._agree_on_dtypes(self._planner.take_any, grads, held)
-        for index in self._planner.rounded_first:
-            grad = grads[index]
-            grads[index] = None if grad is None else narrowed(params[index], grad)
-        launch, plans = self._channel.reduce_scatter, self._planner.plans_of(params, held)
-        kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
         # before any launch, so that where all ranks fail alike nothing is under way
-        parts = [
-            _Part(plan, plan.bucket.start_reduce(plan.enter(grads), **kind), 1.0) for plan in plans
-        ]
+        parts = self._start_parts(params, held, grads)
+        grads.clear()  # of what was copied, only the copy is there while it travels
+        launch = self._channel.reduce_scatter
         works = []
         for part in parts:
             works += self._scatter(part)
@@ -274,6 +263,8 @@ class MeshGradients:
             divides = self._channel.divides_over_replicas(dtype)
             num_replicas = self._mesh.num_replicas
             scale = plan_scale(num_replicas, dtype, can_average=average, can_divide=divides)
+            if may_read_padding(self._mesh.device):
+                part.plan.clear_gaps(result)
             if scale.before != 1:
                 result.div_(scale.before)
             works += self._channel.all_reduce(result, average=scale.averages)
@@ -379,6 +370,39 @@ class MeshGradients:
             held[index] = dtype
 
     # What goes in ---------------------------------------------------------------------------
+
+    def _taken(
+        self, params: Sequence[ShardedParam], held: Sequence[torch.dtype | None]
+    ) -> list[torch.Tensor | None]:
+        """Take what of some parameters is not reduced yet, ``None`` where there is nothing."""
+        grads = take_all_unsharded(params)
+        for index, dtype in enumerate(held):
+            if dtype is not None:
+                grads[index] = self.unreduced.with_earlier(params[index], grads[index])
+        return grads
+
+    def _start_parts(
+        self,
+        params: Sequence[ShardedParam],
+        held: list[torch.dtype | None],
+        grads: list[torch.Tensor | None],
+    ) -> list[_Part]:
+        """Sort gradients into buckets, and copy those that cannot be sent as they are.
+
+        Collective: what is not agreed yet; see :class:`GradientCodecs` and _agree_on_dtypes.
+        """
+        self._codecs.agree(params, grads)
+        self._planner.look_at(params)
+        if self._planner.take_any:
+            self._agree_on_dtypes(self._planner.take_any, grads, held)
+        for index in self._planner.rounded_first:
+            grad = grads[index]
+            grads[index] = None if grad is None else narrowed(params[index], grad)
+        launch, plans = self._channel.reduce_scatter, self._planner.plans_of(params, held)
+        kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
+        return [
+            _Part(plan, plan.bucket.start_reduce(plan.enter(grads), **kind), 1.0) for plan in plans
+        ]
 
     def next_plans(self) -> list[ReductionPlan]:
         """Return the ways that gradients go in the next reduction. Collective: none."""

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from composable_shard import _torch
+from composable_shard.core.bucket import packing_over
 from composable_shard.core.codec import GRAD_PRE, POST
 from composable_shard.core.gradient_bucket import GradBucket
 from composable_shard.core.gradient_extension import EncodedBucket, Extensions, GradientCodecs
+from composable_shard.core.layout import gaps
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport import host
 from composable_shard.core.transport.host import copies_beside_compute
@@ -105,7 +107,7 @@ class ReductionPlan:
         ]
         self._places = [(tuple(s.shape), s.stride(), int(s.storage_offset())) for s in shards]
         spans = [(place[2], s.numel()) for place, s in zip(self._places, shards, strict=True)]
-        self._gaps = _gaps(spans, bucket.numel)
+        self._gaps = gaps(spans, bucket.numel)
         self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
         devices = {param.device for param, _ in self.members}
         self._device = devices.pop() if len(devices) == 1 else None
@@ -128,8 +130,7 @@ class ReductionPlan:
 
     def clear_gaps(self, flat: torch.Tensor) -> None:
         """Zero what of a result is part of no shard, for who looks at it as a whole."""
-        for start, end in self._gaps:
-            flat[start:end].zero_()
+        _torch.zero_ranges_(flat, self._gaps)
 
     def grad_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes in which users get the gradients."""
@@ -167,12 +168,16 @@ def _inner(grad: torch.Tensor, name: str | None) -> torch.Tensor:
     return inner
 
 
-def _gaps(spans: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-    """Return the ranges below ``end`` that lie in no span of a start and a number of elements."""
-    taken = sorted((start, start + numel) for start, numel in spans)
-    starts = [0, *(stop for _, stop in taken)]
-    stops = [*(start for start, _ in taken), end]
-    return [gap for gap in zip(starts, stops, strict=True) if gap[0] < gap[1]]
+def narrowest_itemsize(params: Iterable[ShardedParam], dtype: torch.dtype) -> int:
+    """Return the bytes of an element in the narrowest dtype that gradients have on their way.
+
+    Args:
+        params: Whose gradients.
+        dtype: Dtype of the reduction.
+    """
+    with _torch.without_overrides():
+        finals = [param.final_grad_dtype(dtype) for param in params]
+    return min(one.itemsize for one in (dtype, *finals))
 
 
 # Which gradients go together: sorted by dtype, and by who decides what travels --------------------
@@ -288,10 +293,13 @@ class ReductionPlanner:
     def _bucket(self, dtype: torch.dtype, encodes: bool, members: _Members) -> GradBucket:
         params = tuple(param for _, param, _ in members)
         layouts = tuple(param.layout for param in params)
-        key = params if encodes else layouts, dtype
+        narrowest = narrowest_itemsize(params, dtype)
+        key = params if encodes else layouts, dtype, narrowest
         bucket = self._buckets.get(key)
         if bucket is None and encodes:
-            bucket = EncodedBucket(params, self._mesh, dtype, self._extensions)
+            bucket = EncodedBucket(params, self._mesh, dtype, narrowest, self._extensions)
         elif bucket is None:
-            bucket = GradBucket(layouts, self._mesh.num_shards, dtype, self._mesh.device)
+            mesh = self._mesh
+            packing = packing_over(mesh)
+            bucket = GradBucket(layouts, mesh.num_shards, dtype, mesh.device, packing, narrowest)
         return self._buckets.setdefault(key, bucket)

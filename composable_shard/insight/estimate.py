@@ -211,7 +211,7 @@ def estimate(
         batch,
         loss,
         optimizer,
-        torch.device(device).type != "cpu",
+        torch.device(device).type,
     )
     rehearsal = rehearse(question, ranks)
     result = _weigh(rehearsal, ranks)

@@ -11,19 +11,20 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.bucket import ParamBucket, fuses_on
+from composable_shard.core.bucket import ParamBucket
 from composable_shard.core.codec import Format, flatten, has_extension
 from composable_shard.core.gather_extension import ExtensionGather
 from composable_shard.core.gradient_bucket import (
     flags_travel_alone,
     goes_as_it_is,
     packed_numels,
+    scratch_places,
 )
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.core.layout import BucketLayout, Packing, ParamLayout, plan_bucket
 from composable_shard.core.order import OrderRecord, stays_for_backward
 from composable_shard.core.param import ShardedParam
-from composable_shard.core.reduction_plan import ReductionPlan
+from composable_shard.core.reduction_plan import ReductionPlan, narrowest_itemsize
 from composable_shard.core.root import context_of
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import CustomAllGather, CustomReduceScatter
@@ -90,7 +91,7 @@ class GatherPlan(BucketPlan):
         layout = self.layout
         packed = [layout.params[index] for index in layout.packed]
         numel = sum(param.num_nonempty_shards * param.shard_numel for param in packed)
-        if self.fuses:
+        if self.fuses:  # padding is written to be dropped
             numel = layout.num_packed_shards * layout.packed_numel
         return numel * self.dtype.itemsize
 
@@ -142,16 +143,23 @@ class ReducePlan(BucketPlan):
         grad_dtypes: In which autograd makes each.
         final_dtypes: In which the optimizer finds each.
         widens: Whether the reduce-scatter takes narrower inputs.
+        reads_padding: Whether it looks at padding, which is written for it.
     """
 
     grad_dtypes: tuple[torch.dtype, ...]
     final_dtypes: tuple[torch.dtype, ...]
     widens: bool
+    reads_padding: bool
 
     @property
     def result_numel(self) -> int:
-        """Elements of this rank's reduced gradients, and one flag for each gradient."""
-        return self.layout.shard_numel + len(self.names)
+        """Elements of this rank's reduced gradients, and one flag for each; padding included."""
+        return self.layout.shard_numel + self.num_flag_columns
+
+    @property
+    def num_flag_columns(self) -> int:
+        """Elements of one flag for each gradient, padding included."""
+        return self.layout.aligned(len(self.names))
 
     @property
     def result_nbytes(self) -> int:
@@ -175,13 +183,13 @@ class ReducePlan(BucketPlan):
         if self.fuses:
             numel = layout.num_shards * layout.packed_numel
         if not self.flags_are_alone:
-            numel += layout.num_shards * len(self.names)
+            numel += layout.num_shards * self.num_flag_columns
         return numel * self.dtype.itemsize
 
     @property
     def flags_are_alone(self) -> bool:
         """Whether the flags have a message of their own."""
-        return flags_travel_alone(self.layout.num_shards, len(self.names), self.dtype.itemsize)
+        return flags_travel_alone(self.layout, len(self.names), self.dtype.itemsize)
 
     def goes_as_it_is(self, index: int) -> bool:
         """Tell whether a gradient is sent from where autograd left it."""
@@ -199,11 +207,14 @@ class ReducePlan(BucketPlan):
     def made_nbytes(self) -> int:
         """Bytes of what is made to be sent: copies of the other gradients, and the flags."""
         layout = self.layout
-        numel = layout.num_shards * (layout.packed_numel + len(self.names))
-        for index in (*layout.direct, *layout.permuted):
-            if index in layout.permuted or not self.goes_as_it_is(index):
-                numel += layout.params[index].gathered_numel
-        return numel * self.dtype.itemsize
+        numel = layout.num_shards * (layout.packed_numel + self.num_flag_columns)
+        copied = [
+            layout.params[index]
+            for index in (*layout.direct, *layout.permuted)
+            if index in layout.permuted or not self.goes_as_it_is(index)
+        ]
+        _, scratch_numel = scratch_places(copied, self.dtype.itemsize)
+        return (numel + scratch_numel) * self.dtype.itemsize
 
     @property
     def final_nbytes(self) -> int:
@@ -406,12 +417,14 @@ class Elsewhere(NamedTuple):
         num_replicas: Ranks that hold the same shards; a mesh without replicas stays so.
         num_neighbours: From how many parameters are regathered, where they are.
         is_accelerator: Whether compute is on another device than what is offloaded.
+        packing: How small parameters are packed there.
     """
 
     num_shards: int
     num_replicas: int
     num_neighbours: int
     is_accelerator: bool
+    packing: Packing
 
 
 def read_group(
@@ -449,7 +462,7 @@ class _MeshReader:
         mesh = channel.mesh
         self._group, self._channel, self._names = group, channel, names
         self._num_shards, self._num_replicas = mesh.num_shards, mesh.num_replicas
-        self._is_elsewhere = elsewhere is not None
+        self._packing = None if elsewhere is None else elsewhere.packing
         self._is_accelerator = _torch.has_streams(mesh.device)
         if elsewhere is not None:
             self._num_shards = elsewhere.num_shards if mesh.num_shards > 1 else 1
@@ -476,27 +489,35 @@ class _MeshReader:
     def _bucket(self, bucket: ParamBucket) -> GatherPlan:
         stored = bucket.sharded.dtype
         dtype = bucket.params[0].policy.compute_dtype(stored)
-        common = self._common(bucket.params, bucket.layout, dtype)
-        return GatherPlan(*common, fuses_on(bucket.mesh.device), stored)
+        narrowest = min(stored.itemsize, dtype.itemsize)
+        common = self._common(bucket.params, bucket.layout, dtype, narrowest)
+        return GatherPlan(*common, self._is_accelerator, stored)
 
     def _reduction(self, plan: ReductionPlan) -> ReducePlan:
-        params = [param for param, _ in plan.members]
+        params, dtype = [param for param, _ in plan.members], plan.bucket.dtype
         return ReducePlan(
-            *self._common(params, plan.bucket.layout, plan.bucket.dtype),
-            fuses=fuses_on(self._channel.mesh.device),
+            *self._common(params, plan.bucket.layout, dtype, narrowest_itemsize(params, dtype)),
+            fuses=self._is_accelerator,
             grad_dtypes=tuple(param.compute_dtype for param in params),
             final_dtypes=tuple(plan.grad_dtypes()),
             widens=self._channel.reduce_scatter.widens,
+            reads_padding=self._is_accelerator or self._channel.reduce_scatter.reads_padding,
         )
 
     def _common(
-        self, params: Sequence[ShardedParam], layout: BucketLayout, dtype: torch.dtype
+        self,
+        params: Sequence[ShardedParam],
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        narrowest_itemsize: int,
     ) -> tuple[tuple[str, ...], BucketLayout, torch.dtype, bool]:
         """Return what :class:`BucketPlan` begins with."""
         names = tuple(full_name(param, self._names) for param in params)
-        if self._is_elsewhere:
+        if self._packing is not None:
             layouts = tuple(_over(param, self._num_shards) for param in params)
-            layout = plan_bucket(layouts, self._num_shards, dtype.itemsize)
+            layout = plan_bucket(
+                layouts, self._num_shards, dtype.itemsize, self._packing, narrowest_itemsize
+            )
         is_away = self._is_accelerator and any(param.offload is not None for param in params)
         return names, layout, dtype, is_away
 

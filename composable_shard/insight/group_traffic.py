@@ -241,7 +241,8 @@ def _of_reduction(plan: ReducePlan, mesh: MeshPlan) -> Iterator[Copy]:
     if layout.permuted:
         uneven = [layout.params[i] for i in layout.permuted if not layout.params[i].is_even]
         numel = sum(layout.params[index].numel for index in layout.permuted)
-        numel += sum(param.gathered_numel for param in uneven)
+        if plan.reads_padding:
+            numel += sum(param.gathered_numel for param in uneven)
         yield Copy(
             "permuted",
             plan.named(layout.permuted),
@@ -283,7 +284,8 @@ def _gradients_not_as_they_are(plan: ReducePlan) -> Iterator[Copy]:
     }
     for kind, indices in (("cast", cast), ("padded", padded)):
         if indices:
-            numel = sum(layout.params[index].gathered_numel for index in indices)
+            params = [layout.params[index] for index in indices]
+            numel = sum(p.gathered_numel if plan.reads_padding else p.numel for p in params)
             names = plan.named(tuple(indices))
             yield Copy(kind, names, numel * plan.dtype.itemsize, 1, reasons[kind])
 

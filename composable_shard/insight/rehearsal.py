@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_shard import _torch
 from composable_shard.core.bucket import ParamBucket
 from composable_shard.core.group import ParamGroup
+from composable_shard.core.layout import Packing, packing_of
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport.collectives import (
     AllGatherLaunch,
@@ -78,7 +79,7 @@ class Question:
         batch: What one rank's forward takes, or a function that makes it.
         loss: Makes a scalar of the output and the batch.
         optimizer: Makes the optimizer.
-        is_accelerator: Whether it is for an accelerator rather than the CPU.
+        device_type: For which devices.
     """
 
     build_model: Callable[[], nn.Module]
@@ -86,7 +87,18 @@ class Question:
     batch: Any
     loss: Loss
     optimizer: OptimizerFactory | None
-    is_accelerator: bool
+    device_type: str
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it is for an accelerator rather than the CPU."""
+        return self.device_type != "cpu"
+
+    @property
+    def packing(self) -> Packing:
+        """How small parameters are packed by the backend that such devices have by themselves."""
+        backend = dist.Backend.default_device_backend_map.get(self.device_type)
+        return packing_of(backend, is_aligned=self.is_accelerator)
 
 
 def checked_ranks(mesh_shape: object, reshard_after_forward: Any) -> Ranks:
@@ -278,7 +290,11 @@ def _run(
 
     moments, used = record_step(groups, [*lasting, *locals_], run)
     elsewhere = Elsewhere(
-        ranks.num_shards, ranks.num_replicas, ranks.num_neighbours or 1, question.is_accelerator
+        ranks.num_shards,
+        ranks.num_replicas,
+        ranks.num_neighbours or 1,
+        question.is_accelerator,
+        question.packing,
     )
     resident, offloaded = _optimizers(question, ranks, used)
     return Rehearsal(

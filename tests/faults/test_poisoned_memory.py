@@ -226,9 +226,11 @@ FAULTS = {
     "a gap in a packed message is not cleared": Fault(
         PackedGrads, "_copied", "region.zero_()", "pass"
     ),
-    "a missing gradient is not cleared": Fault(GradBucket, "_permuted", "scratch.zero_()", "pass"),
+    "a missing gradient is not cleared": Fault(
+        GradBucket, "_copied", "_torch.zero_all_(blank)", "pass"
+    ),
     "padding of a reduced buffer is read": Fault(
-        ReductionPlan, "clear_gaps", "flat[start:end].zero_()", "pass"
+        ReductionPlan, "clear_gaps", "_torch.zero_ranges_(flat, self._gaps)", "pass"
     ),
     "a regather is left out": Fault(
         ParamBucket, "start_regather", "Transfer([self.unsharded], kept)", "Transfer()", 4, 2

@@ -21,11 +21,13 @@ from composable_shard import (
     MixedPrecisionPolicy,
     ShardError,
     ShardPlacementResult,
+    _torch,
     apply_fully_shard,
     estimate,
     explain,
     fully_shard,
 )
+from composable_shard.core.layout import MESSAGE_COSTS
 from composable_shard.insight.advice import is_repeated_block, repeated_blocks
 from composable_shard.insight.estimate import Estimate, _by_policy
 from composable_shard.insight.group_traffic import total
@@ -80,7 +82,7 @@ CASES: dict[str, tuple[int | tuple[int, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_that_explain_tells_on_as_many_ranks(case: str) -> None:
     shape, kwargs = CASES[case]
-    result = told(shape, flops=1e12, bandwidth=1e6, latency=0.5, **kwargs)
+    result = told(shape, device="cpu", flops=1e12, bandwidth=1e6, latency=0.5, **kwargs)
     expected = explained(shape, **kwargs)
     assert result.peak.shards == result.between_steps.shards == expected.pop("shards")
     assert {part: getattr(result.traffic, part) for part in expected} == expected
@@ -89,13 +91,27 @@ def test_bytes_are_those_that_explain_tells_on_as_many_ranks(case: str) -> None:
     assert result.time.communication == pytest.approx(sent.nbytes / 1e6 + 0.5 * sent.launches)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_on_devices_are_those_that_explain_tells_where_they_are(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On devices that nccl serves; here the fake ranks pass for them."""
+    shape, kwargs = CASES[case]
+    result = told(shape, device="cuda", **kwargs)
+    monkeypatch.setattr(_torch, "has_streams", lambda device: True)
+    monkeypatch.setitem(MESSAGE_COSTS, "fake", MESSAGE_COSTS["nccl"])
+    expected = explained(shape, **kwargs)
+    assert result.between_steps.shards == expected.pop("shards")
+    assert {part: getattr(result.traffic, part) for part in expected} == expected
+
+
 def test_the_same_step_is_recorded_for_any_number_of_ranks() -> None:
     recorded = []
     for num_ranks in (2, 100_000):
         ranks = checked_ranks(num_ranks, None)
         assert ranks.rehearsing == (1, 2)
         question = Question(
-            Stack, _by_policy(None, {}), BATCH, default_loss, torch.optim.SGD, False
+            Stack, _by_policy(None, {}), BATCH, default_loss, torch.optim.SGD, "cpu"
         )
         rehearsal = rehearse(question, ranks)
         recorded.append(rehearsal.moments)

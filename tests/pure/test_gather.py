@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from composable_shard.core.bucket import Staging, matching_pieces
 from composable_shard.core.gradient_bucket import GradBucket, GradTransfer
-from composable_shard.core.layout import BucketLayout, ParamLayout, plan_bucket
+from composable_shard.core.layout import BucketLayout, ParamLayout, packing_of, plan_bucket
 from composable_shard.insight.group_plan import GatherPlan
 from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 5)
 PADDING = -1
+PLAIN, ALIGNED = (packing_of("gloo", is_aligned=is_aligned) for is_aligned in (False, True))
+CPU = torch.device("cpu")
 
 
 def numbered(params: Sequence[ParamLayout]) -> list[torch.Tensor]:
@@ -81,7 +83,8 @@ def views(bucket: BucketLayout, flat: torch.Tensor) -> list[torch.Tensor]:
 def buckets(draw: st.DrawFn) -> BucketLayout:
     num_shards = draw(NUM_SHARDS)
     params = draw(st.lists(param_layouts(num_shards), min_size=1, max_size=5))
-    return plan_bucket(tuple(params), num_shards, 4)
+    packing = draw(st.sampled_from([PLAIN, ALIGNED]))
+    return plan_bucket(tuple(params), num_shards, 4, packing, draw(st.sampled_from([1, 4])))
 
 
 @settings(max_examples=150, deadline=None)
@@ -158,7 +161,8 @@ def test_every_rank_is_left_with_its_shard_of_the_sum(
     for of_one_param in zip(*grads, strict=True):
         present = [grad for grad in of_one_param if grad is not None]
         wanted.append(torch.stack(present).sum(0).float() if present else None)
-    bucket = GradBucket(params, len(grads), torch.float32, torch.device("cpu"))
+    packing = ALIGNED if sum(param.numel for param in params) % 2 else PLAIN
+    bucket = GradBucket(params, len(grads), torch.float32, CPU, packing, 2)
     transfers = [
         bucket.start_reduce([g if g is None else g.clone() for g in of_rank]) for of_rank in grads
     ]
@@ -181,7 +185,7 @@ def test_every_rank_is_left_with_its_shard_of_the_sum(
 def test_a_dense_even_gradient_in_the_reduce_dtype_is_the_message_itself() -> None:
     layout = ParamLayout((64, 512), 0, 2)
     grad = torch.ones(layout.shape)
-    transfer = GradBucket([layout], 2, torch.float32, torch.device("cpu")).start_reduce([grad])
+    transfer = GradBucket([layout], 2, torch.float32, CPU, PLAIN).start_reduce([grad])
     assert transfer.inputs[0].data_ptr() == grad.data_ptr()
     assert transfer.inputs[0].shape == (layout.numel,)
 
@@ -192,7 +196,7 @@ def test_small_parameters_are_copied_without_those_of_ranks_that_have_none(
 ) -> None:
     """A kernel that is fused takes as many ranks' of each."""
     params = tuple(ParamLayout((rows,), 0, 4096) for rows in (3072, 4))
-    bucket = plan_bucket(params, 4096, 4)
+    bucket = plan_bucket(params, 4096, 4, PLAIN)
     flat = torch.zeros(bucket.unsharded_numel)
     regions = {
         index: flat[start : start + param.gathered_numel]

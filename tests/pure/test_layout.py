@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from composable_shard.core.layout import (
     ALIGNMENT_NBYTES,
-    PACKED_NBYTES_PER_PEER,
     BucketLayout,
+    Packing,
     ParamLayout,
+    end_to_end,
+    gaps,
+    packing_of,
     plan_bucket,
     travels_packed,
 )
@@ -22,13 +25,23 @@ from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 6)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
+PACKINGS = [
+    packing_of(backend, is_aligned=is_aligned)
+    for backend in ("gloo", "nccl", "another", None)
+    for is_aligned in (False, True)
+]
+GLOO, NCCL = PACKINGS[0], PACKINGS[3]
 
 
 @st.composite
 def buckets(draw: st.DrawFn) -> tuple[BucketLayout, int]:
     num_shards, itemsize = draw(NUM_SHARDS), draw(ITEMSIZES)
     params = draw(st.lists(param_layouts(num_shards, itemsize), max_size=8))
-    return plan_bucket(tuple(params), num_shards, itemsize), itemsize
+    packing, narrowest = draw(st.sampled_from(PACKINGS)), draw(ITEMSIZES)
+    return (
+        plan_bucket(tuple(params), num_shards, itemsize, packing, min(narrowest, itemsize)),
+        itemsize,
+    )
 
 
 def ranges_do_not_overlap(ranges: list[tuple[int, int]]) -> bool:
@@ -95,25 +108,31 @@ def test_a_layout_that_cannot_be_is_refused(
 # Packed or not ------------------------------------------------------------------------------
 
 
-@given(st.integers(2, 64), ITEMSIZES)
+@given(st.integers(2, 64), ITEMSIZES, st.sampled_from(PACKINGS))
 def test_a_parameter_travels_packed_up_to_the_bytes_that_messages_are_worth(
-    num_shards: int, itemsize: int
+    num_shards: int, itemsize: int, packing: Packing
 ) -> None:
-    most = PACKED_NBYTES_PER_PEER * (num_shards - 1) // itemsize
-    assert travels_packed(ParamLayout((most,), 0, num_shards), itemsize)
-    assert not travels_packed(ParamLayout((most + 1,), 0, num_shards), itemsize)
+    most = packing.cost_nbytes(num_shards - 1) // itemsize
+    assert travels_packed(ParamLayout((most,), 0, num_shards), itemsize, packing)
+    assert not travels_packed(ParamLayout((most + 1,), 0, num_shards), itemsize, packing)
+
+
+def test_messages_cost_by_the_peer_with_gloo_and_at_once_with_nccl() -> None:
+    assert [GLOO.cost_nbytes(num_peers) for num_peers in (1, 7)] == [64 * 1024, 7 * 64 * 1024]
+    assert [NCCL.cost_nbytes(num_peers) for num_peers in (1, 7)] == [1024 * 1024] * 2
+    assert (GLOO.alignment_nbytes, NCCL.alignment_nbytes) == (1, 16)
 
 
 @given(NUM_SHARDS.flatmap(param_layouts))
 def test_what_needs_no_message_or_a_permutation_is_never_packed(layout: ParamLayout) -> None:
     if layout.num_shards == 1 or (layout.outer > 1 and layout.numel):
-        assert not travels_packed(layout, 4)
+        assert not any(travels_packed(layout, 4, packing) for packing in PACKINGS)
 
 
 @given(NUM_SHARDS.flatmap(param_layouts))
 def test_what_has_no_elements_needs_no_message_of_its_own(layout: ParamLayout) -> None:
     if layout.num_shards > 1 and not layout.numel:
-        assert travels_packed(layout, 4)
+        assert all(travels_packed(layout, 4, packing) for packing in PACKINGS)
 
 
 # One bucket ---------------------------------------------------------------------------------
@@ -171,10 +190,11 @@ def test_there_is_one_message_for_each_big_parameter_and_one_for_all_small_ones(
     planned: tuple[BucketLayout, int],
 ) -> None:
     bucket, itemsize = planned
-    small = [travels_packed(param, itemsize) for param in bucket.params]
+    small = [travels_packed(param, itemsize, bucket.packing) for param in bucket.params]
     assert len(bucket.messages) == small.count(False) + (bucket.packed_numel > 0)
     assert set(bucket.packed) == {index for index, is_small in enumerate(small) if is_small}
-    assert bucket.packed_numel == sum(bucket.params[i].shard_numel for i in bucket.packed)
+    padding = bucket.packed_numel - sum(bucket.params[i].shard_numel for i in bucket.packed)
+    assert 0 <= padding <= len(bucket.packed) * (bucket.alignment - 1)
     if bucket.packed_numel:
         assert bucket.messages[-1] == (bucket.packed_offset, bucket.packed_numel)
         assert bucket.packed_offset + bucket.packed_numel == bucket.shard_numel
@@ -191,5 +211,71 @@ def test_only_what_lies_in_order_gathers_into_place(planned: tuple[BucketLayout,
         assert bucket.num_shards == 1 or param.outer == 1 or param.numel == 0
     for index in bucket.permuted:
         assert bucket.num_shards > 1 and bucket.params[index].outer != 1
-    staged = sum(bucket.params[i].gathered_numel for i in bucket.permuted + bucket.packed)
-    assert bucket.staging_numel == staged
+    staged = sum(bucket.params[i].gathered_numel for i in bucket.permuted)
+    staged += bucket.num_shards * bucket.packed_numel
+    assert [numel for _, numel in bucket.staged] == [
+        bucket.num_shards * numel for _, numel in bucket.messages[len(bucket.direct) :]
+    ]
+    if bucket.alignment == 1:
+        assert bucket.staging_numel == staged
+
+
+# Alignment ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(buckets(), ITEMSIZES)
+def test_what_is_packed_is_aligned_in_the_wire_dtype_and_in_a_narrower_one(
+    planned: tuple[BucketLayout, int], num_flags: int
+) -> None:
+    bucket, itemsize = planned
+    nbytes = bucket.packing.alignment_nbytes
+    for size in (itemsize, max(1, nbytes // bucket.alignment)):  # the second is the narrowest
+        starts = [bucket.shard_offsets[index] for index in bucket.packed]
+        starts += [start for start, _ in bucket.staged]
+        starts += [bucket.packed_offset, bucket.packed_numel, bucket.aligned(num_flags)]
+        assert all(start * size % nbytes == 0 for start in starts)
+
+
+def test_a_packed_message_by_hand() -> None:
+    """Three and five elements of a rank: 12 and 20 bytes, padded to 16 and 32."""
+    params = (ParamLayout((6,), 0, 2), ParamLayout((9,), 0, 2))
+    bucket = plan_bucket(params, 2, 4, NCCL)
+    assert bucket.shard_offsets == (0, 4)
+    assert (bucket.packed_numel, bucket.packed_paddings) == (12, [1, 3])
+    assert (bucket.staging_numel, bucket.dropped_numel) == (2 * 12 + 2 * 3, 2 * 3)
+    narrow = plan_bucket(params, 2, 4, NCCL, 2)  # bf16 in between: 8 elements are 16 bytes
+    assert (narrow.shard_offsets, narrow.packed_numel) == ((0, 8), 16)
+    plain = plan_bucket(params, 2, 4, GLOO)
+    assert (plain.shard_offsets, plain.packed_numel, plain.staging_numel) == ((0, 3), 8, 16)
+
+
+@settings(max_examples=200)
+@given(buckets())
+def test_gathers_write_all_but_what_is_called_unwritten(planned: tuple[BucketLayout, int]) -> None:
+    bucket, _ = planned
+    written = torch.zeros(bucket.unsharded_numel, dtype=torch.bool)
+    for index, (start, param) in enumerate(
+        zip(bucket.unsharded_offsets, bucket.params, strict=True)
+    ):
+        numel = param.gathered_numel
+        if index in bucket.permuted:
+            numel = param.numel
+        elif index in bucket.packed:
+            numel = param.num_nonempty_shards * param.shard_numel
+        written[start : start + numel] = True
+        assert numel >= param.numel
+    for start, end in bucket.unwritten:
+        assert not written[start:end].any()
+        written[start:end] = True
+    assert written.all()
+
+
+@given(st.lists(st.integers(0, 9), max_size=5), st.sampled_from([1, 4, 16]))
+def test_ranges_end_to_end_and_the_gaps_between_them(numels: list[int], step: int) -> None:
+    starts, end = end_to_end(numels, step)
+    assert all(start % step == 0 for start in starts)
+    spans = list(zip(starts, numels, strict=True))
+    between = gaps(spans, end)
+    assert sum(numels) + sum(stop - start for start, stop in between) == end
+    assert all(stop - start < step for start, stop in between)

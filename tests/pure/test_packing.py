@@ -9,16 +9,12 @@ from hypothesis import strategies as st
 
 from composable_shard import _torch
 from composable_shard.core.gradient_bucket import PackedGrads, flags_travel_alone
-from composable_shard.core.layout import (
-    PACKED_NBYTES_PER_PEER,
-    BucketLayout,
-    ParamLayout,
-    plan_bucket,
-)
+from composable_shard.core.layout import BucketLayout, Packing, ParamLayout, packing_of, plan_bucket
 from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 5)
 CPU = torch.device("cpu")
+PLAIN, ALIGNED = (packing_of("gloo", is_aligned=is_aligned) for is_aligned in (False, True))
 
 
 def packed(
@@ -26,7 +22,7 @@ def packed(
 ) -> torch.Tensor:  # [num_shards, columns]
     present = [grad is not None for grad in grads]
     packing = PackedGrads(bucket, len(grads), torch.float32, CPU, fuses=fuses)
-    (message,) = packing.pack(grads, present)
+    (message,) = packing.pack(grads, present, clears=True)
     return message.view(bucket.num_shards, -1)
 
 
@@ -39,7 +35,8 @@ def cases(draw: st.DrawFn) -> tuple[BucketLayout, list[torch.Tensor | None]]:
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
         grad = torch.arange(1, param.numel + 1, dtype=dtype).view(param.shape)
         grads.append(draw(st.sampled_from([grad, None])))
-    return plan_bucket(tuple(params), num_shards, 4), grads
+    packing = draw(st.sampled_from([PLAIN, ALIGNED]))
+    return plan_bucket(tuple(params), num_shards, 4, packing), grads
 
 
 @settings(max_examples=150, deadline=None)
@@ -49,14 +46,17 @@ def test_what_is_copied_one_by_one_is_what_the_fused_kernel_packs(
 ) -> None:
     bucket, grads = case
     copied, fused = (packed(bucket, grads, fuses=fuses) for fuses in (False, True))
-    start = 0
+    assert torch.equal(copied, fused)
+    expected = torch.zeros(bucket.num_shards, bucket.packed_numel + bucket.aligned(len(grads)))
     for index in bucket.packed:
-        param = bucket.params[index]
-        for rank in range(bucket.num_shards):
-            end = start + param.local_numel(rank)
-            assert torch.equal(copied[rank, start:end], fused[rank, start:end])
-        start += param.shard_numel
-    assert torch.equal(copied[:, start:], fused[:, start:])
+        param, grad = bucket.params[index], grads[index]
+        start = bucket.shard_offsets[index] - bucket.packed_offset
+        for rank in range(bucket.num_shards if grad is not None else 0):
+            shard = grad.narrow(param.dim, param.start(rank), param.local_rows(rank))
+            expected[rank, start : start + shard.numel()] = shard.reshape(-1)
+    for index, grad in enumerate(grads):
+        expected[:, bucket.packed_numel + index] = float(grad is not None)
+    assert torch.equal(fused, expected)
 
 
 @pytest.mark.parametrize("fuses", [False, True])
@@ -64,7 +64,8 @@ def test_what_is_copied_one_by_one_is_what_the_fused_kernel_packs(
 def test_the_flags_of_every_shard_say_which_gradients_there_are(
     fuses: bool, present: list[bool], num_shards: int
 ) -> None:
-    bucket = plan_bucket(tuple(ParamLayout((3,), 0, num_shards) for _ in present), num_shards, 4)
+    params = tuple(ParamLayout((3,), 0, num_shards) for _ in present)
+    bucket = plan_bucket(params, num_shards, 4, PLAIN)
     grads = [torch.ones(3) if is_present else None for is_present in present]
     packing = PackedGrads(bucket, len(present), torch.float32, CPU, fuses=fuses)
     for _ in range(2):
@@ -76,26 +77,28 @@ def test_the_fused_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) ->
     """Tensors that do not overlap with themselves, of one dtype."""
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(_torch, "chunk_cat_into", lambda out, tensors: seen.extend(tensors))
-    bucket = plan_bucket((ParamLayout((5, 3), 0, 4),) * 2, 4, 4)
+    bucket = plan_bucket((ParamLayout((5, 3), 0, 4),) * 2, 4, 4, ALIGNED)
     grads: list[torch.Tensor | None]
     for grads in ([torch.ones(5, 3)] * 2, [torch.ones(5, 3).bfloat16(), None]):
         seen.clear()
         packed(bucket, grads, fuses=True)
         assert grads[0] is not None
-        assert [(one.is_contiguous(), one.dtype) for one in seen] == [(True, grads[0].dtype)] * 3
+        # Of six elements of a rank and two flags, padding to eight and to four.
+        columns = [one.numel() // 4 for one in seen[1::2]]
+        assert columns == [2, 2]
+        assert [(one.is_contiguous(), one.dtype) for one in seen] == [(True, grads[0].dtype)] * 5
 
 
 # Memory -------------------------------------------------------------------------------------
 
 
-def packing_of(numel: int) -> PackedGrads:
-    return PackedGrads(
-        plan_bucket((ParamLayout((numel,), 0, 2),), 2, 4), 1, torch.float32, CPU, fuses=False
-    )
+def packing_one(numel: int) -> PackedGrads:
+    bucket = plan_bucket((ParamLayout((numel,), 0, 2),), 2, 4, PLAIN)
+    return PackedGrads(bucket, 1, torch.float32, CPU, fuses=False)
 
 
 def test_memory_that_somebody_still_reads_is_neither_freed_nor_written() -> None:
-    packing = packing_of(6)
+    packing = packing_one(6)
     (first,) = packing.pack([torch.ones(6)], [True])
     offered = first.view(2, -1)[1]
     del first
@@ -107,7 +110,7 @@ def test_memory_that_somebody_still_reads_is_neither_freed_nor_written() -> None
 
 
 def test_memory_is_freed_when_it_was_read_and_used_again() -> None:
-    packing = packing_of(6)
+    packing = packing_one(6)
     (first,) = packing.pack([torch.ones(6)], [True])
     storage = first.untyped_storage()
     del first
@@ -121,13 +124,24 @@ def test_memory_is_freed_when_it_was_read_and_used_again() -> None:
 # Flags by themselves ------------------------------------------------------------------------
 
 
+NCCL = packing_of("nccl", is_aligned=True)
+
+
+@pytest.mark.parametrize("packing", [PLAIN, NCCL])
+def test_flags_travel_alone_where_they_are_more_than_a_message_to_one_peer_costs(
+    packing: Packing,
+) -> None:
+    most = packing.cost_nbytes(1) // 4 // 2
+    for num_shards, alone in ((most, False), (most + 1, True)):
+        assert flags_travel_alone(plan_bucket((), num_shards, 4, packing), 2, 4) == alone
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("fuses", [False, True])
 def test_many_flags_travel_by_themselves(fuses: bool, dtype: torch.dtype) -> None:
-    num_shards = PACKED_NBYTES_PER_PEER // dtype.itemsize // 2 + 1
-    assert not flags_travel_alone(num_shards - 1, 2, dtype.itemsize)
-    assert flags_travel_alone(num_shards, 2, dtype.itemsize)
-    bucket = plan_bucket((ParamLayout((3,), 0, num_shards),) * 2, num_shards, dtype.itemsize)
+    num_shards = PLAIN.cost_nbytes(1) // dtype.itemsize // 2 + 1
+    params = (ParamLayout((3,), 0, num_shards),) * 2
+    bucket = plan_bucket(params, num_shards, dtype.itemsize, PLAIN)
     packing = PackedGrads(bucket, 2, dtype, CPU, fuses=fuses)
     assert packing.numels == [2, 2]
     for grads in ([torch.ones(3), None], [torch.ones(3), torch.full((3,), 2.0)]) * 2:
@@ -140,8 +154,12 @@ def test_many_flags_travel_by_themselves(fuses: bool, dtype: torch.dtype) -> Non
 
 
 def test_flags_without_anything_that_is_packed() -> None:
-    num_shards = PACKED_NBYTES_PER_PEER // 4 + 1
-    packing = PackedGrads(plan_bucket((), num_shards, 4), 1, torch.float32, CPU, fuses=False)
-    (flags,) = packing.pack([None], [False])
-    assert packing.numels == [1]
-    assert not flags.any()
+    num_shards = PLAIN.cost_nbytes(1) // 4 + 1
+    for packing, columns in ((PLAIN, 1), (ALIGNED, 4)):
+        bucket = plan_bucket((), num_shards, 4, packing)
+        packed = PackedGrads(bucket, 1, torch.float32, CPU, fuses=False)
+        assert packed.numels == [columns]
+        (flags,) = packed.pack([None], [False])
+        assert not flags.any()
+        (flags,) = packed.pack([torch.ones(1)], [True])
+        assert flags.view(num_shards, columns).sum(0).tolist() == [num_shards, 0, 0, 0][:columns]

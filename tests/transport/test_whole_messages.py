@@ -15,7 +15,7 @@ from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.core import gradient_bucket, layout
+from composable_shard.core.layout import MESSAGE_COSTS, Packing
 from composable_shard.testing import run_ranks
 from transport.own_collectives import SummingReduceScatter
 
@@ -47,21 +47,23 @@ def backward(layer: nn.Module) -> None:
         loss.backward()
 
 
-def seen_by_a_reduce_scatter(packed_nbytes: int) -> float:
+def gloo_costs(packing: Packing) -> Any:
+    return mock.patch.dict(MESSAGE_COSTS, gloo=packing)
+
+
+def seen_by_a_reduce_scatter(packing: Packing) -> float:
     watching = Watching()
-    layout.plan_bucket.cache_clear()
-    with mock.patch.object(layout, "PACKED_NBYTES_PER_PEER", packed_nbytes):
+    with gloo_costs(packing):
         layer = fully_shard(nn.Linear(3, 5))
         layer.set_custom_reduce_scatter(watching)
         backward(layer)
-    layout.plan_bucket.cache_clear()
     return max(watching.largest)
 
 
-@pytest.mark.parametrize("packed_nbytes", [layout.PACKED_NBYTES_PER_PEER, 0])
-def test_a_custom_reduce_scatter_sees_no_padding(packed_nbytes: int) -> None:
+@pytest.mark.parametrize("packing", [MESSAGE_COSTS["gloo"], Packing()])
+def test_a_custom_reduce_scatter_sees_no_padding(packing: Packing) -> None:
     """Neither where parameters are packed into one message nor where each has one."""
-    assert run_ranks(seen_by_a_reduce_scatter, 2, packed_nbytes) == [1.0] * 2
+    assert run_ranks(seen_by_a_reduce_scatter, 2, packing) == [1.0] * 2
 
 
 def seen_by_a_hook() -> list[float]:
@@ -78,7 +80,7 @@ def test_a_hook_sees_no_gaps() -> None:
 @on_ranks(3)
 def test_flags_that_travel_by_themselves() -> None:
     reference, sharded = two_nets()
-    with mock.patch.object(gradient_bucket, "PACKED_NBYTES_PER_PEER", 0):
+    with gloo_costs(Packing()):
         for step in range(2):
             for model in (reference, sharded):
                 train_step(model, step, None)

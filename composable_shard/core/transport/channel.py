@@ -24,6 +24,7 @@ from composable_shard.core.transport.collectives import (
     ReduceScatterLaunch,
     Tensors,
     Then,
+    may_read_padding,
     sum_dtype,
 )
 from composable_shard.core.transport.failures import announce, go_on, is_watched, watched
@@ -73,7 +74,8 @@ class Channel:
         if backend == "gloo" and not _torch.has_streams(device):
             self.all_gather, self.reduce_scatter = DirectAllGather(), DirectReduceScatter()
         else:
-            self.all_gather, self.reduce_scatter = CoalescedAllGather(), CoalescedReduceScatter()
+            self.all_gather = CoalescedAllGather()
+            self.reduce_scatter = CoalescedReduceScatter(reads_padding=may_read_padding(device))
 
     def use_all_gather(self, comm: AllGather) -> None:
         """Gather by a custom all-gather from now on."""

@@ -84,6 +84,14 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_half else dtype
 
 
+def may_read_padding(device: torch.device) -> bool:
+    """Tell whether backends look at all they send, as NCCL with ``TORCH_NCCL_NAN_CHECK=1`` does.
+
+    Those of the CPU do not.
+    """
+    return _torch.has_streams(device)
+
+
 class CoalescedAllGather(AllGatherLaunch):
     """One c10d launch for all tensors."""
 
@@ -101,6 +109,9 @@ class CoalescedAllGather(AllGatherLaunch):
 
 class CoalescedReduceScatter(ReduceScatterLaunch):
     """One c10d launch for all tensors."""
+
+    def __init__(self, *, reads_padding: bool = False) -> None:
+        self.reads_padding = reads_padding
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         return _torch.average_is_supported(_torch.backend_name(group, device))
