@@ -93,6 +93,22 @@ def owner_of(module: nn.Module) -> ParamGroup | None:
     return None if owner is None else owner()
 
 
+def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
+    """Return the groups that own parameters in ``modules``: their own, and outer ones of tied ones.
+
+    A parameter that is tied across groups is registered in modules of groups that do not own it.
+    """
+    within = set(modules)
+    own = dict.fromkeys(group for m in within if (group := owner_of(m)) is not None)
+    around = dict.fromkeys(one for group in own for one in group.context.groups)
+    return [
+        group
+        for group in around
+        if group in own
+        or any(slot.module in within for param in group.params for slot in param.slots)
+    ]
+
+
 def hooks_of(module: nn.Module) -> ModuleHooks:
     """Return the hooks of a sharded module."""
     hooks: ModuleHooks = module.__dict__[_HOOKS]
