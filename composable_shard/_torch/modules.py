@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _WrappedHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._pytree import SUPPORTED_NODES
@@ -70,10 +71,17 @@ def list_module_state(module: nn.Module, state: Any) -> None:
     _module_state_mapping.setdefault(module, weakref.ref(state))
 
 
+def hooks_on(module: nn.Module) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the function of every hook on a module, of whatever kind."""
+    for name, hooks in module.__dict__.items():
+        if name.endswith("_hooks") and isinstance(hooks, dict):
+            for number, hook in hooks.items():
+                yield number, hook.hook if isinstance(hook, _WrappedHook) else hook
+
+
 def reserve_hook_ids(module: nn.Module) -> None:
     """Let no hook that is registered later take the place of one that was unpickled."""
-    places = (value for name, value in module.__dict__.items() if name.endswith("_hooks"))
-    used = [key for hooks in places if isinstance(hooks, dict) for key in hooks]
+    used = [number for number, _ in hooks_on(module)]
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for key in used)])
 
 

@@ -53,6 +53,8 @@ SLOWS_DOWN = {
     ("NCCL_P2P_DISABLE", "1"): "keeps GPUs from copying to each other: unset it",
 }
 """Values of variables that make training slower, and how."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the caching allocator, by their newer and their older name."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,14 @@ def judge(machine: Machine, num_ranks: int) -> Findings:
         for (name, value), how in SLOWS_DOWN.items()
         if machine.variables[name] == value
     ]
+    settings = [machine.variables[name] or "" for name in ALLOCATOR]
+    is_cuda = machine.device_type == "cuda" and machine.build.startswith("cuda")  # ROCm is "hip"
+    if is_cuda and not any("expandable_segments" in one for one in settings):
+        found.warnings.append(
+            "the caching allocator of CUDA has segments of fixed size, between which memory is "
+            "lost as unsharded parameters come and go: set "
+            f"{ALLOCATOR[0]}=expandable_segments:True"
+        )
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from composable_shard.insight.report import Table, as_text
+from composable_shard.insight.timeline.analysis import PEAKS
 from composable_shard.insight.timeline.merging import CHROME, MERGED, PAGE, MergedTrace, read
 
 _EXAMPLES = f"""examples:
@@ -72,16 +73,26 @@ COLUMNS = (
 )
 
 
+RESERVED = "reserved MiB"
+"""One more column, where ranks have a device whose allocator tells it."""
+
+
+def columns_of(summary: dict[str, Any]) -> tuple[str, ...]:
+    """Return the columns of the table."""
+    return (*COLUMNS, RESERVED) if summary["peak_reserved_nbytes"] else COLUMNS
+
+
 def rows_of(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the cells of the table: milliseconds of a mean step, and the peak of memory."""
+    """Return the cells of the table: milliseconds of a mean step, and the peaks of memory."""
+    num_columns = len(columns_of(summary))
     return [
         (
             str(rank["rank"]),
             *(f"{rank[f'{name}_ms']:.1f}" for name in COLUMNS[1:6]),
             f"{rank['exposed_share']:.0%}",
             *(f"{rank[f'{name}_ms']:.1f}" for name in COLUMNS[7:9]),
-            f"{rank['peak_nbytes'] / 2**20:,.0f}" if rank["peak_nbytes"] else "",
-        )
+            *(f"{rank[peak] / 2**20:,.0f}" if rank[peak] else "" for peak in PEAKS),
+        )[:num_columns]
         for rank in summary["ranks"]
     ]
 
@@ -92,7 +103,7 @@ def _print(merged: MergedTrace, files: Sequence[str]) -> None:
     title = f"{len(merged.ranks)} ranks, " + (
         f"milliseconds of a step, mean of {num_steps}" if num_steps else "milliseconds"
     )
-    print(as_text([Table(title, COLUMNS, tuple(rows_of(summary)), num_words=0)]))
+    print(as_text([Table(title, columns_of(summary), tuple(rows_of(summary)), num_words=0)]))
     print(
         f"exposed communication: {summary['exposed_share']:.0%} of the step; "
         f"hidden: {summary['hidden_share']:.0%} of the communication"

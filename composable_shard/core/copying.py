@@ -30,6 +30,7 @@ from composable_shard.core.hooks import (
 )
 from composable_shard.core.param import ShardedParam, Slot
 from composable_shard.core.root import Context, context_of, join_tree
+from composable_shard.core.state_dict import Params, StateDictHook, hooks_of_state_dicts
 from composable_shard.core.torch_state import answer_torch, list_with_torch
 from composable_shard.core.units import build_units
 from composable_shard.mesh import ShardMesh
@@ -190,6 +191,7 @@ class _SavedGroup(NamedTuple):
     reduction: dict[str, Any]
     prefetch: dict[str, list[str]]
     channels: dict[ShardMesh, tuple[Any, Any, bool]]
+    hooks: list[tuple[StateDictHook, Params]]
     is_last_backward: bool
 
 
@@ -249,6 +251,7 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
         reduction,
         {name: [target.name for target in settings.pop(name)] for name in _LISTS},
         {mesh: channel.saved() for mesh, channel in group.channels.items()},
+        hooks_of_state_dicts(group),
         context_of(group).reductions.is_last,
     )
     return object.__new__, (ParamGroup,), saved, None, None, _restore_group
@@ -260,6 +263,8 @@ def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     group.settings.reduction.__dict__.update(saved.reduction)
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
+    for hook, params in saved.hooks:
+        hook.group, hook.params = group, params
     group.__dict__[_SAVED] = _Restored(saved.name, saved.prefetch, saved.is_last_backward)
     Context([group])
     _join(group)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.param import LIFTED, ShardedParam
+from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
 
 # How they are reduced -----------------------------------------------------------------------------
@@ -253,6 +254,8 @@ class UnreducedGradients:
             (grad,) = take_all_unsharded([param])
             if grad is None:
                 continue
+            if self._mesh.num_ranks > 1:
+                refuse_sparse([param], [grad])
             grad = narrowed(param, grad)
             if self._factor != 1:
                 grad = grad * self._factor
@@ -338,6 +341,17 @@ def narrowed(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
 def _wide_enough(param: ShardedParam, dtype: torch.dtype, grad: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a gradient is added to a sum that would be of ``dtype``."""
     return torch.promote_types(dtype, grad.dtype) if param.takes_any_grad else dtype
+
+
+def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
+    """Raise ``ShardError`` if a gradient that ranks are to reduce is sparse."""
+    for param, grad in zip(params, grads, strict=True):
+        if grad is not None and grad.is_sparse:
+            raise ShardError(
+                f"Expected a dense gradient of '{param.name}', got a sparse one, which is not "
+                "reduced over ranks; set sparse=False on its nn.Embedding or nn.EmbeddingBag, or "
+                "pass it as ignored_params and reduce its gradient yourself"
+            )
 
 
 def take_all_unsharded(params: Sequence[ShardedParam]) -> list[torch.Tensor | None]:

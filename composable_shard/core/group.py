@@ -42,7 +42,7 @@ from composable_shard.core.transport.pending import (
     launching_stream,
 )
 from composable_shard.core.tree import Tree
-from composable_shard.core.units import GroupUnits, Kept, ParamSet, Transfers
+from composable_shard.core.units import GroupUnits, Kept, ParamSet, Transfers, Versions
 from composable_shard.errors import StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -194,6 +194,7 @@ class Call:
         interval: Where it stands in the execution order, if it may have a backward.
         handled: The exception that was being handled when it began, if any.
         is_again: Whether a backward of the tree computes it again, by an activation checkpoint.
+        versions: What the unsharded parameters were when it began, to see whether it writes them.
     """
 
     input_markers: list[InputMarker] = field(default_factory=list)
@@ -203,6 +204,7 @@ class Call:
     interval: Interval | None = None
     handled: BaseException | None = None
     is_again: bool = False
+    versions: Versions | None = None
 
     def came_in(self, base: torch.Tensor) -> bool:
         """Tell whether ``base`` was made outside, and not changed in place by the call."""

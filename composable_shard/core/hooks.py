@@ -24,6 +24,7 @@ from composable_shard.core.group import Call, InputMarker, ParamGroup, Substitut
 from composable_shard.core.nested import StoredTensors, map_tensors, tensors_in
 from composable_shard.core.root import Context, context_of
 from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_substitution
+from composable_shard.core.transport.failures import announce
 from composable_shard.errors import ShardError
 
 # What autograd calls when it has accumulated into an unsharded parameter --------------------------
@@ -91,6 +92,22 @@ def owner_of(module: nn.Module) -> ParamGroup | None:
     """Return the group that holds the parameters of a module that is sharded or inside of one."""
     owner = _owners.get(module)
     return None if owner is None else owner()
+
+
+def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
+    """Return the groups that own parameters in ``modules``: their own, and outer ones of tied ones.
+
+    A parameter that is tied across groups is registered in modules of groups that do not own it.
+    """
+    within = set(modules)
+    own = dict.fromkeys(group for m in within if (group := owner_of(m)) is not None)
+    around = dict.fromkeys(one for group in own for one in group.context.groups)
+    return [
+        group
+        for group in around
+        if group in own
+        or any(slot.module in within for param in group.params for slot in param.slots)
+    ]
 
 
 def hooks_of(module: nn.Module) -> ModuleHooks:
@@ -221,6 +238,8 @@ class ModuleHooks:
         call = calls.pop() if calls else Call(is_again=_torch.current_backward() != -1)
         if call.substitution is Substitution.FULL:
             return output
+        written = None if failed else _refused_writes(self._group, call)
+        failed = failed or written is not None
         if self._substitutes and not calls:
             self._restore()
         dtype = self._group.policy.output_dtype
@@ -243,6 +262,8 @@ class ModuleHooks:
                 context.order.leave(group, call.interval, trains=trains, is_watched=has_backward)
             if context.forward.leave(group, module, has_backward=has_backward):
                 context.end_forward(group, failed=failed, has_backward=has_backward)
+        if written is not None:
+            raise written
         return output
 
     def _gather(self, context: Context, module: nn.Module, call: Call) -> bool:
@@ -250,7 +271,9 @@ class ModuleHooks:
         group = self._group
         if not call.is_again:
             opens = context.begin_forward(group, module)
+            was_sharded = not group.is_unsharded
             context.forward.enter(group)
+            call.versions = group.units.all.versions_of_readable(just_gathered=was_sharded)
             return opens
         context.backward.recompute(group)
         group.unshard()
@@ -354,6 +377,28 @@ def _check_can_run_opened(group: ParamGroup) -> None:
                 f"Expected full parameters in a forward of {group.label} inside of unsharded(), "
                 f"got '{param.name}' sharded; open the sharded module itself, on all ranks"
             )
+
+
+def _refused_writes(group: ParamGroup, call: Call) -> ShardError | None:
+    """Return an error if a call has written parameters that are freed, which loses what it wrote.
+
+    Whether it does may depend on a rank's data, so the other ranks are told.
+    """
+    if call.versions is None or not group.is_unsharded:
+        return None
+    names = group.units.all.written_since(call.versions)
+    if not names:
+        return None
+    error = ShardError(
+        f"Expected a forward that does not write the parameters of {group.label}, got "
+        f"{', '.join(repr(name) for name in names)} written in place, which is lost when they are "
+        "freed; write the sharded parameters under torch.no_grad(), before forward or after the "
+        "optimizer's step (for nn.Embedding, instead of max_norm)"
+    )
+    channels = (one for member in context_of(group).groups for one in member.channels.values())
+    ranks = [ranks for channel in channels for ranks in channel.process_groups]
+    announce(ranks, f"running forward of {group.label}", error)
+    return error
 
 
 def _pass_marker(

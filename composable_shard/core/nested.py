@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -46,7 +47,8 @@ def map_tensors(change: _Change, value: Any) -> Any:
     """Apply ``change`` to every tensor in ``value``; what holds no changed tensor stays itself.
 
     Goes into lists, tuples, named tuples, sets, mappings and their views, dataclass instances and
-    the containers that are registered with ``torch.utils._pytree``.
+    the containers that are registered with ``torch.utils._pytree``. What refers to itself is copied
+    as such.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -64,6 +66,8 @@ def map_tensors(change: _Change, value: Any) -> Any:
 
 
 def _map_sequence(change: _Change, value: Any) -> Any:
+    if isinstance(value, (list, deque)) and _is_cyclic(value):
+        return _map_cyclic(change, value)
     items = [map_tensors(change, item) for item in value]
     if all(map(operator.is_, items, value)):
         return value
@@ -83,6 +87,8 @@ def _map_view(change: _Change, value: Any) -> Any:
 
 
 def _map_mapping(change: _Change, value: Any) -> Any:
+    if _is_cyclic(value):
+        return _map_cyclic(change, value)
     items = {key: map_tensors(change, item) for key, item in value.items()}
     changed = {key: item for key, item in items.items() if item is not value[key]}
     if not changed:
@@ -109,6 +115,8 @@ def _copy_of_both_kinds(value: Any, items: Mapping[Any, Any]) -> Any:
 
 
 def _map_dataclass(change: _Change, value: Any) -> Any:
+    if _is_cyclic(value):
+        return _map_cyclic(change, value)
     fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     items = {name: map_tensors(change, getattr(value, name)) for name in fields}
     if all(items[name] is getattr(value, name) for name in fields):
@@ -130,26 +138,73 @@ def _map_registered(change: _Change, value: Any) -> Any:
     return value if all(map(operator.is_, items, children)) else make(items)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in ``value``: in all that :func:`map_tensors` goes into."""
+def _map_cyclic(change: _Change, value: Any) -> Any:
+    """Map what refers to itself: a deep copy of its containers around what is not one."""
+    memo: dict[int, Any] = {}
+    seen: dict[int, Any] = {}  # and kept, so that an id stays that of one object
+    left, apart = [value], list[Any]()
+    while left:
+        one = left.pop()
+        if type(one) in ATOMS or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, torch.Tensor):
+            memo[id(one)] = change(one)
+        else:
+            children = _children(one)
+            left += () if children is None else children
+            apart += [one] if children is None else getattr(one, "__dict__", {}).values()
+            apart += one if isinstance(one, Mapping) else ()
+    if all(memo[id(tensor)] is tensor for tensor in tensors_in(value)):
+        return value
+    for one in apart:  # leaves, keys, and attributes that are no fields
+        if id(one) not in seen or _children(one) is None:
+            memo.setdefault(id(one), one)
+    return copy.deepcopy(value, memo)
+
+
+def _is_cyclic(value: Any, around: tuple[int, ...] = ()) -> bool:
+    """Tell whether a container is found within itself, or within one that is in it.
+
+    Args:
+        value: The container.
+        around: The ids of those that it lies in.
+    """
+    if isinstance(value, torch.Tensor) or type(value) in ATOMS:
+        return False
+    if id(value) in around:
+        return True
+    around = (*around, id(value))
+    return any(_is_cyclic(item, around) for item in _children(value) or ())
+
+
+def _children(value: Any) -> Iterable[Any] | None:
+    """Return what is in a container; ``None`` for what is none."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, _ITERABLE):
+        items: Iterable[Any] = value
+        return items
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        return [getattr(value, name) for name in names if hasattr(value, name)]
+    found = _torch.registered_container(value)
+    return None if found is None else found[0]
+
+
+def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """Yield every tensor in ``value``: in all that :func:`map_tensors` goes into.
+
+    Args:
+        value: What a module takes or returns.
+        around: The ids of the containers that it lies in, which are not entered again.
+    """
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in ATOMS:
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, _ITERABLE):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                yield from tensors_in(getattr(value, field.name))
-    else:
-        children, _ = _torch.registered_container(value) or ((), None)
-        for item in children:
-            yield from tensors_in(item)
+    elif type(value) not in ATOMS and id(value) not in around:
+        around = (*around, id(value))
+        for item in _children(value) or ():
+            yield from tensors_in(item, around)
 
 
 def holds_nothing(value: Any) -> bool:

@@ -26,6 +26,7 @@ from composable_shard.core.gradient import (
     hold_for_replicas,
     is_partial,
     narrowed,
+    refuse_sparse,
     set_unreplicated,
     take_all_unsharded,
     to_reduce,
@@ -173,6 +174,7 @@ class MeshGradients:
         assert type(state) in _LEGAL[type(self.state)], f"{self.state} -> {state}"
         self.state = state
 
+    @_tells_failures
     def accumulate(self) -> None:
         """Add the unsharded gradients to what is not yet reduced; alone, they are the sum.
 
@@ -216,6 +218,7 @@ class MeshGradients:
         if self._mesh.num_ranks == 1 and self._settings.hook is None:
             self._move_to(Returning(self._deliver_alone(params, grads)))
             return
+        refuse_sparse(params, grads)
         # before any launch, so that where all ranks fail alike nothing is under way
         parts = self._start_parts(params, held, grads)
         grads.clear()  # of what was copied, only the copy is there while it travels

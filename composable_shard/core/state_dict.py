@@ -35,33 +35,53 @@ def install_state_dict_hooks(group: ParamGroup) -> None:
             places.setdefault(slot.module, {})[slot.attribute] = param
     for owner, params in places.items():
         for handle in (
-            owner.register_state_dict_pre_hook(_Hook(_before_save, group, params)),
-            owner.register_state_dict_post_hook(_Hook(_after_save, group, params)),
+            owner.register_state_dict_pre_hook(StateDictHook(_before_save, group, params)),
+            owner.register_state_dict_post_hook(StateDictHook(_after_save, group, params)),
         ):
             handle.hooks_dict_ref().move_to_end(handle.id, last=False)
-        owner.register_load_state_dict_pre_hook(_Hook(_before_load, group, params))
-        owner.register_load_state_dict_post_hook(_Hook(_after_load, group, params))
+        owner.register_load_state_dict_pre_hook(StateDictHook(_before_load, group, params))
+        owner.register_load_state_dict_post_hook(StateDictHook(_after_load, group, params))
 
 
-class _Hook:
+def hooks_of_state_dicts(group: ParamGroup) -> list[tuple[StateDictHook, Params]]:
+    """Return the hooks that :func:`install_state_dict_hooks` made for a group, and what of each."""
+    owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+    return [
+        (hook, hook.params)
+        for owner in owners
+        for _, hook in _torch.hooks_on(owner)
+        if isinstance(hook, StateDictHook) and hook.group is group
+    ]
+
+
+class StateDictHook:
     """Calls one of the functions below for a module and what its group owns there.
 
-    A module that is copied without its group, as ``copy.deepcopy(model.head)`` does where the group
-    is that of the model, has shards of its own and belongs to none: there it does nothing.
+    A module that is copied or pickled without its group, as ``copy.deepcopy(model.head)`` and
+    ``torch.save(model.head, file)`` do where the group is that of the model, has shards of its own
+    and belongs to none: there it does nothing. A pickle of the group gives it back its group.
+
+    Attributes:
+        group: The group; ``None`` if it does nothing.
+        params: What the group owns of the module.
     """
 
     def __init__(self, act: Callable[..., None], group: ParamGroup | None, params: Params) -> None:
         self._act = act
-        self._group = group
-        self._params = params
+        self.group = group
+        self.params = params
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        if self._group is not None:
-            self._act(self._group, self._params, module, *args)
+        if self.group is not None:
+            self._act(self.group, self.params, module, *args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        group = memo.get(id(self._group))
-        return _Hook(self._act, group, {} if group is None else copy.deepcopy(self._params, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHook:
+        group = memo.get(id(self.group))
+        params = {} if group is None else copy.deepcopy(self.params, memo)
+        return StateDictHook(self._act, group, params)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateDictHook, (self._act, None, {})
 
 
 def _owned(group: ParamGroup, params: Params) -> Params:

@@ -30,6 +30,9 @@ from composable_shard.mesh import ShardMesh
 VERSION_OF_FREED = 1_000_000_000
 """What a version counter shows while the parameter is freed; no parameter is changed so often."""
 
+Versions = tuple[list[torch.Tensor], list[int]]
+"""Tensors and what their version counters showed."""
+
 _version_of = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
 
@@ -49,7 +52,8 @@ class ParamSet:
         self._params = params
         self.accumulators: list[Node] = []
         self.readable: list[torch.Tensor] = []
-        self._forbidden: tuple[()] | tuple[list[torch.Tensor], list[int]] = ()
+        self._forbidden: tuple[()] | Versions = ()
+        self._allowed: Versions | None = None
         self.look_again()
 
     def look_again(self) -> None:
@@ -101,7 +105,30 @@ class ParamSet:
         """Let autograd read the unsharded parameters again."""
         if self._forbidden:
             _torch.set_versions(*self._forbidden)
-            self._forbidden = ()
+            self._allowed, self._forbidden = self._forbidden, ()
+
+    def versions_of_readable(self, *, just_gathered: bool) -> Versions:
+        """Return the version counters of what is freed; to be compared by ``written_since``.
+
+        Args:
+            just_gathered: Whether nobody can have written it since reading was allowed.
+        """
+        if just_gathered and self._allowed is not None and self._allowed[0] is self.readable:
+            return self._allowed
+        return self.readable, list(map(_version_of, self.readable))
+
+    def written_since(self, noted: Versions) -> list[str]:
+        """Return the names of the parameters that were written in place, and will be freed."""
+        tensors, versions = noted
+        now = list(map(_version_of, tensors))
+        if now == versions:
+            return []
+        written = {id(t) for t, was, is_ in zip(tensors, versions, now, strict=True) if was != is_}
+        return [
+            param.name
+            for param in self._params
+            if not written.isdisjoint(map(id, (param.unsharded, *param.parts)))
+        ]
 
     def are_registered(self, *, unsharded: bool) -> bool:
         """Tell whether the parameters, in the form asked for, stand in their first places."""

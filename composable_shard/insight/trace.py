@@ -148,10 +148,11 @@ def trace(
 ) -> Iterator[Timeline]:
     """Record where the time and the memory of training go on this rank.
 
-    Gathers, waits, forward and backward of each group, reductions, optimizer steps, live memory.
-    Each rank writes a file of its own when it leaves the context, by an exception too; the last one
-    of at most 64 merges all files into ``trace.json`` (for https://ui.perfetto.dev) and
-    ``timeline.html``. No rank waits for another. See ``docs/timeline.md``.
+    Gathers, waits, forward and backward of each group, reductions, optimizer steps, live memory
+    and, on a device, reserved memory. Each rank writes a file of its own when it leaves the
+    context, by an exception too; the last one of at most 64 merges all files into ``trace.json``
+    (for https://ui.perfetto.dev) and ``timeline.html``. No rank waits for another. See
+    ``docs/timeline.md``.
 
     Args:
         module: A sharded module, or one with sharded modules in it.

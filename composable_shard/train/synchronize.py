@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.hooks import groups_in
 from composable_shard.errors import MaterializationError, ShardError
-from composable_shard.module import FSDPModule
 from composable_shard.train.ranks import Ranks
 
 DEFAULT_BUCKET_NBYTES = 32 * 2**20
@@ -78,9 +78,8 @@ def sync_module_states(
         raise ValueError(f"Expected src_rank to be in the process group, got {src_rank} of {ranks}")
     if bucket_nbytes < 1:
         raise ValueError(f"Expected bucket_nbytes of at least 1, got {bucket_nbytes}")
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()
+    for owner in groups_in(module.modules()):
+        owner.reshard()
     plain, sharded = _states(module)
     _agree(module, [*plain, *sharded], keep_shards, members)
     if len(ranks) > 1:

@@ -7,7 +7,7 @@ sharded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable_shard import _torch
 from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.hooks import owner_of
+from composable_shard.core.hooks import groups_in, owner_of
 from composable_shard.core.optimizers import watch_optimizers
 from composable_shard.core.param import Attributes, remember_stand_in
 from composable_shard.core.root import context_of
@@ -49,26 +49,27 @@ class _Edit(NamedTuple):
 
 
 class FullParams:
-    """The DTensor parameters of some modules, and full copies registered in their places.
+    """Sharded parameters, and full copies registered in their places.
 
     Args:
-        modules: The modules.
+        slots: The parameters, and where each is registered.
         rank0_only: Whether only the first rank of each mesh has copies.
         to_cpu: Whether copies are on the CPU.
         with_grads: Whether gradients go the same way.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], *, rank0_only: bool, to_cpu: bool, with_grads: bool
+        self,
+        slots: dict[nn.Parameter, list[_Slot]],
+        *,
+        rank0_only: bool,
+        to_cpu: bool,
+        with_grads: bool,
     ) -> None:
         self._rank0_only, self._to_cpu, self._with_grads = rank0_only, to_cpu, with_grads
         self._attributes: list[Attributes] = []
-        self._slots: dict[nn.Parameter, list[_Slot]] = {}
+        self._slots = slots
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for module in modules:
-            for attribute, param in module._parameters.items():
-                if isinstance(param, DTensor):
-                    self._slots.setdefault(param, []).append(_Slot(module, attribute))
 
     def register_full(self) -> None:
         """Register full copies. Collective: an all-gather of each."""
@@ -308,6 +309,8 @@ def unsharded(
     exception, nothing is written back. Optimizer steps within change the shards, which the
     writeback then overwrites. ``state_dict()`` within gives full tensors.
 
+    A parameter that is tied is full in all of its places, also where other groups run the module.
+
     Forward within is that of the plain module, for ``torch.no_grad()`` only. All ranks must enter
     and leave together.
 
@@ -352,14 +355,14 @@ def unsharded(
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected module to be an nn.Module, got {type(module).__name__}")
     modules = list(_opened_modules(module, recurse))
-    groups = {group: None for m in modules if (group := owner_of(m)) is not None}
-    _check_can_open(groups)
+    own = {group: None for m in modules if (group := owner_of(m)) is not None}
+    _check_can_open(own)
+    groups = [group for group in groups_in(modules) if not group.is_opened]
     for group in groups:
         group.reshard()
         group.context.agree()
-    params = FullParams(
-        modules, rank0_only=rank0_only, to_cpu=offload_to_cpu, with_grads=with_grads
-    )
+    slots = _slots_in(modules, groups)
+    params = FullParams(slots, rank0_only=rank0_only, to_cpu=offload_to_cpu, with_grads=with_grads)
     with _opened(groups):
         try:
             params.register_full()
@@ -397,6 +400,40 @@ def _opened_modules(module: nn.Module, recurse: bool) -> Iterator[nn.Module]:
         yield current
         children = [c for c in current.children() if group_of(c) is None or group_of(c) is own]
         left += reversed(children)
+
+
+def _slots_in(
+    modules: Sequence[nn.Module], groups: Sequence[ParamGroup]
+) -> dict[nn.Parameter, list[_Slot]]:
+    """Return the DTensors in ``modules`` with all of their places, those in ``modules`` first.
+
+    A parameter that is tied across groups has places elsewhere, which hold the same copy. One that
+    has no other place belongs to the outer group as a whole. Left out is what an outer context has
+    opened, on whichever ranks.
+
+    Args:
+        modules: The modules.
+        groups: Those that own parameters in them and are not open.
+    """
+    within = set(modules)
+    slots: dict[nn.Parameter, list[_Slot]] = {}
+    for module in modules:
+        for attribute, param in module._parameters.items():
+            if isinstance(param, DTensor):
+                slots.setdefault(param, []).append(_Slot(module, attribute))
+    known = {one.slots[0].get(): (group, one) for group in groups for one in group.params}
+    for param in list(slots):
+        if param not in known and owner_of_sharded(param) is not None:
+            del slots[param]
+    for registered, (group, one) in known.items():
+        is_whole = not within.isdisjoint(group.modules)
+        is_outside = all(owner_of(slot.module) is not group for slot in one.slots)
+        is_opened = registered in slots or (is_whole and is_outside)
+        if isinstance(registered, DTensor) and is_opened:
+            places = slots.setdefault(registered, [])
+            others = (_Slot(slot.module, slot.attribute) for slot in one.slots)
+            places += [place for place in others if place not in places]
+    return slots
 
 
 def _check_can_open(groups: Collection[ParamGroup]) -> None:

@@ -484,6 +484,54 @@ def test_parts_of_a_model_are_pickled_alone() -> None:
         assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
 
 
+def plain_child_saved_alone(folder: Path, folder_of_root: Path) -> list[str]:
+    """Save the norm, whose weights the root group owns; load it; then the same with the root."""
+    model: Any = make()
+    model.big = nn.Linear(500, 500)
+    fully_shard(model)
+    train(model, optimizer_of(model), range(1))
+    rank, found = dist.get_rank(), []
+    file = folder / f"{rank}.pt"
+    torch.save(model.norm, file)
+    if file.stat().st_size > 20_000:
+        found.append(f"{file.stat().st_size} bytes")
+    loaded = torch.load(file, weights_only=False)
+    state = loaded.state_dict()
+    for name, param in model.norm.named_parameters():
+        if not isinstance(state[name], DTensor) or group_of(loaded) is not None:
+            found.append(f"{name} is a {type(state[name])}")
+        if not torch.equal(state[name].full_tensor(), param.full_tensor()):
+            found.append(f"{name} has other values")
+    loaded.load_state_dict({name: tensor * 0 for name, tensor in state.items()})
+    if any(bool((param.to_local() == 0).any()) for param in model.norm.parameters()):
+        found.append("the loaded child shares memory with the model")
+    torch.save(model, folder_of_root / f"{rank}.pt")
+    root = torch.load(folder_of_root / f"{rank}.pt", weights_only=False)
+    full = {name: torch.full(p.shape, 7.0) for name, p in root.named_parameters()}
+    root.load_state_dict(full, strict=False)  # by the hooks of plain children, which cut
+    if not all(bool((param.to_local() == 7).all()) for param in root.parameters()):
+        found.append("the hooks of a loaded root do nothing")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plain_child_is_saved_without_what_is_above_it(tmp_path: Path, ranks: int) -> None:
+    for name in ("child", "root"):
+        (tmp_path / name).mkdir()
+    run = run_ranks(plain_child_saved_alone, ranks, tmp_path / "child", tmp_path / "root")
+    assert run == [[]] * ranks
+
+
+def test_sharded_modules_below_a_plain_child_are_saved_with_their_groups() -> None:
+    with fake_ranks(2):
+        model = nested()
+        blocks: Any = again(model.blocks)
+        first = group_of(blocks[0])
+        assert first is not None and first.modules == (blocks[0],)
+        assert first.context.groups == [first]
+        assert blocks[0](torch.ones(2, WIDTH)).shape == (2, WIDTH)
+
+
 @pytest.mark.matrix
 def test_a_deep_chain_is_pickled() -> None:
     with fake_ranks(2):

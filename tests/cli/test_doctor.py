@@ -47,8 +47,8 @@ GPUS = replace(
 )
 
 
-def with_variable(name: str, value: str) -> Machine:
-    return replace(HERE, variables={**HERE.variables, name: value})
+def with_variable(name: str, value: str, machine: Machine = HERE) -> Machine:
+    return replace(machine, variables={**machine.variables, name: value})
 
 
 @pytest.fixture
@@ -172,6 +172,17 @@ def test_problems(of: Machine, num_ranks: int, problems: list[str]) -> None:
     ("of", "warnings"),
     [
         (HERE, []),
+        (
+            GPUS,
+            [
+                "the caching allocator of CUDA has segments of fixed size, between which memory is "
+                "lost as unsharded parameters come and go: set "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True"
+            ],
+        ),
+        (replace(GPUS, build="hip 7.0"), []),
+        (with_variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", GPUS), []),
+        (with_variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", GPUS), []),
         (
             with_variable("COMPOSABLE_SHARD_CHECK", "1"),
             [

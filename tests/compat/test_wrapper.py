@@ -482,6 +482,26 @@ def test_evaluation_in_full_precision() -> None:
         assert on_all(full_precision, 2, name) == (text, [torch.float32, BF16])
 
 
+def full_precision_of_tied() -> bool:
+    plain, reference = two_of(Vocabulary().eval())
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
+    try:
+        model = FSDP(
+            plain,
+            auto_wrap_policy=always_wrap_policy,
+            mixed_precision=MixedPrecision(BF16),
+            device_id=CPU,
+        )
+    finally:
+        del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+    with torch.no_grad():
+        return torch.equal(model(torch.arange(3)), reference(torch.arange(3)))
+
+
+def test_evaluation_in_full_precision_of_parameters_tied_across_wrappers() -> None:
+    assert on_all(full_precision_of_tied, 2)
+
+
 @on_ranks(2)
 def test_a_wrapper_of_a_wrapper() -> None:
     def wrap(module: nn.Module) -> Any:

@@ -10,7 +10,6 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +27,7 @@ from composable_shard.core import bucket, reduction
 from composable_shard.core.gradient_bucket import GradBucket
 from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES
 from composable_shard.testing import run_ranks
+from composable_shard.testing.simulated_device import SimulatedDevice, unnoticed
 from faults.test_poisoned_memory import WIDTH, Block, batch_of, placement, train_and_compare
 
 NBYTES = PACKED_ALIGNMENT_NBYTES
@@ -35,14 +35,10 @@ NBYTES = PACKED_ALIGNMENT_NBYTES
 
 @contextlib.contextmanager
 def taken_for_a_device() -> Iterator[None]:
-    """Let the library take the CPU for a device whose backend is not known."""
-    stands_in = {
-        "has_streams": lambda device: True,
-        "current_stream": lambda device: SimpleNamespace(stream_id=0),
-        "backend_name": lambda group, device: "unknown",
-    }
-    with mock.patch.multiple(_torch, **stands_in), _torch.poisoned_memory(True):
+    """Let the library take the CPU for a device."""
+    with SimulatedDevice() as device, _torch.poisoned_memory(True):
         yield
+    assert device.faults == []
 
 
 class Inputs:
@@ -59,7 +55,8 @@ class Inputs:
 
     def look_at(self, kind: str, *tensors: torch.Tensor) -> None:
         self.num_seen[kind] += len(tensors)
-        self.unwritten[kind] += sum(not tensor.isfinite().all() for tensor in tensors)
+        with unnoticed():
+            self.unwritten[kind] += sum(not tensor.isfinite().all() for tensor in tensors)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_shard import fully_shard
 from composable_shard.insight.timeline.recording import GroupFacts, LiveMemory, RankTrace
-from composable_shard.insight.timeline.spans import Flight, Sample, Span
+from composable_shard.insight.timeline.spans import Flight, Reading, Sample, Span
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks
 
@@ -34,7 +34,13 @@ class Ticks:
 
 def growing_memory() -> LiveMemory:
     """Count one byte more each time."""
-    return LiveMemory(itertools.count(100).__next__, "heap")
+    return LiveMemory(map(Reading, itertools.count(100)).__next__, "heap")
+
+
+def device_memory() -> LiveMemory:
+    """Count one byte more each time, of which twice as many are reserved."""
+    counts = itertools.count(2**20)
+    return LiveMemory((Reading(count, 2 * count) for count in counts).__next__, "device")
 
 
 def two_layers(**kwargs: Any) -> nn.Module:
@@ -52,13 +58,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def recorded_steps(
-    num_steps: int, folder: Path | None = None, rank: int = 0, **kwargs: Any
+    num_steps: int,
+    folder: Path | None = None,
+    rank: int = 0,
+    memory: Callable[[], LiveMemory] = growing_memory,
+    **kwargs: Any,
 ) -> RankTrace:
     """Train two layers as one of two ranks and return what was recorded."""
     with fake_ranks(2, rank=rank):
         model = two_layers(**kwargs)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        timeline = Timeline(model, folder, clock=Ticks(), memory=growing_memory())
+        timeline = Timeline(model, folder, clock=Ticks(), memory=memory())
         for _ in range(num_steps):
             train(model, optimizer)
             timeline.step()

@@ -86,34 +86,47 @@ def test_memory_of_the_heap_rises_and_falls_with_a_tensor() -> None:
     if of != "heap":
         pytest.skip(f"the C library here does not tell its heap, memory is that of {of}")
     assert read is not None
-    before = read()
+    before = read().nbytes
     tensor = torch.zeros(1 << 22)
-    assert read() - before == pytest.approx(tensor.nbytes, rel=0.01)
+    assert read().nbytes - before == pytest.approx(tensor.nbytes, rel=0.01)
     del tensor
-    assert read() - before == pytest.approx(0, abs=1 << 18)
+    assert read().nbytes - before == pytest.approx(0, abs=1 << 18)
+    assert read().reserved is None
 
 
 def test_elsewhere_resident_memory_is_read_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_heap", lambda: None)
     read, of = live_memory(torch.device("cpu"))
     if of == "resident":
-        assert read is not None and read() > 1 << 20
+        assert read is not None and read().nbytes > 1 << 20
     monkeypatch.setattr(recording, "_RESIDENT", "/nowhere")
     assert live_memory(torch.device("cpu")) == (None, "nothing")
 
 
-def test_a_device_is_asked_for_what_its_allocator_has_handed_out(
+def test_a_device_is_asked_for_what_its_allocator_has_handed_out_and_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
 
     def stats(device: torch.device) -> dict[str, Any]:
         asked.append(device)
-        return {"allocated_bytes": {"all": {"current": 77}}} if len(asked) > 1 else {}
+        if len(asked) == 1:
+            return {}
+        kinds = {"allocated_bytes": 77, "reserved_bytes": 99}
+        return {kind: {"all": {"current": nbytes}} for kind, nbytes in kinds.items()}
 
     monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", stats)
     device = torch.device("cuda", 0)
     read, of = live_memory(device)
     assert read is not None and of == "device"
-    assert [read(), read()] == [0, 77]  # nothing is known before the first use
+    assert [read(), read()] == [(0, 0), (77, 99)]  # nothing is known before the first use
     assert asked == [device, device]
+
+
+def test_other_accelerators_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, nbytes in (("memory_allocated", 77), ("memory_reserved", 99)):
+        answers = {torch.device("xpu", 0): nbytes}
+        monkeypatch.setattr(torch.accelerator, name, answers.__getitem__)
+    read, of = live_memory(torch.device("xpu", 0))
+    assert read is not None and of == "device"
+    assert read() == (77, 99)

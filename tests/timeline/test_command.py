@@ -10,7 +10,7 @@ import pytest
 
 from composable_shard.cli import main
 from composable_shard.insight.timeline.merging import MERGED
-from timeline.recordings import recorded_steps
+from timeline.recordings import device_memory, recorded_steps
 
 
 def call(*arguments: str | Path) -> int:
@@ -53,6 +53,16 @@ def test_the_table_has_a_row_for_each_rank(
     files = "".join(f"{folder / name}\n" for name in MERGED)
     said = "exposed communication: 12% of the step; hidden: 80% of the communication\n"
     assert capsys.readouterr().out == TABLE + said + files
+
+
+def test_reserved_memory_of_a_device_is_one_more_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded_steps(1, tmp_path, memory=device_memory)
+    assert call(tmp_path) == 0
+    title, row = capsys.readouterr().out.splitlines()[1:3]
+    assert title.endswith("other  MiB  reserved MiB")
+    assert row.split()[-2:] == ["1", "2"]
 
 
 def test_missing_ranks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from composable_shard.insight.timeline.merging import MergedTrace, to_chrome
 from composable_shard.insight.timeline.page import COLORS, WORDS, to_html
 from composable_shard.insight.timeline.recording import RankTrace
 from composable_shard.insight.timeline.spans import ACTS, KINDS, Flight, Span
-from timeline.recordings import made_up, recorded_steps
+from timeline.recordings import device_memory, made_up, recorded_steps
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +110,29 @@ def test_memory_is_a_counter_of_each_rank(merged: MergedTrace) -> None:
             if event["ph"] == "C" and event["pid"] == rank.rank
         ]
         assert counted == [(sample.time / 1e3, sample.nbytes) for sample in rank.memory]
+
+
+def test_reserved_memory_of_a_device_is_shown_beside_what_is_live() -> None:
+    recorded = recorded_steps(1, memory=device_memory)
+    assert all(sample.reserved == 2 * sample.nbytes for sample in recorded.memory)
+    assert RankTrace.from_json(recorded.to_json()) == recorded
+    merged = MergedTrace.of([recorded])
+    live = max(sample.nbytes for sample in recorded.memory)
+    for sums in (merged.summary, *merged.summary["ranks"]):
+        assert (sums["peak_nbytes"], sums["peak_reserved_nbytes"]) == (live, 2 * live)
+    counted = [event for event in to_chrome(merged.ranks)["traceEvents"] if event["ph"] == "C"]
+    for kind, factor in (("live", 1), ("reserved", 2)):
+        values = [e["args"]["bytes"] for e in counted if e["name"] == f"{kind} memory (device)"]
+        assert values == [factor * sample.nbytes for sample in recorded.memory]
+    shown = json.loads(Elements(to_html(merged.ranks, merged.summary)).scripts[0])["ranks"][0]
+    assert shown["memory"] == [[s.time / 1e3, s.nbytes, s.reserved] for s in merged.ranks[0].memory]
+
+
+def test_a_file_without_reserved_memory_is_read() -> None:
+    recorded = made_up()
+    values = json.loads(recorded.to_json())
+    values["memory"] = [sample[:2] for sample in values["memory"]]
+    assert RankTrace.from_json(json.dumps(values)) == recorded
 
 
 def test_collectives_that_overlap_get_lanes_of_their_own() -> None:

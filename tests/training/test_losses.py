@@ -13,7 +13,7 @@ from nets import assert_parity, assert_same, average_gradients, own_input, train
 from on_ranks import on_ranks
 from torch import nn
 
-from composable_shard import fully_shard
+from composable_shard import ShardError, fully_shard
 from composable_shard.core.units import VERSION_OF_FREED
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
@@ -188,7 +188,7 @@ def test_loss_on_an_intermediate_kept_elsewhere_is_refused_once_parameters_are_f
 
 @on_ranks(2)
 def test_a_parameter_that_forward_changes_in_place_is_refused() -> None:
-    """A parameter that forward itself changes is still refused, freed in between or not."""
+    """Forward may not change it, freed in between or not; nor may who comes after it."""
     for reshard in (True, False):
         _, model = sharded_pair("attribute", reshard)
 
@@ -196,7 +196,11 @@ def test_a_parameter_that_forward_changes_in_place_is_refused() -> None:
             with torch.no_grad():
                 module.scale.mul_(2)
 
-        model.block.register_forward_hook(change, prepend=True)
-        loss = loss_of(model, 0, True)
-        with pytest.raises(RuntimeError, match="is at version 2; expected version 1 instead"):
-            loss.backward()
+        handle = model.block.register_forward_hook(change, prepend=True)
+        with pytest.raises(ShardError, match="'scale' written in place"):
+            loss_of(model, 0, True)
+        handle.remove()
+    loss = loss_of(model, 0, True)
+    change(model.block, None, None)
+    with pytest.raises(RuntimeError, match="is at version 3; expected version 2 instead"):
+        loss.backward()

@@ -189,6 +189,7 @@ def side_by_side(flights: Iterable[Flight]) -> list[list[Flight]]:
 # What a timeline comes to: where the time of a step goes, and how much memory it takes ------------
 
 MS = 1e6
+PEAKS = ("peak_nbytes", "peak_reserved_nbytes")
 
 
 def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
@@ -202,7 +203,8 @@ def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
     ``communication`` is how long anything was under way, whatever went on meanwhile.
 
     ``exposed_share`` is the part of the step that is exposed; ``hidden_share`` the part of the
-    communication that is not.
+    communication that is not. ``peak_nbytes`` is the peak of live memory; ``peak_reserved_nbytes``
+    that of what the caching allocator of a device has reserved, 0 where there is none.
     """
     ranks = [summarize_rank(trace) for trace in traces]
     first = traces[0]
@@ -218,7 +220,7 @@ def summarize(traces: Sequence[RankTrace]) -> dict[str, Any]:
         "num_steps": min(len(trace.steps) for trace in traces),
         "first_step": first.first_step,
         **means,
-        "peak_nbytes": max(rank["peak_nbytes"] for rank in ranks),
+        **{peak: max(rank[peak] for rank in ranks) for peak in PEAKS},
         "memory_of": first.memory_of,
         "ranks": ranks,
     }
@@ -255,6 +257,7 @@ def summarize_rank(trace: RankTrace) -> dict[str, Any]:
         "exposed_share": total["wait"] / step if step else 0.0,
         "hidden_share": max(0.0, 1 - total["wait"] / under_way) if under_way else 1.0,
         "peak_nbytes": max((sample.nbytes for sample in trace.memory), default=0),
+        "peak_reserved_nbytes": max((sample.reserved or 0 for sample in trace.memory), default=0),
     }
 
 

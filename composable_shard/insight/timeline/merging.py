@@ -49,16 +49,12 @@ def _of_rank(trace: RankTrace) -> Iterable[Event]:
     for thread, lane in enumerate(lanes_of(trace)):
         yield _named(rank, thread, "thread", lane.title)
         yield from _of_lane(trace, lane, thread)
-    for sample in trace.memory:
-        name, args = f"live memory ({trace.memory_of})", {"bytes": sample.nbytes}
-        yield {
-            "ph": "C",
-            "ts": sample.time / 1e3,
-            "pid": rank,
-            "tid": 0,
-            "name": name,
-            "args": args,
-        }
+    for time, *both in trace.memory:
+        for kind, nbytes in zip(("live", "reserved"), both, strict=True):
+            if nbytes is not None:
+                place = {"ts": time / 1e3, "pid": rank, "tid": 0}
+                name = f"{kind} memory ({trace.memory_of})"
+                yield {"ph": "C", **place, "name": name, "args": {"bytes": nbytes}}
 
 
 def _named(pid: int, tid: int, what: str, name: str) -> Event:

@@ -136,11 +136,20 @@ function inView(samples) {
     if (sample[0] < view[0]) before = sample;
     else if (sample[0] <= view[1]) inside.push(sample);
   }
-  return before ? [[view[0], before[1]], ...inside] : inside;
+  return before ? [[view[0], ...before.slice(1)], ...inside] : inside;
+}
+function stairs(pen, curve, end, heightOf) {
+  pen.beginPath();
+  pen.moveTo(x(curve[0][0]), heightOf(curve[0]));
+  for (let i = 1; i < curve.length; i++) {
+    pen.lineTo(x(curve[i][0]), heightOf(curve[i - 1]));
+    pen.lineTo(x(curve[i][0]), heightOf(curve[i]));
+  }
+  pen.lineTo(end, heightOf(curve.at(-1)));
 }
 function drawMemory() {
   const curves = ranks.map((rank) => inView(rank.memory));
-  const values = curves.flat().map((sample) => sample[1] / 2 ** 20);
+  const values = curves.flat().map((sample) => Math.max(...sample.slice(1)) / 2 ** 20);
   if (!values.length) { memory.style.height = 0; return; }
   const pen = sized(memory, MEMORY + MEMORY_TOP + 8);
   const most = values.reduce((a, b) => Math.max(a, b));
@@ -158,16 +167,17 @@ function drawMemory() {
   }
   curves.forEach((curve, index) => {
     if (!curve.length) return;
-    pen.beginPath();
-    pen.moveTo(x(curve[0][0]), y(curve[0][1]));
-    for (let i = 1; i < curve.length; i++) {
-      pen.lineTo(x(curve[i][0]), y(curve[i - 1][1]));
-      pen.lineTo(x(curve[i][0]), y(curve[i][1]));
-    }
     const end = Math.min(x(last), width - RIGHT);
-    pen.lineTo(end, y(curve.at(-1)[1]));
-    pen.lineWidth = 1.6;
     pen.strokeStyle = colorOfRank(ranks[index].rank);
+    if (curve[0].length > 2) {
+      pen.lineWidth = 1;
+      pen.setLineDash([4, 3]);
+      stairs(pen, curve, end, (sample) => y(sample[2]));
+      pen.stroke();
+      pen.setLineDash([]);
+    }
+    pen.lineWidth = 1.6;
+    stairs(pen, curve, end, (sample) => y(sample[1]));
     pen.stroke();
     pen.lineTo(end, y(0));
     pen.lineTo(x(curve[0][0]), y(0));
@@ -178,6 +188,10 @@ function drawMemory() {
   pen.font = "600 13px ui-sans-serif, system-ui, sans-serif";
   pen.fillStyle = variable("--text");
   pen.fillText("live memory", 0, 12);
+  if (summary.peak_reserved_nbytes) {
+    pen.font = "11.5px ui-sans-serif, system-ui, sans-serif";
+    pen.fillText("dashed: reserved", 0, 27);
+  }
   pen.font = "11.5px ui-sans-serif, system-ui, sans-serif";
   ranks.slice(0, 8).forEach((rank, index) => {
     pen.fillStyle = colorOfRank(rank.rank);
@@ -301,7 +315,9 @@ function hover(px, py) {
     tip.append(make("b", `at ${duration(time - first)}`));
     for (const rank of ranks.slice(0, 12)) {
       const sample = rank.memory.findLast((one) => one[0] <= time);
-      if (sample) tip.append(make("span", `rank ${rank.rank}: ${bytes(sample[1])}`));
+      if (!sample) continue;
+      const reserved = sample.length > 2 ? ` of ${bytes(sample[2])} reserved` : "";
+      tip.append(make("span", `rank ${rank.rank}: ${bytes(sample[1])}${reserved}`));
     }
   }
   tip.hidden = !tip.childElementCount;
@@ -320,7 +336,8 @@ function cards() {
       summary.exposed_share, colors.wait],
     [`of the communication (${ms(summary.communication_ms)}) hidden behind compute`,
       percent(summary.hidden_share), summary.hidden_share, colors.gather],
-    ["peak memory of a rank", summary.peak_nbytes ? bytes(summary.peak_nbytes) : "–", 0, colors.optimizer],
+    [`peak memory of a rank${summary.peak_reserved_nbytes ? `; reserved: ${bytes(summary.peak_reserved_nbytes)}` : ""}`,
+      summary.peak_nbytes ? bytes(summary.peak_nbytes) : "–", 0, colors.optimizer],
   ];
   for (const [title, value, share, color] of all) {
     const card = make("div");
@@ -335,7 +352,8 @@ function cards() {
 }
 function table() {
   const titles = ["rank", "step", "", "forward", "backward", "optimizer", "launch", "copy",
-    "exposed (of the step)", "of it late", "other", "peak memory"];
+    "exposed (of the step)", "of it late", "other", "peak memory",
+    ...(summary.peak_reserved_nbytes ? ["peak reserved"] : [])];
   const head = make("tr");
   titles.forEach((title) => head.append(make("th", title)));
   find("table").append(head);
@@ -355,6 +373,7 @@ function table() {
     row.append(make("td", `${ms(rank.exposed_ms)} (${percent(rank.exposed_share)})`));
     row.append(make("td", ms(rank.late_ms)), make("td", ms(rank.other_ms)));
     row.append(make("td", rank.peak_nbytes ? bytes(rank.peak_nbytes) : "–"));
+    if (summary.peak_reserved_nbytes) row.append(make("td", bytes(rank.peak_reserved_nbytes)));
     find("table").append(row);
   }
 }

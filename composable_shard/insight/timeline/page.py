@@ -9,6 +9,7 @@ from typing import Any
 
 from composable_shard.insight.timeline.analysis import Lane, lanes_of
 from composable_shard.insight.timeline.recording import RankTrace
+from composable_shard.insight.timeline.spans import Sample
 
 COLORS = {
     "forward": "#3b82f6",
@@ -78,9 +79,15 @@ def _rank(trace: RankTrace) -> dict[str, Any]:
         "firstStep": trace.first_step,
         "steps": [[start / 1e3, end / 1e3] for start, end in trace.intervals],
         "lanes": [_lane(lane) for lane in lanes_of(trace) if lane.kind != "steps"],
-        "memory": [[sample.time / 1e3, sample.nbytes] for sample in trace.memory],
+        "memory": [_sample(sample) for sample in trace.memory],
         "nbytes": {name: facts.nbytes for name, facts in trace.groups.items()},
     }
+
+
+def _sample(sample: Sample) -> list[float]:
+    """Return ``[time, live]`` or, on a device, ``[time, live, reserved]``."""
+    time, *both = sample
+    return [time / 1e3, *(nbytes for nbytes in both if nbytes is not None)]
 
 
 def _lane(lane: Lane) -> dict[str, Any]:

@@ -4,7 +4,8 @@ A device works behind the host that tells it what to do. What counts there is wh
 done, so an event is recorded among it, which costs no waiting; the times of all events are read at
 the end.
 
-On an accelerator the caching allocator knows. On the CPU nothing counts tensors, but the C library
+On an accelerator the caching allocator knows, and also what it has reserved: the rest is cached, or
+lost to fragmentation. On the CPU nothing counts tensors, but the C library
 knows what its heap has handed out, which falls when a tensor is freed; the memory that the system
 sees as resident often does not.
 """
@@ -34,7 +35,7 @@ from torch.optim.optimizer import (
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.insight.events import listening
-from composable_shard.insight.timeline.spans import Flight, Mark, Sample, Span, unfold
+from composable_shard.insight.timeline.spans import Flight, Mark, Reading, Sample, Span, unfold
 
 # When something happens on a rank: on the host, or in the order of the device's work --------------
 
@@ -97,11 +98,11 @@ class LiveMemory(NamedTuple):
     """Where live memory is read.
 
     Attributes:
-        read: Returns bytes; ``None`` where nothing tells them.
+        read: Returns what there is; ``None`` where nothing tells it.
         of: What is counted: ``device``, ``heap``, ``resident``, or ``nothing``.
     """
 
-    read: Callable[[], int] | None
+    read: Callable[[], Reading] | None
     of: str
 
 
@@ -110,7 +111,7 @@ def live_memory(device: torch.device) -> LiveMemory:
     if device.type == "cuda":
         return LiveMemory(partial(_of_cuda, device), "device")
     if device.type != "cpu":
-        return LiveMemory(partial(torch.accelerator.memory_allocated, device), "device")
+        return LiveMemory(partial(_of_accelerator, device), "device")
     heap = _heap()
     if heap is not None:
         return LiveMemory(heap, "heap")
@@ -119,9 +120,17 @@ def live_memory(device: torch.device) -> LiveMemory:
     return LiveMemory(None, "nothing")
 
 
-def _of_cuda(device: torch.device) -> int:
+def _of_cuda(device: torch.device) -> Reading:
     stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
-    return stats["allocated_bytes"]["all"]["current"] if stats else 0
+    if not stats:
+        return Reading(0, 0)
+    kinds = ("allocated_bytes", "reserved_bytes")
+    return Reading(*(stats[kind]["all"]["current"] for kind in kinds))
+
+
+def _of_accelerator(device: torch.device) -> Reading:
+    of = torch.accelerator
+    return Reading(of.memory_allocated(device), of.memory_reserved(device))
 
 
 class _MallInfo(ctypes.Structure):
@@ -134,7 +143,7 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
-def _heap() -> Callable[[], int] | None:
+def _heap() -> Callable[[], Reading] | None:
     """Return what reads the bytes in use of the heap of glibc, if that is the C library."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
@@ -142,9 +151,9 @@ def _heap() -> Callable[[], int] | None:
         return None
     mallinfo.restype = _MallInfo
 
-    def read() -> int:
+    def read() -> Reading:
         now = mallinfo()
-        return int(now.uordblks + now.hblkhd)
+        return Reading(int(now.uordblks + now.hblkhd))
 
     return read
 
@@ -152,9 +161,9 @@ def _heap() -> Callable[[], int] | None:
 _RESIDENT = "/proc/self/statm"
 
 
-def _resident() -> int:
+def _resident() -> Reading:
     with open(_RESIDENT) as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return Reading(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 
 
 # Hears the groups of a model and the optimizers of its parameters, and makes marks ----------------
@@ -174,7 +183,7 @@ class Recorder:
         module: The model; optimizers of others are not heard.
         roots: The root groups of the sharded trees in it, by their names within the model.
         clock: When something happens.
-        memory: Returns the live bytes; ``None`` if nothing tells them.
+        memory: Returns what memory there is; ``None`` if nothing tells it.
     """
 
     def __init__(
@@ -182,14 +191,14 @@ class Recorder:
         module: nn.Module,
         roots: Mapping[str, ParamGroup],
         clock: Clock,
-        memory: Callable[[], int] | None,
+        memory: Callable[[], Reading] | None,
     ) -> None:
         self._module = module
         self._roots = roots
         self._clock = clock
         self._memory = memory
         self._stamp = clock.stamp
-        self._marks: list[tuple[Any, str, str, int | None]] = []
+        self._marks: list[tuple[Any, str, str, Reading | None]] = []
         self._open = contextlib.ExitStack()
         self._is_ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
@@ -208,8 +217,8 @@ class Recorder:
         self.mark("end")
         times = self._clock.times([stamp for stamp, *_ in self._marks])
         marks = [
-            Mark(time, event, name, nbytes)
-            for time, (_, event, name, nbytes) in zip(times, self._marks, strict=True)
+            Mark(time, event, name, memory)
+            for time, (_, event, name, memory) in zip(times, self._marks, strict=True)
         ]
         self._marks.clear()
         return marks
@@ -280,7 +289,7 @@ class RankTrace:
         groups: The groups of the model.
         spans: What it did, in order.
         flights: What was communicated.
-        memory: Live memory.
+        memory: Live and reserved memory.
     """
 
     rank: int
@@ -363,7 +372,7 @@ class RankTrace:
             steps=[step + by for step in self.steps],
             spans=[Span(s[0], s[1], s.start + by, s.end + by, *s[4:]) for s in self.spans],
             flights=[Flight(*f[:3], f.start + by, f.end + by) for f in self.flights],
-            memory=[Sample(sample.time + by, sample.nbytes) for sample in self.memory],
+            memory=[sample._replace(time=sample.time + by) for sample in self.memory],
         )
 
     def ranks_of(self, op: str, name: str) -> int:

@@ -21,21 +21,34 @@ ACTS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-r
 neighbours kept."""
 
 
+class Reading(NamedTuple):
+    """The memory of a rank at one moment.
+
+    Attributes:
+        nbytes: Bytes that are live.
+        reserved: Bytes that the caching allocator has taken from the device; ``None`` where there
+            is none.
+    """
+
+    nbytes: int
+    reserved: int | None = None
+
+
 class Mark(NamedTuple):
-    """One event, when it was heard, and how much memory was live, if that was asked.
+    """One event, when it was heard, and how much memory there was, if that was asked.
 
     Attributes:
         time: Nanoseconds.
         event: One of ``insight.events``, or ``begin``, ``begin_optimizer``, ``optimizer``,
             ``step``, ``end``.
         name: The group, or the class of the optimizer.
-        nbytes: Live memory.
+        memory: What was read.
     """
 
     time: int
     event: str
     name: str = ""
-    nbytes: int | None = None
+    memory: Reading | None = None
 
 
 class Span(NamedTuple):
@@ -82,10 +95,11 @@ class Flight(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Live memory at one moment."""
+    """Live and reserved memory at one moment; see :class:`Reading`."""
 
     time: int
     nbytes: int
+    reserved: int | None = None
 
 
 class Unfolded(NamedTuple):
@@ -95,7 +109,7 @@ class Unfolded(NamedTuple):
         spans: What it did, in order.
         flights: What was communicated, by when it ended.
         steps: When each step ended.
-        memory: Live memory, where it was asked.
+        memory: Live and reserved memory, where it was asked.
     """
 
     spans: list[Span]
@@ -149,8 +163,8 @@ class _Reader:
         """Take in the next mark; one that seems to come before the last counts as that moment."""
         self._now = max(self._now, mark.time)
         before = self._doing
-        if mark.nbytes is not None:
-            self.unfolded.memory.append(Sample(self._now, mark.nbytes))
+        if mark.memory is not None:
+            self.unfolded.memory.append(Sample(self._now, *mark.memory))
         if not self._take_part(mark.event, mark.name):
             self._take_whole(mark.event, mark.name)
         if self._doing != before:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.hooks import owner_of
+from composable_shard.core.hooks import groups_in
 from composable_shard.core.root import context_of
 from composable_shard.errors import ShardError
 from composable_shard.train.weights.files import Stored
@@ -108,7 +108,7 @@ def contents_of(module: nn.Module, doing: str) -> Contents:
 
 def _show_shards(module: nn.Module, doing: str) -> None:
     """Register the shards of all groups that have parameters in the module."""
-    groups = {group: None for inner in module.modules() if (group := owner_of(inner)) is not None}
+    groups = groups_in(module.modules())
     for group in groups:
         if context_of(group).forward.is_running or _torch.current_backward() != -1:
             raise ShardError(
@@ -275,8 +275,7 @@ def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
         module: The model.
         entries: What of it.
     """
-    groups = {group: None for m in module.modules() if (group := owner_of(m)) is not None}
-    params = [param for group in groups for param in group.params]
+    params = [param for group in groups_in(module.modules()) for param in group.params]
     homes = {id(param.sharded): param.device for param in params}
     computing = [param.mesh.device for param in params]
     computing += [p.device for p in module.parameters() if not p.is_meta]
