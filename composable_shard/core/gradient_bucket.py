@@ -44,13 +44,16 @@ class Flags:
     def __init__(self, num_shards: int, num_columns: int, device: torch.device) -> None:
         self._shape = num_shards, num_columns
         self._device = device
-        self._full: dict[torch.dtype, torch.Tensor] = {}
+        self._kept: dict[tuple[torch.dtype, bool], tuple[list[bool], torch.Tensor]] = {}
 
     def rows(self, dtype: torch.dtype, present: list[bool]) -> torch.Tensor:
-        """Return [num_shards, num_columns], made on the device; those of a full set are kept."""
-        is_full = all(present)
-        flags = self._full.get(dtype) if is_full else None
-        if flags is not None:
+        """Return [num_shards, num_columns], made on the device.
+
+        Those of a full set are kept, and the latest of another one: the same may be missing again.
+        """
+        key = dtype, all(present)
+        known, flags = self._kept.get(key, (None, None))
+        if flags is not None and known == present:
             return flags
         flags = torch.ones(*self._shape, dtype=dtype, device=self._device)
         padding = [False] * (self._shape[1] - len(present))
@@ -60,8 +63,7 @@ class Flags:
             if not is_present:
                 flags[:, start:stop].zero_()
             start = stop
-        if is_full:
-            self._full[dtype] = flags
+        self._kept[key] = list(present), flags
         return flags
 
 
@@ -450,11 +452,15 @@ class GradBucket:
         transfer.result[self.numel + index].fill_(1)
 
     def anybody_has(self, transfer: GradTransfer) -> torch.Tensor | None:
-        """Return for each gradient whether any rank had it; ``None`` if this one has them all."""
+        """Return for each gradient if any rank had it, or zero; ``None`` if this one has them all.
+
+        Hazard: reading a flag waits for the device. Guard: it is copied to the host beside compute,
+        and read at the end of the backward.
+        """
         if all(transfer.present):
             return None
         start, num_flags = self.numel, len(transfer.present)
-        return transfer.result[start : start + num_flags] != 0
+        return transfer.result[start : start + num_flags]
 
     def _as_it_is(
         self, index: int, grad: torch.Tensor | None, *, widens: bool

@@ -513,7 +513,7 @@ class MeshGradients:
             return None
         if self._settings.hook is not None:
             shards = part.plan.shards(part.transfer.result)
-            has = has | torch.stack([shard.any() for shard in shards])
+            has = (has != 0) | torch.stack([shard.any() for shard in shards])
         is_on_its_way = _torch.has_streams(self._mesh.device)
         return _Wanted(host.download(has) if is_on_its_way else has, is_on_its_way)
 
@@ -527,7 +527,7 @@ class MeshGradients:
         is_held: bool,
     ) -> None:
         """Put what has arrived on the sharded parameters."""
-        chosen = [True] * len(shards) if wanted is None else wanted.flags.tolist()
+        chosen = [True] * len(shards) if wanted is None else wanted.flags.bool().tolist()
         if plan.params is not None and all(chosen) and not is_held:
             deliver_all(plan.params, shards, plan.specs(dtypes))
             return

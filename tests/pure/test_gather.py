@@ -169,7 +169,7 @@ def test_every_rank_is_left_with_its_shard_of_the_sum(
     for rank in range(len(grads)):
         transfer = reduced(transfers, rank)
         anybody_has = bucket.anybody_has(transfer)
-        has = [True] * len(wanted) if anybody_has is None else anybody_has.tolist()
+        has = [True] * len(wanted) if anybody_has is None else anybody_has.bool().tolist()
         assert has == [total is not None for total in wanted]
         shards = [
             transfer.result[start : start + param.local_numel(rank)].view(param.local_shape(rank))

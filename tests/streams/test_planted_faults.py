@@ -203,7 +203,7 @@ PLANTS: dict[str, Plant] = {
     "flags are read before they have arrived": Plant(
         lambda: instead(reduction.MeshGradients, "_hand_out", give_at_once),
         "missing gradients",
-        ("tolist on the host", "does not wait for copy_"),
+        ("on the host reads", "does not wait for copy_"),
     ),
     "a hook does not wait for what was reduced": Plant(
         lambda: instead(reduction, "run_beside", lambda stream: stream),
