@@ -16,6 +16,7 @@ import composable_shard
 
 ROOT = Path(composable_shard.__file__).parent
 PACKAGE = ROOT.name
+TESTS = Path(__file__).parent
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # From the top down; a module may import what stands below its own layer, and its own layer.
@@ -378,3 +379,18 @@ def test_the_public_names_exist_and_are_sorted() -> None:
     assert composable_shard.__all__ == sorted(composable_shard.__all__)
     for name in composable_shard.__all__:
         assert getattr(composable_shard, name).__module__.startswith(PACKAGE)
+
+
+def test_no_test_module_is_borrowed_by_another() -> None:
+    borrowed = []
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            if any(name.split(".")[-1].startswith("test_") for name in names):
+                borrowed.append(f"{path.relative_to(TESTS)}:{node.lineno}")
+    assert borrowed == []

@@ -13,13 +13,8 @@ from on_ranks import on_ranks
 
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-from faults.test_failed_iterations import (
-    BACKWARD,
-    FORWARD,
-    Break,
-    events_after_failure,
-    train_with_failure,
-)
+from faults.failing import events_after_failure, train_with_failure
+from faults.raising import BACKWARD, FORWARD, Break
 
 OOM = torch.OutOfMemoryError
 

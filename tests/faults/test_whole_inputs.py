@@ -28,7 +28,7 @@ from composable_shard.core.gradient_bucket import GradBucket
 from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES
 from composable_shard.testing import run_ranks
 from composable_shard.testing.simulated_device import SimulatedDevice, unnoticed
-from faults.test_poisoned_memory import WIDTH, Block, batch_of, placement, train_and_compare
+from faults.poisoned import WIDTH, Block, batch_of, placement, train_and_compare
 
 NBYTES = PACKED_ALIGNMENT_NBYTES
 

@@ -27,7 +27,7 @@ from composable_shard.testing import RankError, run_ranks
 
 pytest.importorskip("torchao", reason="torchao is not installed; it comes with the extra 'test'")
 
-from faults.test_poisoned_memory import FAULTS, planted
+from faults.poisoned import FAULTS, planted
 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
 from subclasses.torchao_layers import agree_on_scales, averages_by_sum, model_of
