@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -119,11 +121,33 @@ def poison(address: int, nbytes: int) -> None:
         ctypes.memset(address, POISON_OF_FLOATS, nbytes)
 
 
+_HUGE_PAGE, _POPULATE_WRITE = 14, 23  # of madvise(2)
+_BIG_NBYTES = 2 * 1024 * 1024  # of a huge page
+_advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+
+
+def _have_pages(storage: torch.UntypedStorage) -> None:
+    """Have all pages of big memory of the host, which is about to be written as a whole.
+
+    The allocator gives big memory back to the system, so that each page would be a fault of its
+    own in every step: a tenth of the time of a step on the CPU. A system that does not know these
+    calls refuses them, and nothing is lost.
+    """
+    nbytes = storage.nbytes()
+    if _advise is None or nbytes < _BIG_NBYTES or storage.device.type != "cpu":
+        return
+    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (storage.data_ptr() + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    for advice in (_HUGE_PAGE, _POPULATE_WRITE):
+        _advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
+
+
 def allocate(tensor: torch.Tensor) -> None:
     """Have the memory of a tensor that fills its storage, which may be empty."""
     storage = tensor.untyped_storage()
     if storage.size() != tensor.nbytes:
         storage.resize_(tensor.nbytes)
+        _have_pages(storage)
         if _poison is not None:
             _poison.sweep()
             fill(storage, tensor.dtype)
