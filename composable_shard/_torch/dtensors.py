@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _local_tensor_of = attrgetter("_local_tensor")
+_spec_of = attrgetter("_spec")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,6 +29,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def local_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Return the very local tensors of some DTensors."""
     return map(_local_tensor_of, tensors)
+
+
+def specs_of(tensors: Iterable[Any]) -> Iterator[DTensorSpec]:
+    """Return what describes each DTensor; ``AttributeError`` for what is none."""
+    return map(_spec_of, tensors)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:

@@ -10,6 +10,7 @@ one shard and no cast the two are the same storage and nothing ever moves.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,7 +26,7 @@ from composable_shard.core.layout import (
     packing_of,
     plan_bucket,
 )
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.param import Place, ShardedParam
 from composable_shard.core.transport.collectives import may_read_padding
 from composable_shard.core.transport.host import Lane, copies_beside_compute, pins, upload
 from composable_shard.mesh import ShardMesh
@@ -238,6 +239,12 @@ class ParamBucket:
                 torch.zeros(
                     self.layout.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned
                 )
+            )
+        starts = sorted(self.layout.shard_offsets)
+        for param, start in zip(self.params, self.layout.shard_offsets, strict=True):
+            following = bisect_right(starts, start)
+            param.place = Place(
+                self.sharded, start, starts[following] if following < len(starts) else None
             )
         self.unsharded: torch.Tensor | None = self.sharded if self.shares_storage else None
         self._compute_dtype = compute_dtype

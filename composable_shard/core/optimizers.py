@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ from composable_shard import _torch
 from composable_shard.core.gradient import clear
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.not_sharded import warn_of_unsharded
-from composable_shard.core.param import sharded_form, stands_for_sharded
-from composable_shard.core.ties import is_replaced, remember_owner
+from composable_shard.core.param import num_standing_for_sharded, sharded_form
+from composable_shard.core.ties import num_replaced, remember_owner
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
@@ -102,13 +103,13 @@ def _sharded_entry(entry: Any) -> Any:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    replaced = sum(map(is_replaced, params))
+    replaced = num_replaced(params)
     if replaced:
         raise ShardError(
             f"Expected {type(optimizer).__name__} to have sharded parameters, got {replaced} that "
             "fully_shard has replaced; build the optimizer after fully_shard"
         )
-    unsharded = sum(map(stands_for_sharded, params))
+    unsharded = num_standing_for_sharded(params)
     if unsharded:
         raise ShardError(
             f"Expected {type(optimizer).__name__} to have sharded parameters, got {unsharded} "
@@ -117,7 +118,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         )
     host.settle()  # copies of shards that a forward without a backward has launched
     for param in params:
-        if isinstance(param, DTensor) and param.ndim == 0:
+        if isinstance(param, DTensor) and not _torch.spec_of(param).shape:
             _distribute_state(param, optimizer.state.get(param, {}))
     warn_of_unsharded(optimizer, _owners.values())
 
@@ -133,12 +134,9 @@ def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    stepped = {
-        owner
-        for param_group in optimizer.param_groups
-        for param in param_group["params"]
-        if isinstance(param, DTensor) and (owner := _owners.get(id(param))) is not None
-    }
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    owners = map(_owners.get, map(id, params))
+    stepped = {owner for owner in owners if owner is not None}
     for group in stepped:
         group.freshness.note_optimizer_step()
     for context in {group.context for group in stepped}:

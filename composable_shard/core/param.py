@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +61,24 @@ def sharded_form(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if param is None else param.sharded
 
 
-def stands_for_sharded(tensor: torch.Tensor) -> bool:
-    """Tell whether a module holds, or has held, ``tensor`` in the place of a sharded parameter."""
-    return id(tensor) in _stand_ins
+def num_standing_for_sharded(tensors: Iterable[torch.Tensor]) -> int:
+    """Count those that a module holds, or has held, in the place of a sharded parameter."""
+    ids = set(map(id, tensors))
+    return 0 if ids.isdisjoint(_stand_ins) else len(ids & {*_stand_ins})
+
+
+class Place(NamedTuple):
+    """Where a shard lies among others.
+
+    Attributes:
+        buffer: All of them, flat.
+        start: Where it begins there, in elements.
+        following: Where the next one begins; ``None`` behind the last one.
+    """
+
+    buffer: torch.Tensor
+    start: int
+    following: int | None
 
 
 class Slot(NamedTuple):
@@ -160,6 +175,7 @@ class ShardedParam:
         is_subclass: Whether ``unsharded`` is made of inner tensors.
         parts: What autograd may save of a subclass by itself and is freed with ``unsharded``.
         encodes_grad: Whether the local shard says what its gradient looks like on the wire.
+        place: Where its shard lies among others; ``None`` for one that is gathered by itself.
         shares_storage: Whether the unsharded parameter is the shard itself, which is never freed.
         is_unsynced: Whether gradients of it were accumulated that the ranks have not reduced yet,
             on this rank or on others; the next reduction takes it in, frozen or not.
@@ -201,6 +217,7 @@ class ShardedParam:
         self.parts: Sequence[torch.Tensor] = ()
         self.encodes_grad = False
         self.shares_storage = False
+        self.place: Place | None = None
         self.is_unsynced = False
         self.accumulator: Node | None = None
         self._is_watched = False

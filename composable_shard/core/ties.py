@@ -194,10 +194,13 @@ def owner_of_sharded(tensor: nn.Parameter) -> ShardedParam | None:
     return param if param is not None and param.sharded is tensor else None
 
 
-def is_replaced(param: nn.Parameter) -> bool:
-    """Tell whether ``param`` is an original whose place a sharded parameter has taken."""
-    known = _known.get(id(param))
-    return known is not None and known.param is not None
+def num_replaced(params: Iterable[nn.Parameter]) -> int:
+    """Count the originals whose places sharded parameters have taken."""
+    ids = set(map(id, params))
+    if ids.isdisjoint(_known):
+        return 0
+    known = map(_known.get, ids)
+    return sum(one is not None and one.param is not None for one in known)
 
 
 def refuse_unowned(modules: Iterable[nn.Module]) -> None:

@@ -1,0 +1,547 @@
+"""One step over the flat buffers in which shards and gradients lie, instead of one per parameter.
+
+The optimizer stays what it is to its users: its parameters and its states are DTensors. Behind it
+a second one of the same class steps plain tensors without their overhead. Neighbouring shards that
+are stepped alike are one tensor there, a *run*; its states are runs of flat buffers, of which the
+DTensor states are views.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable_shard import _torch
+from composable_shard.core.ties import owner_of_sharded
+
+# Which optimizers treat each element by itself: known, or said, never guessed --------------------
+
+ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RAdam,
+    torch.optim.NAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+}
+"""The classes of torch that do the same to every element, whatever tensor it is in."""
+
+
+def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
+    """Let an optimizer step the flat buffers of shards, with the same result bit by bit.
+
+    Its parameter groups, schedulers, hooks, gradient scaler and state dicts are as before.
+
+    Args:
+        optimizer: Of sharded parameters, and of any others; changed, and returned.
+        elementwise: Says of a class that is not torch's own that it does the same to every element,
+            whatever tensor it is in.
+
+    Raises:
+        TypeError: If it is not known to do so, as one that takes norms or products of matrices
+            does not: LAMB, Adafactor, Muon, Shampoo.
+        ValueError: If it is ``differentiable``.
+
+    Collective: none, neither here nor in a step.
+    Memory: none beyond the states of the optimizer. In a step, one shard of the gradients more
+    where they do not lie as the parameters do, as in mixed precision.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(8, 8))
+        >>> optimizer = flat(torch.optim.AdamW(model.parameters(), fused=True))
+        >>> type(optimizer).__name__, isinstance(optimizer, torch.optim.AdamW)
+        ('FlatAdamW', True)
+    """
+    kind = type(optimizer)
+    if issubclass(kind, _FlatSteps):
+        return optimizer
+    if kind not in ELEMENTWISE and not elementwise:
+        raise TypeError(
+            f"Expected an optimizer that treats every element by itself, got {kind.__name__}, of "
+            "which that is not known; pass elementwise=True if it takes no norm, product or other "
+            "look at a parameter as a whole"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("Expected differentiable=False to step flat buffers, got True")
+    optimizer.__class__ = _flat_class(kind)
+    optimizer._patch_step_function()
+    return optimizer
+
+
+class _FlatSteps(Optimizer):
+    """What an optimizer does in place of its class."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._flat.step()
+        return loss
+
+    @property
+    def _flat(self) -> _Steps:
+        steps = self.__dict__.get(_STEPS)
+        if steps is None or steps.is_outdated():
+            steps = self.__dict__[_STEPS] = _Steps(self)
+        return steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as those of the stock optimizer: numbers belong to one parameter."""
+        found = super().state_dict()
+        states = found["state"].items()
+        found["state"] = {key: {n: _own(v) for n, v in state.items()} for key, state in states}
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.pop(_STEPS, None)
+        super().__setstate__(state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new, (_stock_class(self),), self.__getstate__()
+
+
+def _own(value: Any) -> Any:
+    is_number = isinstance(value, torch.Tensor) and not _is_shown(value) and value.ndim == 0
+    return value.clone() if is_number else value
+
+
+_STEPS = "_composable_shard_flat"
+
+
+_flat_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
+    if kind not in _flat_classes:
+        name, members = f"Flat{kind.__name__}", {"__module__": kind.__module__}
+        _flat_classes[kind] = type(name, (_FlatSteps, kind), members)
+    return _flat_classes[kind]
+
+
+def _stock_class(optimizer: Optimizer) -> type[Optimizer]:
+    kind: type[Optimizer] = type(optimizer).__mro__[2]
+    return kind
+
+
+def _new(kind: type[Optimizer]) -> Optimizer:
+    return object.__new__(_flat_class(kind))
+
+
+# What is stepped ---------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Member:
+    """A parameter of the optimizer.
+
+    Attributes:
+        param: What the optimizer has.
+        group: The index of its parameter group.
+        local: This rank's part of it; the parameter itself if it is plain.
+        buffer: In what it lies with others, [numel], or by itself if it is stepped alone; ``None``
+            if it is stepped as it is.
+        start: Where it begins there, in elements.
+        following: Where the next parameter begins, if one does.
+        index: Its place among all of the optimizer.
+        cohort: The same number for parameters that have taken all of their steps together; 0
+            before the first.
+        names: Those of its states that have a number for each element.
+        scalars: Its states that are one number for all of it; those of its run, with all of that.
+    """
+
+    param: torch.Tensor
+    group: int
+    local: torch.Tensor
+    buffer: torch.Tensor | None
+    start: int = 0
+    following: int | None = None
+    index: int = 0
+    cohort: int = 0
+    names: set[str] = field(default_factory=set)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.local.numel()
+
+    def shown(self, flat_state: torch.Tensor) -> torch.Tensor:
+        """Return its part of a state of its buffer, [numel], as users see it."""
+        own = _torch.with_own_storage(flat_state[self.start : self.end].view(self.local.shape))
+        spec = _torch.spec_with_dtype(_torch.spec_of(self.param), own.dtype)
+        return _torch.from_local(own, spec)
+
+
+def _member(param: torch.Tensor, index: int, group: dict[str, Any]) -> _Member:
+    local = _local(param)
+    owner = owner_of_sharded(param) if isinstance(param, nn.Parameter) else None
+    is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
+    if not is_plain or not isinstance(param, DTensor) or _is_partial(param):
+        return _Member(param, index, local, None)
+    if owner is not None and owner.place is not None and _rounds_alike(local, group):
+        buffer, start, following = owner.place
+        if local.data_ptr() in (0, buffer.data_ptr() + start * buffer.itemsize):
+            return _Member(param, index, local, buffer, start, following)
+    return _Member(param, index, local, local.detach().view(-1))
+
+
+def _rounds_alike(local: torch.Tensor, group: dict[str, Any]) -> bool:
+    """Tell whether a result does not depend on where in a tensor an element is.
+
+    On the CPU, kernels that do several things at once round the last elements of a tensor, for
+    which a vector is too long, otherwise than the others.
+    """
+    if local.device.type != "cpu":
+        return True
+    return local.itemsize >= 4 and not group.get("fused")
+
+
+def _is_partial(param: DTensor) -> bool:
+    return any(placement.is_partial() for placement in param.placements)
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return _torch.local_tensor(param) if isinstance(param, DTensor) else param
+
+
+class _Run:
+    """Members side by side in one buffer that are stepped as one tensor.
+
+    Attributes:
+        members: The members, in the order in which they lie.
+        tensor: What is stepped, [numel]; the parameter itself if it is stepped as it is.
+        is_flat: Whether it is a part of a buffer.
+        indices: The places of the members among all of the optimizer.
+        state: The states of the tensor.
+    """
+
+    def __init__(self, members: list[_Member], *, is_flat: bool) -> None:
+        first = members[0]
+        self.members = members
+        self.is_flat = is_flat
+        self.state: dict[str, Any] = {}
+        self.start, self.end = first.start, members[-1].end
+        if not is_flat or first.buffer is None:
+            self.tensor = first.param
+            return
+        self.tensor = first.buffer[self.start : self.end].detach()
+        self.indices = [member.index for member in members]
+        self._places = [slice(m.start - self.start, m.end - self.start) for m in members]
+        self._with_elements = [i for i, m in enumerate(members) if m.local.numel()]
+        self._offsets = [
+            self._places[index].start * self.tensor.itemsize for index in self._with_elements
+        ]
+        ends = zip(self._places, self._places[1:], strict=False)
+        self._gaps = [slice(a.stop, b.start) for a, b in ends if a.stop < b.start]
+
+    def take(self, grads: Sequence[torch.Tensor]) -> None:
+        """Let ``grads``, local ones of the members, be the gradient of what is stepped.
+
+        Where they lie as the shards do they are one tensor already. What lies in between has no
+        values; zeros there change nothing.
+        """
+        some = [grads[index] for index in self._with_elements]
+        if len(grads) == 1 and grads[0].is_contiguous():
+            self.tensor.grad = grads[0].detach().view(-1)
+            return
+        if some and self._offsets == _offsets(some):
+            numel = self.end - self.start
+            whole = some[0].as_strided((numel,), (1,), some[0].storage_offset())
+        else:
+            whole = torch.empty_like(self.tensor)
+            pairs = zip(self._places, grads, strict=True)
+            places = [whole[place].view(grad.shape) for place, grad in pairs]
+            _torch.copy_all_(places, list(grads))
+        for gap in self._gaps:
+            whole[gap].zero_()
+        self.tensor.grad = whole
+
+
+def _offsets(grads: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return how many bytes behind the first one each lies; ``None`` unless in one storage."""
+    first, last = grads[0], grads[-1]
+    if _torch.storage_number(first) != _torch.storage_number(last):
+        return None
+    addresses = list(map(torch.Tensor.data_ptr, grads))
+    if not all(map(torch.Tensor.is_contiguous, grads)):
+        return None
+    begin = addresses[0]
+    return [address - begin for address in addresses]
+
+
+# The steps ---------------------------------------------------------------------------------------
+
+
+class _Steps:
+    """The second optimizer, and what it steps.
+
+    Args:
+        optimizer: The first one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = optimizer.state
+        self._kind = _stock_class(optimizer)
+        step: Any = self._kind.step
+        self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._members = [
+            _member(param, index, group)
+            for index, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+        ]
+        self._params = [member.param for member in self._members]
+        for index, member in enumerate(self._members):
+            member.index = index
+        self._sharded = [param for param in self._params if isinstance(param, DTensor)]
+        self._locals = list(_torch.local_tensors(self._sharded))
+        self._buffers: dict[tuple[int, str], torch.Tensor] = {}
+        self._num_cohorts = 0
+        self._runs: list[_Run] = []
+        self._seen: list[Any] = []
+        self._adopt()
+
+    def is_outdated(self) -> bool:
+        """Tell whether states, parameters or the memory of parameters are others now."""
+        groups = self._optimizer.param_groups
+        if self._state is not self._optimizer.state or len(groups) != len(self._groups):
+            return True
+        for group, params in zip(groups, self._groups, strict=True):
+            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
+                return True
+        sharded = _torch.local_tensors(self._sharded)
+        return not all(map(is_, sharded, self._locals))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step what has a gradient."""
+        with _torch.without_overrides():
+            grads = list(map(_grad_of, self._params))
+            seen = _kinds(grads)
+            if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
+                self._arrange(grads)
+                self._seen = seen
+            for run in self._runs:
+                if run.is_flat:
+                    run.take(list(_torch.local_tensors(map(grads.__getitem__, run.indices))))
+        inner = self._inner()
+        try:
+            self._step(inner)
+            self._keep_states(inner)
+        finally:
+            for run in self._runs:
+                if run.is_flat:
+                    run.tensor.grad = None
+
+    def _inner(self) -> Optimizer:
+        """Return the second optimizer: the first one, with runs as its parameters."""
+        inner: Optimizer = object.__new__(self._kind)
+        inner.__dict__.update(self._optimizer.__dict__)
+        tensors: list[list[torch.Tensor]] = [[] for _ in self._groups]
+        inner.state = defaultdict(dict)
+        for run in self._runs:
+            tensors[run.members[0].group].append(run.tensor)
+            if run.state or not run.is_flat:
+                inner.state[run.tensor] = run.state
+        inner.param_groups = [
+            {**group, "params": params}
+            for group, params in zip(self._optimizer.param_groups, tensors, strict=True)
+        ]
+        return inner
+
+    # Runs -----------------------------------------------------------------------------------
+
+    def _arrange(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Join what is stepped now, and has been until now, into runs.
+
+        Bias corrections and such count the steps of a parameter; so parameters that have not taken
+        all steps together are stepped apart.
+        """
+        stepped = [
+            member for member, grad in zip(self._members, grads, strict=True) if grad is not None
+        ]
+        as_it_is = {
+            id(member)
+            for member, grad in zip(self._members, grads, strict=True)
+            if grad is not None and not _goes_flat(member, grad)
+        }
+        self._part_from_others(stepped)
+        for member in stepped:
+            if id(member) in as_it_is:
+                self._state[member.param].update({k: _own(v) for k, v in member.scalars.items()})
+        self._runs = [
+            self._run(members, is_flat=id(members[0]) not in as_it_is)
+            for members in _neighbours(stepped, as_it_is)
+        ]
+
+    def _part_from_others(self, stepped: Sequence[_Member]) -> None:
+        """Give members cohorts of their own if others of theirs are not stepped."""
+        sizes = Counter(member.cohort for member in self._members)
+        now = Counter(member.cohort for member in stepped)
+        new = {c: self._new_cohort() for c, num in now.items() if c == 0 or num < sizes[c]}
+        for member in stepped:
+            member.cohort = new.get(member.cohort, member.cohort)
+
+    def _new_cohort(self) -> int:
+        self._num_cohorts += 1
+        return self._num_cohorts
+
+    def _run(self, members: list[_Member], *, is_flat: bool) -> _Run:
+        run, first = _Run(members, is_flat=is_flat), members[0]
+        if not is_flat:
+            run.state = self._state[first.param]
+            return run
+        for name in first.names:
+            run.state[name] = self._buffers[id(first.buffer), name][run.start : run.end]
+        scalars = {name: _own(value) for name, value in first.scalars.items()}
+        self._share(run, scalars)
+        return run
+
+    def _share(self, run: _Run, scalars: dict[str, Any]) -> None:
+        """Let the members of a run have its states that are one number for all of them."""
+        run.state.update(scalars)
+        for member in run.members if scalars else ():
+            member.scalars = scalars
+            self._state[member.param].update(scalars)
+
+    # States ---------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Take over the states that the optimizer has: of its steps so far, or loaded ones."""
+        cohorts: dict[Any, int] = {}
+        for member in self._members:
+            if member.buffer is None or member.param not in self._state:
+                continue
+            state = self._state[member.param]
+            if not state:
+                continue
+            for name, value in list(state.items()):
+                if not _is_shown(value):
+                    member.scalars[name] = value
+                    continue
+                into = self._buffer(member, name, _local(value).dtype)
+                into[member.start : member.end].view(member.local.shape).copy_(_local(value))
+                state[name] = member.shown(into)
+                member.names.add(name)
+            key = tuple((name, _number(value)) for name, value in sorted(member.scalars.items()))
+            names = tuple(sorted(state))
+            if (key, names) not in cohorts:
+                cohorts[key, names] = self._new_cohort()
+            member.cohort = cohorts[key, names]
+
+    def _buffer(self, member: _Member, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the flat state of a name beside the buffer of a member, in its dtype."""
+        assert member.buffer is not None
+        key = id(member.buffer), name
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros_like(member.buffer, dtype=dtype)
+        return self._buffers[key]
+
+    def _keep_states(self, inner: Optimizer) -> None:
+        """Let states that the step has made, or made anew, be parts of flat ones."""
+        for run in self._runs:
+            state = inner.state.get(run.tensor)
+            if state is None:
+                continue
+            if not run.is_flat:
+                self._state[run.tensor] = state
+                first = run.members[0]
+                if first.buffer is not None:
+                    first.scalars = {k: v for k, v in state.items() if not _is_shown(v)}
+                continue
+            scalars = dict[str, Any]()
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == run.tensor.shape:
+                    if run.state.get(name) is not value:
+                        self._keep(run, name, value)
+                elif isinstance(value, torch.Tensor) and value.ndim:
+                    raise TypeError(
+                        f"Expected states of {self._kind.__name__} to be numbers, or as large as "
+                        f"what is stepped, got {name!r} of shape {tuple(value.shape)} for "
+                        f"{tuple(run.tensor.shape)}; it does not treat every element by itself"
+                    )
+                else:
+                    scalars[name] = value
+            if not _are_same(run.state, scalars):
+                self._share(run, scalars)
+
+    def _keep(self, run: _Run, name: str, value: torch.Tensor) -> None:
+        """Let a new state of a run be a part of the flat one."""
+        first = run.members[0]
+        into = self._buffer(first, name, value.dtype)
+        into[run.start : run.end].copy_(value)
+        run.state[name] = into[run.start : run.end]
+        for member in run.members:
+            self._state[member.param][name] = member.shown(into)
+            member.names.add(name)
+
+
+_grad_of = attrgetter("grad")
+
+
+def _kinds(grads: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Return for each gradient what is the same object as long as it is alike."""
+    try:
+        return list(_torch.specs_of(grads))
+    except AttributeError:  # some are missing, or plain
+        return [_torch.spec_of(grad) if isinstance(grad, DTensor) else type(grad) for grad in grads]
+
+
+def _goes_flat(member: _Member, grad: torch.Tensor) -> bool:
+    """Tell whether a gradient is one of a member that is stepped as a part of a buffer."""
+    if member.buffer is None or not isinstance(grad, DTensor):
+        return False
+    local, param = _local(grad), member.param
+    assert isinstance(param, DTensor)
+    return (
+        type(local) is torch.Tensor
+        and grad.placements == param.placements
+        and (local.dtype, local.shape) == (member.local.dtype, member.local.shape)
+    )
+
+
+def _neighbours(members: Sequence[_Member], alone: set[int]) -> Iterator[list[_Member]]:
+    """Join members that lie one behind the other in a buffer, and are stepped alike."""
+    order = sorted(members, key=lambda m: (m.group, id(m.buffer), m.start, m.end))
+    joined: list[_Member] = []
+    for member in order:
+        last = joined[-1] if joined else None
+        if last is not None and not (
+            member.buffer is last.buffer
+            and member.start in (last.start, last.following)
+            and (member.group, member.cohort) == (last.group, last.cohort)
+            and id(member) not in alone
+            and id(last) not in alone
+        ):
+            yield joined
+            joined = []
+        joined.append(member)
+    if joined:
+        yield joined
+
+
+def _is_shown(value: Any) -> bool:
+    """Tell whether a state of a sharded parameter has an element for each of the parameter's."""
+    return isinstance(value, DTensor)
+
+
+def _are_same(state: dict[str, Any], scalars: dict[str, Any]) -> bool:
+    return all(state.get(name) is value for name, value in scalars.items())
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

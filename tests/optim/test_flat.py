@@ -1,0 +1,421 @@
+"""Steps over flat buffers: bit by bit those of the stock optimizer over the same DTensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from training.cases import reproducible
+
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard.optim import flat
+from composable_shard.testing import fake_ranks, run_ranks
+
+Make = Callable[..., torch.optim.Optimizer]
+optim: Any = torch.optim
+LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+MAKES: dict[str, Make] = {
+    "sgd": partial(optim.SGD, lr=0.003),
+    "momentum": partial(optim.SGD, lr=0.003, momentum=0.9, weight_decay=0.1),
+    "nesterov": partial(optim.SGD, lr=0.003, momentum=0.9, nesterov=True, foreach=True),
+    "adam": partial(optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "adamw": partial(optim.AdamW, lr=0.01),
+    "adamw foreach": partial(optim.AdamW, lr=0.01, foreach=True),
+    "adamw fused": partial(optim.AdamW, lr=0.01, fused=True),
+    "adamw, lr tensor": partial(optim.AdamW, lr=torch.tensor(0.01)),
+    "radam": partial(optim.RAdam, lr=0.01),
+    "nadam": partial(optim.NAdam, lr=0.01, foreach=True),
+    "adamax": partial(optim.Adamax, lr=0.01),
+    "adadelta": partial(optim.Adadelta),
+    "adagrad": partial(optim.Adagrad, lr=0.1),
+    "adagrad foreach": partial(optim.Adagrad, lr=0.1, foreach=True),
+    "rmsprop": partial(optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
+    "asgd": partial(optim.ASGD, lr=0.01),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(9, 1801, dtype=dtype), nn.Linear(1801, 9, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+class Net(nn.Module):
+    """Parameters in messages of their own and packed, uneven ones, rows for one rank, a scalar."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dtype) for _ in range(2))
+        self.few = nn.Parameter(torch.ones(1, 9, dtype=dtype))
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=dtype))
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if not (self.skips and number == 1):
+                x = x + block(x)
+        return x * self.few * (1 if self.skips else self.scale)
+
+
+def sharded(net: nn.Module, **options: Any) -> Any:
+    for block in net.blocks:  # type: ignore[union-attr]
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def pair(make: Make, dtype: torch.dtype = torch.float32, **options: Any) -> list[tuple[Any, Any]]:
+    """Two sharded nets with optimizers; the second one's steps flat buffers."""
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(sharded(Net(dtype), **options))
+    optimizers = [make(groups(net)) for net in nets]
+    assert flat(optimizers[1]) is optimizers[1]
+    return list(zip(nets, optimizers, strict=True))
+
+
+def groups(net: nn.Module) -> list[dict[str, Any]]:
+    """Biases without weight decay, as usual."""
+    params = dict(net.named_parameters())
+    weights = [param for name, param in params.items() if "bias" not in name]
+    biases = [param for name, param in params.items() if "bias" in name]
+    return [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+
+
+def train(net: Any, optimizer: Any, steps: range, dtype: torch.dtype = torch.float32) -> None:
+    for step in steps:
+        net.skips = step % 3 == 1
+        random = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        net(torch.randn(3, 9, generator=random).to(dtype)).square().mean().backward()
+        for group in optimizer.param_groups:  # as a scheduler does
+            group["lr"] = group["lr"] * 0.9
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def differences(pairs: list[tuple[Any, Any]]) -> list[str]:
+    """Compare parameters and all states, bit by bit."""
+    (one, stock), (other, ours) = pairs
+    found = []
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        if not torch.equal(a.to_local(), b.to_local()) or not a.to_local().isfinite().all():
+            found.append(name)
+    theirs, mine = stock.state_dict(), ours.state_dict()
+    if theirs["param_groups"] != mine["param_groups"]:
+        found.append("param_groups")
+    if theirs["state"].keys() != mine["state"].keys():
+        return [*found, f"states of {theirs['state'].keys()} and of {mine['state'].keys()}"]
+    for key, state in theirs["state"].items():
+        if state.keys() != mine["state"][key].keys():
+            found.append(f"{key}: {list(state)} and {list(mine['state'][key])}")
+            continue
+        for name, value in state.items():
+            if not same(value, mine["state"][key][name]):
+                found.append(f"{key}: {name}")
+    return found
+
+
+def same(value: Any, other: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return bool(value == other)
+    if type(value) is not type(other) or value.dtype != other.dtype or value.shape != other.shape:
+        return False
+    if isinstance(value, DTensor):
+        is_alike = value.placements == other.placements
+        return is_alike and torch.equal(value.to_local(), other.to_local())
+    return torch.equal(value, other)
+
+
+def check(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[str]:
+    if "mesh" in options:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    pairs = pair(MAKES[name], dtype, **options)
+    for net, optimizer in pairs:
+        train(net, optimizer, range(7), dtype)
+    return differences(pairs)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_every_optimizer_of_torch_steps_as_before(name: str) -> None:
+    assert run_ranks(check, 2, name) == [[]] * 2
+
+
+SETTINGS: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
+    "alone": (1, torch.float32, {}),
+    "three ranks": (3, torch.float32, {}),
+    "replicas": (4, torch.float32, {"mesh": None}),
+    "bf16 compute": (2, torch.float32, {"mp_policy": LOW}),
+    "bf16 weights": (2, torch.bfloat16, {}),
+    "float64": (2, torch.float64, {}),
+    "offload": (2, torch.float32, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "kept after forward": (2, torch.float32, {"reshard_after_forward": False}),
+}
+
+
+@pytest.mark.parametrize("name", ["adamw foreach", "momentum", "adamw fused"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_in_every_setting(setting: str, name: str) -> None:
+    num_ranks, dtype, options = SETTINGS[setting]
+    assert run_ranks(partial(check, name, dtype, **options), num_ranks) == [[]] * num_ranks
+
+
+# What DTensors do not know -------------------------------------------------------------------
+
+
+UNKNOWN: dict[str, Make] = {
+    "sgd fused": partial(optim.SGD, lr=0.003, momentum=0.9, fused=True),
+    "rprop": partial(optim.Rprop, lr=0.01),
+}
+
+
+def step_like_plain(name: str) -> bool:
+    """Step the shards beside plain tensors of the same values, each by itself."""
+    torch.manual_seed(0)
+    net = sharded(Net())
+    optimizer = flat(UNKNOWN[name](net.parameters()))
+    plain = [nn.Parameter(param.to_local().detach().clone()) for param in net.parameters()]
+    other = UNKNOWN[name](plain)
+    for step in range(4):
+        random = torch.Generator().manual_seed(step)
+        net(torch.randn(3, 9, generator=random)).square().mean().backward()
+        for param, own in zip(net.parameters(), plain, strict=True):
+            own.grad = param.grad.to_local().clone()
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+    pairs = zip(net.parameters(), plain, strict=True)
+    return all(torch.equal(param.to_local(), own) for param, own in pairs)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_knows_no_dtensors_steps_as_plain_tensors(name: str) -> None:
+    assert run_ranks(step_like_plain, 2, name) == [True] * 2
+
+
+# Runs -----------------------------------------------------------------------------------------
+
+
+def runs_of_a_step(make: Make) -> list[int]:
+    """Return how many tensors are stepped: with all gradients, some, and all again."""
+    net = sharded(Net())
+    optimizer: Any = flat(make(net.parameters()))
+    seen = list[int]()
+    real = torch.optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]
+
+    def count(self: Any, closure: Any = None) -> Any:
+        seen.append(sum(len(group["params"]) for group in self.param_groups))
+        return real(self, closure)
+
+    with mock.patch.object(torch.optim.AdamW, "step", count):
+        train(net, optimizer, range(3))
+    return seen
+
+
+def test_neighbours_are_stepped_as_one_tensor() -> None:
+    """A group each, then without a block and the scale, then those by themselves."""
+    with fake_ranks(2):
+        assert runs_of_a_step(MAKES["adamw foreach"]) == [3, 2, 4]
+        assert runs_of_a_step(MAKES["adamw fused"]) == [10, 5, 10]  # on the CPU
+
+
+# States ---------------------------------------------------------------------------------------
+
+
+def move_states(how: str, from_flat: bool) -> list[str]:
+    """Train, move the states to a new optimizer, stock to flat or back, and train on."""
+    pairs = pair(MAKES["adamw"])
+    for net, optimizer in pairs:
+        train(net, optimizer, range(4))
+    moved = []
+    for (net, _), is_flat in zip(pairs, (not from_flat, from_flat), strict=True):
+        source = pairs[1 if from_flat else 0][1]
+        torch.manual_seed(1)
+        other = sharded(Net())
+        other.load_state_dict(net.state_dict())
+        fresh = MAKES["adamw"](groups(other))
+        fresh = flat(fresh) if not is_flat else fresh
+        if how == "state_dict":
+            fresh.load_state_dict(copy.deepcopy(source.state_dict()))
+        elif how == "dcp":
+            source_net = pairs[1 if from_flat else 0][0]
+            states = get_optimizer_state_dict(source_net, source)
+            set_optimizer_state_dict(other, fresh, copy.deepcopy(states))
+        train(other, fresh, range(4, 7))
+        moved.append((other, fresh))
+    return differences(moved)
+
+
+@pytest.mark.parametrize("from_flat", [False, True])
+@pytest.mark.parametrize("how", ["state_dict", "dcp"])
+def test_states_move_between_stock_and_flat(how: str, from_flat: bool) -> None:
+    assert run_ranks(move_states, 2, how, from_flat) == [[]] * 2
+
+
+def pickle_and_go_on() -> list[bool]:
+    pairs = pair(MAKES["adamw foreach"])
+    net, optimizer = pairs[1]
+    train(net, optimizer, range(2))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    numbers = [state["step"] for state in loaded["state"].values()]
+    again = copy.deepcopy(optimizer)
+    return [
+        len({number.data_ptr() for number in numbers}) == len(numbers),
+        type(again) is type(optimizer),
+        again.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys(),
+    ]
+
+
+def test_a_saved_state_dict_is_that_of_the_stock_optimizer() -> None:
+    assert run_ranks(pickle_and_go_on, 2) == [[True] * 3] * 2
+
+
+# What is refused ------------------------------------------------------------------------------
+
+
+class Normed(torch.optim.Optimizer):
+    """Takes the norm of each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+
+
+class Factored(Normed):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["row"] = torch.zeros(3)
+
+
+class Signed(Normed):
+    """Treats every element by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
+def test_what_is_not_known_to_treat_elements_by_themselves_is_refused() -> None:
+    for kind in (Normed, torch.optim.Adafactor):
+        optimizer = kind([nn.Parameter(torch.ones(3))])
+        text = (
+            f"Expected an optimizer that treats every element by itself, got {kind.__name__}, of "
+            "which that is not known; pass elementwise=True if it takes no norm, product or other "
+            "look at a parameter as a whole"
+        )
+        with pytest.raises(TypeError, match=re.escape(text)):
+            flat(optimizer)
+    text = "Expected differentiable=False to step flat buffers, got True"
+    with pytest.raises(ValueError, match=text):
+        flat(torch.optim.Adam([nn.Parameter(torch.ones(3))], differentiable=True))
+
+
+def test_states_that_are_not_elementwise_are_refused() -> None:
+    with fake_ranks(2):
+        net = sharded(Net())
+        optimizer = flat(Factored(net.parameters()), elementwise=True)
+        with pytest.raises(TypeError, match="Expected states of Factored to be numbers, or as"):
+            train(net, optimizer, range(1))
+
+
+def sign_steps() -> list[str]:
+    nets = []
+    for wraps in (lambda one: one, partial(flat, elementwise=True)):
+        torch.manual_seed(0)
+        net = sharded(Net())
+        optimizer = wraps(Signed(net.parameters()))
+        train(net, optimizer, range(3))
+        nets.append((net, optimizer))
+    return differences(nets)
+
+
+def test_an_optimizer_of_the_users_that_says_so_is_stepped_flat() -> None:
+    assert run_ranks(sign_steps, 2) == [[]] * 2
+
+
+# Without growth ---------------------------------------------------------------------------------
+
+
+def test_nothing_grows_from_step_to_step() -> None:
+    with fake_ranks(2):
+        net = sharded(Net())
+        optimizer: Any = flat(torch.optim.AdamW(net.parameters(), lr=0.0))
+        sizes = []
+        for step in range(12):
+            train(net, optimizer, range(step, step + 1))
+            gc.collect()
+            sizes.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+        assert sizes[-3:] == sizes[3:6]  # the same pattern of gradients returns every third step
+
+
+@reproducible(12)
+@given(
+    st.sampled_from(["adamw foreach", "momentum", "nadam"]),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=6),
+    st.lists(st.integers(0, 63), min_size=2, max_size=4),
+)
+def test_any_shapes_with_any_gradients(
+    name: str, num_ranks: int, shapes: list[tuple[int, int]], used: list[int]
+) -> None:
+    assert run_ranks(follow, num_ranks, name, shapes, used) == [[]] * num_ranks
+
+
+class Sum(nn.Module):
+    """Parameters of some shapes, of which each step uses some."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.randn(shape) for shape in shapes)
+        self.used = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        some = [p for index, p in enumerate(self.all) if self.used >> index & 1]
+        return torch.stack([(p * x.mean()).sin().sum() for p in some]).sum()
+
+
+def follow(name: str, shapes: list[tuple[int, int]], used: list[int]) -> list[str]:
+    pairs: list[tuple[Any, Any]] = []
+    for wraps in (lambda one: one, flat):
+        torch.manual_seed(0)
+        net: Any = fully_shard(Sum(shapes))
+        optimizer = wraps(MAKES[name](net.parameters()))
+        for step, chosen in enumerate(used):
+            net.used = chosen & (1 << len(shapes)) - 1 or 1
+            net(torch.full((2,), 0.1 * step + dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs.append((net, optimizer))
+    return differences(pairs)
