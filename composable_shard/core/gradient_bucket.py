@@ -49,7 +49,8 @@ class Flags:
     def rows(self, dtype: torch.dtype, present: list[bool]) -> torch.Tensor:
         """Return [num_shards, num_columns], made on the device.
 
-        Those of a full set are kept, and the latest of another one: the same may be missing again.
+        Those of a full set are kept; where each operation is a launch, the latest of another one,
+        too: the same may be missing again.
         """
         key = dtype, all(present)
         known, flags = self._kept.get(key, (None, None))
@@ -63,7 +64,8 @@ class Flags:
             if not is_present:
                 flags[:, start:stop].zero_()
             start = stop
-        self._kept[key] = list(present), flags
+        if key[1] or _torch.has_streams(self._device):
+            self._kept[key] = list(present), flags
         return flags
 
 

@@ -28,6 +28,7 @@ from training.cases import reproducible
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_shard.optim import flat
 from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.train.grad_scaler import ShardedGradScaler
 
 Make = Callable[..., torch.optim.Optimizer]
 optim: Any = torch.optim
@@ -120,7 +121,7 @@ def differences(pairs: list[tuple[Any, Any]]) -> list[str]:
     (one, stock), (other, ours) = pairs
     found = []
     for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        if not torch.equal(a.to_local(), b.to_local()) or not a.to_local().isfinite().all():
+        if not same(a.detach(), b.detach()) or not local_of(a).isfinite().all():
             found.append(name)
     theirs, mine = stock.state_dict(), ours.state_dict()
     if theirs["param_groups"] != mine["param_groups"]:
@@ -135,6 +136,11 @@ def differences(pairs: list[tuple[Any, Any]]) -> list[str]:
             if not same(value, mine["state"][key][name]):
                 found.append(f"{key}: {name}")
     return found
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    own: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own
 
 
 def same(value: Any, other: Any) -> bool:
@@ -419,3 +425,143 @@ def follow(name: str, shapes: list[tuple[int, int]], used: list[int]) -> list[st
             optimizer.zero_grad()
         pairs.append((net, optimizer))
     return differences(pairs)
+
+
+# What users do with optimizers --------------------------------------------------------------------
+
+
+def with_a_closure(net: Any, optimizer: Any, step: int) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+
+
+def with_a_scaler(net: Any, optimizer: Any, step: int) -> None:
+    scaler = net.__dict__.setdefault("scaler", ShardedGradScaler(device="cpu", init_scale=8.0))
+    x = torch.full((2, 9), 0.1 + dist.get_rank())
+    loss = net(x).square().mean() * (float("inf") if step == 2 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def with_a_schedule(net: Any, optimizer: Any, step: int) -> None:
+    schedule = net.__dict__.get("schedule")
+    if schedule is None:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=9)
+        net.__dict__["schedule"] = schedule
+    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+
+
+def thawed_later(net: Any, optimizer: Any, step: int) -> None:
+    net.blocks[0].up.weight.requires_grad_(step >= 2)
+    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+
+
+def with_hooks(net: Any, optimizer: Any, step: int) -> None:
+    def shrink(one: Any, *_: Any) -> None:
+        for group in one.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+
+    handle = optimizer.register_step_pre_hook(shrink)
+    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    handle.remove()
+
+
+def with_edits(net: Any, optimizer: Any, step: int) -> None:
+    """Parameters loaded, states changed in place, another group: all count."""
+    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    if step == 1:
+        net.load_state_dict({key: value * 0.5 for key, value in net.state_dict().items()})
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+    if step == 2:
+        net.extra = nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [net.extra], "lr": 0.5})
+    if step > 2:
+        net.extra.grad = torch.full((3,), 0.25)
+    optimizer.step()
+
+
+WAYS = [
+    with_a_closure,
+    with_a_scaler,
+    with_a_schedule,
+    thawed_later,
+    with_hooks,
+    with_edits,
+]
+
+
+def use(way: Callable[[Any, Any, int], None], name: str) -> list[str]:
+    pairs = pair(MAKES[name])
+    for net, optimizer in pairs:
+        for step in range(5):
+            way(net, optimizer, step)
+            optimizer.zero_grad()
+    return differences(pairs)
+
+
+@pytest.mark.parametrize("name", ["adamw foreach", "adamw", "adamw fused"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_what_users_do_with_optimizers(way: Callable[[Any, Any, int], None], name: str) -> None:
+    assert run_ranks(use, 2, way, name) == [[]] * 2
+
+
+def errors_before_gradients_are_reduced() -> list[str]:
+    """Return what stock and flat say of gradients that are sums of this rank alone."""
+    said = []
+    for net, optimizer in pair(MAKES["adamw"]):
+        net.set_requires_gradient_sync(False)
+        net(torch.full((2, 9), 0.1)).square().mean().backward()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_step_before_gradients_are_reduced_is_refused_as_before() -> None:
+    for stock, ours in run_ranks(errors_before_gradients_are_reduced, 2):
+        assert stock == ours
+        assert "placement" in stock
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def tie() -> list[str]:
+    pairs: list[tuple[Any, Any]] = []
+    for wraps in (lambda one: one, flat):
+        torch.manual_seed(0)
+        net: Any = Tied()
+        for layer in (net.first, net.second):
+            fully_shard(layer)
+        fully_shard(net)
+        optimizer = wraps(MAKES["adam"](net.parameters()))
+        for step in range(3):
+            net(torch.full((2, 6), 0.1 * step + dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs.append((net, optimizer))
+    return differences(pairs)
+
+
+def test_tied_parameters() -> None:
+    assert run_ranks(tie, 2) == [[]] * 2
