@@ -639,6 +639,11 @@ class GroupGradients:
                 pending.wait()
 
     @property
+    def go_to_host(self) -> bool:
+        """Whether results are copied to the host beside compute."""
+        return any(copies_beside_compute(p.offload, p.mesh.device) for p in self._params)
+
+    @property
     def is_all_reducing(self) -> bool:
         """Whether a reduction over the replicas has been launched."""
         return any(one.is_all_reducing for one in self._meshes)
