@@ -27,8 +27,16 @@ def make_stream(device: torch.device) -> torch.Stream:
 
 
 def on_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[object]:
-    """Give work to ``stream``, and to its device, inside."""
-    return stream
+    """Give work to ``stream``, and to its device, inside.
+
+    Hazard: a stream object remembers what was current before it, for all threads together, and
+    torch 2.11 lets none be entered again before it is left. Guard: an object for each time.
+    """
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
 def pins_memory() -> bool:

@@ -459,9 +459,16 @@ class ParamGroup:
         return not self.shows_sharded or self.units.all.are_intact()
 
     def _regather(self, state: PartlySharded) -> None:
+        """Gather what neighbours keep.
+
+        Hazard: kept parts lie on the stream of the unsharded parameters, and another one would read
+        them early and let go of them while they are sent. Guard: it is launched from theirs. Test:
+        ``test_planted_faults.py``, by the program "blocks on streams, fewer ranks".
+        """
         self.emit("begin_regather")
-        transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
-        self._launch(transfers, state.version, state.num_ranks)
+        with self.streams.at_home():
+            transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
+            self._launch(transfers, state.version, state.num_ranks)
 
     def _start(self, allocate: Callable[[], Transfers]) -> Transfers:
         """Allocate what a gather needs: all of it, or, where memory runs out, nothing."""

@@ -240,14 +240,23 @@ class MeshGradients:
         return not (is_encoded or self._channel.reduce_scatter.copies_out)
 
     def _all_reduce_behind(self, scattering: Pending, parts: Sequence[_Part]) -> Pending | None:
-        """Launch the all-reduce to begin when the reduce-scatter ends; ``None`` on the CPU."""
+        """Launch the all-reduce to begin when the reduce-scatter ends; ``None`` on the CPU.
+
+        Hazard: if it fails, nobody keeps the parts, whose memory goes back to compute while the
+        reduce-scatter writes it. Guard: compute continues after that. Test:
+        ``test_memory_of_a_failed_launch_goes_back_when_nothing_uses_it``.
+        """
         compute, beside = launching_stream(self._mesh.device), stream_beside(self._mesh.device)
         if compute is None or beside is None:
             return None
         beside.wait_stream(compute)
-        scattering.pass_through(beside)
-        with _torch.on_stream(beside):
-            return self._all_reduce(parts, compute)
+        try:
+            scattering.pass_through(beside)
+            with _torch.on_stream(beside):
+                return self._all_reduce(parts, compute)
+        except BaseException:
+            compute.wait_stream(beside)
+            raise
 
     def _all_reduce(self, parts: Sequence[_Part], stream: torch.Stream | None) -> Pending:
         """Launch the all-reduce of shards that have been waited for.
@@ -628,6 +637,11 @@ class GroupGradients:
         for one in self._meshes:
             if (pending := one.pending) is not None:
                 pending.wait()
+
+    @property
+    def go_to_host(self) -> bool:
+        """Whether results are copied to the host beside compute."""
+        return any(copies_beside_compute(p.offload, p.mesh.device) for p in self._params)
 
     @property
     def is_all_reducing(self) -> bool:

@@ -15,8 +15,9 @@ class InFlight:
     """The reductions under way, the oldest first; of one tree, or of several that share them.
 
     Each holds the gradients of its group, so there is a bound on how many there are. Those over the
-    replicas hold shards only, and are waited for at the end. Where there are streams, they are
-    launched with those over the shards, and begin behind them.
+    replicas hold shards only, and are waited for at the end; those of shards that go to the host
+    one behind the other, as the device has no room for all, and copies take their time. Where there
+    are streams, they are launched with those over the shards, and begin behind them.
 
     Attributes:
         groups: Whose reductions over the shards are under way.
@@ -76,7 +77,11 @@ class InFlight:
             group.emit("wait_for_reduce_scatter")
             if not was_launched:
                 group.emit("all_reduce")
+            if group in self.all_reducing:  # of a backward that was not the last; it is finished
+                self.all_reducing.remove(group)
             self.all_reducing.append(group)
+            while len(self.all_reducing) > 1 and self.all_reducing[0].gradients.go_to_host:
+                self._wait_for_oldest_over_replicas()
         else:
             self._return(group)
             group.emit("wait_for_reduce_scatter")
@@ -84,10 +89,13 @@ class InFlight:
     def wait_for_replicas(self) -> None:
         """Wait for the reductions over the replicas."""
         while self.all_reducing:
-            group = self.all_reducing.popleft()
-            self._wait(group, "all_reduce")
-            self._return(group)
-            group.emit("wait_for_all_reduce")
+            self._wait_for_oldest_over_replicas()
+
+    def _wait_for_oldest_over_replicas(self) -> None:
+        group = self.all_reducing.popleft()
+        self._wait(group, "all_reduce")
+        self._return(group)
+        group.emit("wait_for_all_reduce")
 
     def _return(self, group: ParamGroup) -> None:
         group.gradients.start_return()

@@ -167,9 +167,15 @@ class Memory:
             return None
         return self._blocks[place]
 
-    def add(self, block: Block) -> None:
-        """Note a new block; what was known of its bytes is about memory that is gone."""
-        self._reuse(block.owner)
+    def add(self, block: Block, *, is_allocated: bool = True) -> None:
+        """Note a new block; what was known of its bytes is about memory that is gone.
+
+        Args:
+            block: The block.
+            is_allocated: Whether it is allocated now; not if it has been there, unseen.
+        """
+        if is_allocated and not block.is_of_host:
+            self._reuse(block.owner)
         first = bisect_left(self._begins, block.span.begin)
         if first and self._blocks[first - 1].span.end > block.span.begin:
             first -= 1

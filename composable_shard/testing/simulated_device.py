@@ -221,7 +221,7 @@ class SimulatedDevice:
         storage = tensor.untyped_storage()
         span = _whole(storage)
         block = Block(span, owner or self.current.name, on_host, op)
-        self._memory.add(block)
+        self._memory.add(block, is_allocated=owner is None)
         self._alive[span.begin] = weakref.ref(storage, lambda _: self._memory.free(block))
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:

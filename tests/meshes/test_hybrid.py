@@ -228,6 +228,24 @@ def test_the_all_reduce_of_a_group_overlaps_the_backward_of_the_next() -> None:
     assert run_ranks(events, 2, False) == [only_shards] * 2
 
 
+def events_of_three_backwards() -> list[tuple[str, str]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = hybrid_mesh((2, 1))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with record_events(model, "wait_for_all_reduce") as recorded:
+        for step in range(3):
+            model.set_is_last_backward(step == 2)
+            model(torch.ones(2, 4)).sum().backward()
+    return recorded
+
+
+def test_an_all_reduce_that_backwards_leave_under_way_is_waited_for_once_in_the_end() -> None:
+    expected = [("wait_for_all_reduce", "1"), ("wait_for_all_reduce", "0")]
+    assert run_ranks(events_of_three_backwards, 2) == [expected] * 2
+
+
 # Precision -----------------------------------------------------------------------------------
 
 

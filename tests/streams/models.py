@@ -343,6 +343,9 @@ PROGRAMS: dict[str, Training] = {
     "blocks on streams, kept": Training(
         prepare=blocks_on_streams, options={"reshard_after_forward": False}
     ),
+    "blocks on streams, fewer ranks": Training(
+        shards=4, prepare=blocks_on_streams, options={"reshard_after_forward": 2}
+    ),
     "branches": Training(prepare=branches),
     "branches, bf16": Training(prepare=branches, options={"mp_policy": LOW}),
     "branches, replicas": Training(replicas=2, prepare=branches),

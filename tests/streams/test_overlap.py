@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from composable_shard._torch import poisoned_memory
+from composable_shard.insight.events import record_events
+from composable_shard.testing import fake_ranks
+from composable_shard.testing.simulated_device import SimulatedDevice
+from streams.models import NUM_BLOCKS, OFFLOAD, WIDTH, Training
 
 overlap = importlib.import_module("overlap")
 
@@ -59,3 +64,20 @@ def test_fewer_kernels_are_launched_than_by_fsdp2_and_no_window_is_smaller(
 
 def test_one_ahead_takes_no_more_memory_than_fsdp2(figures: Any) -> None:
     assert figures["fp32"]["ours"]["memory"] <= 1.01 * figures["fp32"]["fsdp2"]["memory"]
+
+
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_shards_that_go_to_the_host_do_not_wait_for_the_end_on_the_device(
+    is_offloaded: bool,
+) -> None:
+    options = {"offload_policy": OFFLOAD} if is_offloaded else {}
+    with fake_ranks(4), SimulatedDevice():
+        model = Training(replicas=2, options=options).model()
+        with record_events(model, "all_reduce", "wait_for_all_reduce") as events:
+            model(torch.ones(3, WIDTH)).sum().backward()
+    under_way, most = 0, 0
+    for event, _ in events:
+        under_way += 1 if event == "all_reduce" else -1
+        most = max(under_way, most)
+    assert under_way == 0
+    assert most == (2 if is_offloaded else NUM_BLOCKS)
