@@ -60,8 +60,11 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     where they do not lie as the parameters do, as in mixed precision.
 
     Example:
-        >>> model = fully_shard(nn.Linear(8, 8))
-        >>> optimizer = flat(torch.optim.AdamW(model.parameters(), fused=True))
+        >>> from composable_shard import fully_shard
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = fully_shard(nn.Linear(8, 8))
+        ...     optimizer = flat(torch.optim.AdamW(model.parameters()))
         >>> type(optimizer).__name__, isinstance(optimizer, torch.optim.AdamW)
         ('FlatAdamW', True)
     """
