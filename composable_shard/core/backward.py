@@ -432,6 +432,7 @@ class BackwardPass:
         del end  # a traceback through here would keep it
         if is_inside:
             return run
+        self._reductions.begin_backward()
         if self._reductions.by_hand is None:
             self._reductions.by_hand = self._groups[0].settings.finalizes_by_hand
         for group in self._ran_inside:

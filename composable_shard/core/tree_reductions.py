@@ -169,6 +169,18 @@ class Reductions:
         """Whether the end of a backward leaves reductions under way."""
         return not self.is_last or self._root.settings.finalizes_by_hand
 
+    def begin_backward(self) -> None:
+        """Go on with reductions that an earlier backward has left, where this one would in disorder.
+
+        Hazard: a group that accumulates finishes its reduction first, and when it does so depends
+        on the rank; so would the order of reductions over the replicas. Guard: they are all
+        launched before. Test: ``test_what_is_in_flight_goes_on_before_a_group_accumulates``.
+
+        Collective: an all-reduce of each group that is reduced over the shards only, or none.
+        """
+        if any(not group.settings.requires_gradient_sync for group in self.in_flight.groups):
+            self.in_flight.leave_room(1)
+
     def accumulate(self, group: ParamGroup) -> None:
         """Add the gradients of ``group`` to those that a later backward reduces."""
         if group.gradients.are_to_reduce:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -226,6 +226,32 @@ def test_the_all_reduce_of_a_group_overlaps_the_backward_of_the_next() -> None:
     assert run_ranks(events, 2, True) == [expected] * 2
     only_shards = [event for event in expected if "all" not in event[0]]
     assert run_ranks(events, 2, False) == [only_shards] * 2
+
+
+def events_before_accumulating() -> list[tuple[str, str]]:
+    """Leave two reductions in flight; then accumulate in the group that finishes first."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = hybrid_mesh((2, 1))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.set_is_last_backward(False)
+    model(torch.ones(2, 4)).sum().backward()
+    model[0].set_requires_gradient_sync(False)
+    with record_events(model, "all_reduce", "accumulate", "reduce_scatter") as recorded:
+        model(torch.ones(2, 4)).sum().backward()
+    return recorded
+
+
+def test_what_is_in_flight_goes_on_before_a_group_accumulates() -> None:
+    expected = [
+        ("all_reduce", "1"),
+        ("all_reduce", "0"),
+        ("reduce_scatter", "1"),
+        ("accumulate", "0"),
+    ]
+    assert run_ranks(events_before_accumulating, 2) == [expected] * 2
 
 
 def events_of_three_backwards() -> list[tuple[str, str]]:
