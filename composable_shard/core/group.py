@@ -466,19 +466,23 @@ class ParamGroup:
         ``test_planted_faults.py``, by the program "blocks on streams, fewer ranks".
         """
         self.emit("begin_regather")
-        with self.streams.at_home():
+        with self.streams.where_filled():
             transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
             self._launch(transfers, state.version, state.num_ranks)
 
     def _start(self, allocate: Callable[[], Transfers]) -> Transfers:
         """Allocate what a gather needs: all of it, or, where memory runs out, nothing."""
-        self.streams.allocate()
+        self.streams.fill()
         try:
             return allocate()
         except BaseException:
             host.settle()  # what is freed may be on its way
-            self.units.free()
+            self._free()
             raise
+
+    def _free(self) -> None:
+        self.units.free()
+        self.streams.freed()
 
     def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
         self.check_order("all-gather")
@@ -557,10 +561,10 @@ class ParamGroup:
             return
         if isinstance(state, PartlySharded) and num_ranks is not None:
             return
-        with self.streams.at_home():
+        with self.streams.at_owner():
             freed = self._freed(state, num_ranks)
             if not self.settings.keeps_unsharded_storage:
-                self.units.free()
+                self._free()
         self.units.all.forbid_reading()
         self._move_to(freed)
         self.emit("reshard")
@@ -582,8 +586,8 @@ class ParamGroup:
         """Set whether resharding leaves the memory of the unsharded parameters where it is."""
         self.settings.keeps_unsharded_storage = keep
         if not keep and isinstance(self.state, (Sharded, PartlySharded)):
-            with self.streams.at_home():
-                self.units.free()
+            with self.streams.at_owner():
+                self._free()
 
     def show_sharded(self) -> None:
         """Register the sharded parameters and keep the unsharded ones until the next use.

@@ -170,7 +170,7 @@ class Reductions:
         return not self.is_last or self._root.settings.finalizes_by_hand
 
     def begin_backward(self) -> None:
-        """Go on with reductions that an earlier backward has left, where this one would in disorder.
+        """Go on with what an earlier backward has left, where this one would do it in disorder.
 
         Hazard: a group that accumulates finishes its reduction first, and when it does so depends
         on the rank; so would the order of reductions over the replicas. Guard: they are all

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard.core import bucket, reduction, reduction_plan
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
@@ -400,8 +400,9 @@ class Stream:
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> host.Lane:
     Stream.events, Stream.current = [], Stream("compute")
-    monkeypatch.setattr(torch, "Stream", Stream)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream.current)
+    monkeypatch.setattr(_torch, "make_stream", Stream)
+    monkeypatch.setattr(_torch, "current_stream", lambda _: Stream.current)
+    monkeypatch.setattr(_torch, "on_stream", lambda stream: stream)
     return host.Lane(torch.device("cpu"))
 
 

@@ -213,6 +213,21 @@ def first_both_then_one(model: Any, device: SimulatedDevice, step: int) -> Itera
     yield
 
 
+@contextlib.contextmanager
+def kept_and_gathered_beside(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Gather on another stream into memory that is kept for two iterations, then free it."""
+    stream = _streams(device)[0]
+    if step % 3 == 0:
+        model.set_keep_unsharded_storage(True)
+        stream.wait_stream(device.current)
+        with stream:
+            model[2].unshard()
+    yield
+    if step % 3 == 2:
+        model.set_keep_unsharded_storage(False)
+        _work_on(stream)
+
+
 def _work_on(stream: Stream) -> None:
     """Allocate on a stream, for which nothing has to be waited for."""
     with stream:
@@ -336,6 +351,7 @@ PROGRAMS: dict[str, Training] = {
     "gathered beside, one shard": Training(
         shards=1, around=gathered_beside, options={"mp_policy": LOW}
     ),
+    "kept, gathered beside": Training(around=kept_and_gathered_beside),
     "optimizer beside": Training(around=optimizer_beside),
     "blocks on streams": Training(prepare=blocks_on_streams),
     "blocks on streams, bf16": Training(prepare=blocks_on_streams, options={"mp_policy": LOW}),

@@ -161,7 +161,7 @@ PLANTS: dict[str, Plant] = {
         ("allreduce", "does not wait for reduce_scatter"),
     ),
     "memory is freed on the stream that used it last": Plant(
-        lambda: instead(UsedStreams, "at_home", lambda _: HERE),
+        lambda: instead(UsedStreams, "at_owner", lambda _: HERE),
         "gathered beside",
         ("has gone back to stream", "on the compute stream"),
     ),

@@ -106,7 +106,7 @@ class UsedStreams:
     """The streams that work on some memory is given to.
 
     Hazard: memory goes back to the stream that it was allocated on while another one uses it.
-    Guard: that one waits for all others first. Test: ``test_training_on_several_streams``.
+    Guard: that one waits for all others first. Test: ``tests/streams/test_planted_faults.py``.
 
     Args:
         device: Where the memory is.
@@ -114,13 +114,21 @@ class UsedStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._home: torch.Stream | None = None
+        self._owner: torch.Stream | None = None  # that of the allocation, until it is freed
+        self._home: torch.Stream | None = None  # that which has filled the memory
         self._used: list[torch.Stream] = []
         self._last: torch.Stream | None = None  # that of the gradients, if there are any
 
-    def allocate(self) -> None:
-        """Note that the memory is allocated now, on the current stream."""
-        self._home = launching_stream(self._device)
+    def fill(self) -> None:
+        """Note that the current stream fills the memory, and allocates it unless it was kept."""
+        stream = launching_stream(self._device)
+        if stream is None:
+            return
+        if self._owner is None:
+            self._owner = stream
+        else:
+            self._let_wait(stream)
+        self._home = stream
         self._used.clear()
 
     def use(self) -> None:
@@ -134,8 +142,16 @@ class UsedStreams:
             self._used.append(stream)
         self._last = stream
 
-    def at_home(self) -> contextlib.AbstractContextManager[object]:
-        """Give work to the stream of the memory, after all that have used it, to free it there."""
+    def at_owner(self) -> contextlib.AbstractContextManager[object]:
+        """Give work to the stream of the allocation, after all that use it, to free it there."""
+        return self._gathered(self._owner)
+
+    def freed(self) -> None:
+        """Note that the memory has been freed."""
+        self._owner = None
+
+    def where_filled(self) -> contextlib.AbstractContextManager[object]:
+        """Give work to the stream that has filled the memory last, after all that have used it."""
         return self._gathered(self._home)
 
     def where_used(self) -> contextlib.AbstractContextManager[object]:
@@ -145,10 +161,16 @@ class UsedStreams:
     def _gathered(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
         if stream is None:
             return _HERE
-        current = _torch.current_stream(self._device)
-        for other in {*self._used, current} - {stream}:
-            stream.wait_stream(other)
-        return _HERE if stream == current else _torch.on_stream(stream)
+        self._let_wait(stream)
+        is_current = stream == _torch.current_stream(self._device)
+        return _HERE if is_current else _torch.on_stream(stream)
+
+    def _let_wait(self, stream: torch.Stream) -> None:
+        """Let a stream continue after all that have used, or filled, the memory."""
+        users = {*self._used, self._owner, self._home, _torch.current_stream(self._device)}
+        for other in users - {stream, None}:
+            if other is not None:
+                stream.wait_stream(other)
 
 
 def launching_stream(device: torch.device) -> torch.Stream | None:
