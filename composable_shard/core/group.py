@@ -39,7 +39,6 @@ from composable_shard.core.transport.pending import (
     UsedStreams,
     Waitable,
     compute_stream,
-    launching_stream,
 )
 from composable_shard.core.tree import Tree
 from composable_shard.core.units import GroupUnits, Kept, ParamSet, Transfers, Versions
@@ -506,7 +505,7 @@ class ParamGroup:
             op = channel.gathering
         if lane is not None:  # before the gathers, which may read on the compute stream
             works.insert(0, lane.arrival())
-        pending = Pending(works, op, launching_stream(self.mesh.device))
+        pending = Pending(works, op, self.streams.home)
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.emit("all_gather")
 

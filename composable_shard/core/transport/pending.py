@@ -110,41 +110,45 @@ class UsedStreams:
 
     Args:
         device: Where the memory is.
+
+    Attributes:
+        home: That which has filled the memory; ``None`` on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._has_streams = _torch.has_streams(device)
         self._owner: torch.Stream | None = None  # that of the allocation, until it is freed
-        self._home: torch.Stream | None = None  # that which has filled the memory
+        self.home: torch.Stream | None = None
         self._used: list[torch.Stream] = []
         self._last: torch.Stream | None = None  # that of the gradients, if there are any
 
     def fill(self) -> None:
         """Note that the current stream fills the memory, and allocates it unless it was kept."""
-        stream = launching_stream(self._device)
-        if stream is None:
+        if not self._has_streams:
             return
+        stream = _torch.current_stream(self._device)
         if self._owner is None:
             self._owner = stream
         else:
             self._let_wait(stream)
-        self._home = stream
+        self.home = stream
         self._used.clear()
 
     def use(self) -> None:
         """Let the current stream use what was made on that of the memory."""
-        if self._home is None:
+        if self.home is None:
             return
         stream = _torch.current_stream(self._device)
         if stream not in self._used:
-            if stream != self._home:
-                stream.wait_stream(self._home)
+            if stream != self.home:
+                stream.wait_stream(self.home)
             self._used.append(stream)
         self._last = stream
 
     def at_owner(self) -> contextlib.AbstractContextManager[object]:
         """Give work to the stream of the allocation, after all that use it, to free it there."""
-        return self._gathered(self._owner)
+        return self._gathered(self._owner) if self._has_streams else _HERE
 
     def freed(self) -> None:
         """Note that the memory has been freed."""
@@ -152,11 +156,11 @@ class UsedStreams:
 
     def where_filled(self) -> contextlib.AbstractContextManager[object]:
         """Give work to the stream that has filled the memory last, after all that have used it."""
-        return self._gathered(self._home)
+        return self._gathered(self.home)
 
     def where_used(self) -> contextlib.AbstractContextManager[object]:
         """Give work to the stream that has used the memory last, after all others that have."""
-        return self._gathered(self._last)
+        return self._gathered(self._last) if self._has_streams else _HERE
 
     def _gathered(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
         if stream is None:
@@ -167,7 +171,7 @@ class UsedStreams:
 
     def _let_wait(self, stream: torch.Stream) -> None:
         """Let a stream continue after all that have used, or filled, the memory."""
-        users = {*self._used, self._owner, self._home, _torch.current_stream(self._device)}
+        users = {*self._used, self._owner, self.home, _torch.current_stream(self._device)}
         for other in users - {stream, None}:
             if other is not None:
                 stream.wait_stream(other)
