@@ -136,6 +136,11 @@ def gradient_hooks(param: torch.Tensor) -> Iterable[Any]:
     return (param._post_accumulate_grad_hooks or {}).values()
 
 
+def call_hooks_of_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Have steps of an optimizer call its hooks, after it was given another class."""
+    optimizer._patch_step_function()
+
+
 def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
     """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter."""
     return getattr(param, "_in_backward_optimizers", [])

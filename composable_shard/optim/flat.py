@@ -80,7 +80,7 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("Expected differentiable=False to step flat buffers, got True")
     optimizer.__class__ = _flat_class(kind)
-    optimizer._patch_step_function()
+    _torch.call_hooks_of_steps(optimizer)
     return optimizer
 
 
