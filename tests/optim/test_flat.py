@@ -352,8 +352,13 @@ def test_states_that_are_not_elementwise_are_refused() -> None:
     with fake_ranks(2):
         net = sharded(Net())
         optimizer = flat(Factored(net.parameters()), elementwise=True)
-        with pytest.raises(TypeError, match="Expected states of Factored to be numbers, or as"):
+        with pytest.raises(TypeError) as caught:
             train(net, optimizer, range(1))
+    text = (
+        r"Expected states of Factored to be numbers, or as large as what is stepped, got 'row' of "
+        r"shape \(3,\) for \(\d+,\); it does not treat every element by itself"
+    )
+    assert re.fullmatch(text, str(caught.value))
 
 
 def sign_steps() -> list[str]:
