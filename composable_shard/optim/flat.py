@@ -518,17 +518,19 @@ def _goes_flat(member: _Member, grad: torch.Tensor) -> bool:
 
 
 def _neighbours(members: Sequence[_Member], alone: set[int]) -> Iterator[list[_Member]]:
-    """Join members that lie one behind the other in a buffer, and are stepped alike."""
-    order = sorted(members, key=lambda m: (m.group, id(m.buffer), m.start, m.end))
+    """Join members that lie one behind the other in a buffer, and are stepped alike.
+
+    What is stepped as it is may communicate, and comes in the optimizer's order, as on all ranks.
+    """
+    yield from ([member] for member in members if id(member) in alone)
     joined: list[_Member] = []
-    for member in order:
+    others = (member for member in members if id(member) not in alone)
+    for member in sorted(others, key=lambda m: (m.group, id(m.buffer), m.start, m.end)):
         last = joined[-1] if joined else None
         if last is not None and not (
             member.buffer is last.buffer
             and member.start in (last.start, last.following)
             and (member.group, member.cohort) == (last.group, last.cohort)
-            and id(member) not in alone
-            and id(last) not in alone
         ):
             yield joined
             joined = []
