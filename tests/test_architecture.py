@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # From the top down; a module may import what stands below its own layer, and its own layer.
-LAYERS = ["commands", "api", "insight", "compat", "train", "testing", "core", "bottom"]
+LAYERS = ["commands", "api", "insight", "compat", "train", "optim", "testing", "core", "bottom"]
 COMMANDS = {"cli", "run", "__main__"}
 API = {"api", "module"}
 BOTTOM = {"mesh", "policy", "errors", "_torch"}
