@@ -385,8 +385,12 @@ class LayoutOptimizer(Optimizer):
         found: list[list[States]] = [[{} for _ in params] for _, params in self._rules]
         for place, shards in self._shards.items():
             found[place] = shards.save()
-        for (place, bucket), told in zip(self._buckets, self._told(), strict=True):
-            bucket.save(told, found[place])
+        all_told = self._told()
+        unlike: defaultdict[int, set[tuple[int, str]]] = defaultdict(set)
+        for (place, bucket), told in zip(self._buckets, all_told, strict=True):
+            unlike[place] |= bucket.unlike(told)
+        for (place, bucket), told in zip(self._buckets, all_told, strict=True):
+            bucket.save(told, unlike[place], found[place])
         saved: defaultdict[torch.Tensor, States] = defaultdict(dict)
         for (_, params), several in zip(self._rules, found, strict=True):
             for param, states in zip(params, several, strict=True):

@@ -276,11 +276,26 @@ class OwnedBucket:
             if tensor in self.optimizer.state
         }
 
-    def save(self, told: dict[int, dict[str, Told]], saved: Sequence[States]) -> None:
+    def unlike(self, told: dict[int, dict[str, Told]]) -> set[tuple[int, str]]:
+        """Return the states of parameters that have another shape than a block, by name."""
+        return {
+            (self._routes[index].block.param, name)
+            for index, facts in told.items()
+            for name, fact in facts.items()
+            if fact.shape != self._routes[index].block.shape
+        }
+
+    def save(
+        self,
+        told: dict[int, dict[str, Told]],
+        unlike: set[tuple[int, str]],
+        saved: Sequence[States],
+    ) -> None:
         """Add the states of the blocks to those of their parameters; see ``launch_to_shards``.
 
         Args:
             told: What all owners tell.
+            unlike: See the method, of all buckets of the rule.
             saved: The states of each parameter of the rule, whose blocks may be in many buckets.
         """
         moves: list[Move] = []
@@ -296,10 +311,10 @@ class OwnedBucket:
                 if fact.shape is None:
                     states[f"{name}[{block.number}]"] = _value(fact, self.ranks.device)
                     continue
-                state, is_like = self._state(index, name), fact.shape == block.shape
+                state, is_like = self._state(index, name), (block.param, name) not in unlike
                 key = name if is_like else f"{name}[{block.number}]"
                 if key not in states:
-                    states[key] = self._new_state(index, fact)
+                    states[key] = self._new_state(param, fact, is_like)
                 route = self._routes[index] if is_like else self._own_route(index, fact.shape)
                 moves.append(Move(route, _local(states[key]), state))
         _wait(launch_to_shards(self.ranks, moves))
@@ -332,11 +347,9 @@ class OwnedBucket:
                 self.optimizer.state[self._owned[index]] = found
         _wait(launch_to_owners(self.ranks, moves))
 
-    def _new_state(self, index: int, fact: Told) -> torch.Tensor:
+    def _new_state(self, param: Param, fact: Told, is_like: bool) -> torch.Tensor:
         """Return what the ranks are about to have of a state, sharded like the parameter."""
-        block = self._routes[index].block
-        param = self.params[block.param]
-        if fact.shape == block.shape:
+        if is_like:
             return param.as_sharded(torch.empty_like(param.local(), dtype=fact.dtype))
         assert fact.shape is not None
         sizes = param.spread(fact.shape).boxes[self.ranks.rank].sizes

@@ -78,8 +78,15 @@ def sharded(specs: Sequence[Spec], extents: Sequence[int] = (), seed: int = 0) -
 def optimizer_of(
     model: nn.Module, specs: Sequence[Spec], stock: Any = muon, **options: int
 ) -> Optimizer:
-    layouts = {f"p{index}": spec.layout_of(stock) for index, spec in enumerate(specs)}
+    names: dict[Any, set[str]] = {}
+    for index, spec in enumerate(specs):
+        names.setdefault(spec.layout_of(stock), set()).add(f"p{index}")
+    layouts = {partial(is_among, some): layout for layout, some in names.items()}
     return with_layout(model, layouts, **options)
+
+
+def is_among(names: set[str], name: str, param: torch.Tensor) -> bool:
+    return name in names
 
 
 def laid_out(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
