@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.param import sharded_form
-from composable_shard.core.transport.process_groups import gather_objects
+from composable_shard.core.transport.process_groups import gather_objects, subgroup
 from composable_shard.errors import ShardError
 from composable_shard.optim.blocks import Block, Box, blocks_of, choose_owners, cut_buckets, whole
 from composable_shard.optim.exchange import Ranks
@@ -144,8 +144,9 @@ def with_layout(
         TypeError: On all ranks, if something has the wrong type.
         ValueError: On all ranks, if a parameter has no layout or does not fit the one it has.
 
-    Collective: makes a process group for a mesh of several axes, once. A step moves each matrix
-        twice to its owner, values and gradient, and once back, in two all-to-alls for a bucket.
+    Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
+        sends the values and the gradient of each matrix to its owner, and the values back, in two
+        all-to-alls for a bucket.
     Memory: the buckets under way: at most three at a time.
     Source: Muon is Scalable for LLM Training (arXiv 2502.16982), which gathers on owners, too.
 
@@ -451,7 +452,10 @@ class _Meshes:
 
 
 def ranks_of(param: Param) -> Ranks:
-    """Return the ranks over which a parameter lies. Collective: see ``_torch.flat_axis``."""
+    """Return the ranks over which a parameter lies.
+
+    Collective: makes their process group, for a mesh of several axes and for gloo.
+    """
     mesh = param.mesh
     if mesh is None:
         return Ranks(None, 0, 1, param.tensor.device)
@@ -465,4 +469,7 @@ def ranks_of(param: Param) -> Ranks:
         names = mesh.mesh_dim_names
         assert names is not None  # of a mesh of several axes, see resolve_mesh
         group = _torch.flat_axis(mesh, tuple(names[axis] for axis in axes)).get_group()
+    if _torch.backend_name(group, device) == "gloo":
+        # Two exchanges are under way at a time; see the hazard of _torch.gloo_of_one_worker.
+        group = subgroup(group, group.size())
     return Ranks(group, group.rank(), group.size(), device)
