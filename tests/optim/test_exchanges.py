@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import ShardPlacementResult, fully_shard
@@ -290,4 +290,22 @@ def test_plain_parameters_are_whole() -> None:
         loss = optimizer.step(lambda: 3.0)
         oracle.step()
         assert loss == 3.0
+    assert_equal(model, oracle)
+
+
+@on_ranks(4)
+def test_matrices_cut_along_both_dims() -> None:
+    """As those of tensor parallelism under data parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    specs = [Spec((7, 5)), Spec((8, 6), (4, 4))]
+    model, oracle = Params(specs), Oracle(specs)
+    for name, param in list(model.named_parameters()):
+        cut = distribute_tensor(param.detach(), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+        setattr(model, name, nn.Parameter(cut))
+    optimizer = optimizer_of(model, specs)
+    for step in range(2):
+        set_gradients(model, step)
+        oracle.set_gradients(step)
+        optimizer.step()
+        oracle.step()
     assert_equal(model, oracle)
