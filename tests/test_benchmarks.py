@@ -16,10 +16,10 @@ from composable_shard._torch import poisoned_memory
 from composable_shard.core.layout import MESSAGE_COSTS, ParamLayout, packing_of, travels_packed
 from composable_shard.testing import run_ranks
 
-contestants, copies, host, limit, live_storage, memory, packing, report, step = map(
+contestants, copies, host, limit, live_storage, memory, muon, packing, report, step = map(
     importlib.import_module,
     [
-        *("contestants", "copies", "host", "limit", "live_storage", "memory", "packing"),
+        *("contestants", "copies", "host", "limit", "live_storage", "memory", "muon", "packing"),
         *("report", "step"),
     ],
 )
@@ -352,10 +352,24 @@ def test_one_group_is_packed_and_the_other_is_not() -> None:
         assert is_as_before
 
 
+# Muon --------------------------------------------------------------------------------------------
+
+
+def test_ways_to_step_whole_matrices_are_timed_and_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--layers", "1", "--width", "16", "--rounds", "2", "--steps-per-round", "1")
+    figures = main(muon, tmp_path, *small)
+    printed = capsys.readouterr().out
+    assert figures["difference"] == 0 and "differ by 0.0" in printed
+    assert {len(sample) for sample in figures["seconds"].values()} == {2}
+    assert [row[0] for row in rows_of(printed)][-4:] == list(muon.NAMES)
+
+
 # What they share --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["limit", "live_storage", "packing", "report", "rounds"])
+@pytest.mark.parametrize("name", ["limit", "live_storage", "muon", "packing", "report", "rounds"])
 def test_examples_in_docstrings(name: str) -> None:
     import doctest
 

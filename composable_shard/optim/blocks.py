@@ -1,0 +1,261 @@
+"""PURE: which blocks a parameter is made of, which ranks hold what of them, and who owns them.
+
+A block is the matrix that an optimizer sees: a whole parameter, some of its rows, or one matrix of
+a stack. Each has one owner, which is given what the others hold and sends the updated rows back.
+
+Two matrices of 5 rows over 2 ranks; rank 0 owns A and rank 1 owns B::
+
+    rank 0   | A0 A1 A2 | B0 B1 B2 |   to owners   rank 0   | A0 A1 A2 A3 A4 |
+    rank 1   | A3 A4    | B3 B4    |   --------->  rank 1   | B0 B1 B2 B3 B4 |
+                                       <---------
+                                       to shards
+
+Everything here follows from shapes and placements, so all ranks come to the same without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+# Boxes: what a rank holds of a tensor, and blocks of it -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Box:
+    """A range of each dim of a tensor.
+
+    Attributes:
+        starts: The first index, by dim.
+        sizes: How many indices, by dim.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """How many elements it contains."""
+        return prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box:
+        """Return what both contain; a range may be empty."""
+        starts = tuple(map(max, self.starts, other.starts))
+        mine = map(sum, zip(self.starts, self.sizes, strict=True))
+        theirs = map(sum, zip(other.starts, other.sizes, strict=True))
+        stops = map(min, mine, theirs)
+        sizes = tuple(max(0, stop - start) for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes)
+
+    def within(self, outer: Box) -> Box:
+        """Return where this lies in a tensor that is what ``outer`` contains."""
+        starts = (own - theirs for own, theirs in zip(self.starts, outer.starts, strict=True))
+        return Box(tuple(starts), self.sizes)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box that contains all of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def blocks_of(shape: Sequence[int], split_sizes: Sequence[int] | None = None) -> list[Box]:
+    """Return the blocks of a parameter: a stack of matrices, each maybe split into rows.
+
+    Args:
+        shape: [*, rows, columns]; or [n] or [], which is one block.
+        split_sizes: Rows of each block of a matrix; ``None`` for one block.
+
+    Example:
+        >>> [box.sizes for box in blocks_of((2, 6, 4), split_sizes=(4, 2))]
+        [(1, 4, 4), (1, 2, 4), (1, 4, 4), (1, 2, 4)]
+    """
+    if len(shape) < 2:
+        return [whole(shape)]
+    *stack, rows, columns = shape
+    sizes = [rows] if split_sizes is None else list(split_sizes)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        Box((*place, start, 0), (*(1 for _ in stack), size, columns))
+        for place in product(*map(range, stack))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+# Ranks: what each of them holds -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor lies on the ranks of a mesh, counted along its last axis first.
+
+    Attributes:
+        boxes: What each rank holds.
+        replicas: Which copy of the tensor it belongs to: each copy is complete.
+    """
+
+    boxes: tuple[Box, ...]
+    replicas: tuple[int, ...]
+
+    def sources(self, owner: int) -> list[int]:
+        """Return the ranks of the copy that ``owner`` belongs to: together they hold it once."""
+        return [rank for rank, r in enumerate(self.replicas) if r == self.replicas[owner]]
+
+
+def spread_over(shape: Sequence[int], extents: Sequence[int], dims: Sequence[int | None]) -> Spread:
+    """Return how a tensor lies on a mesh.
+
+    Args:
+        shape: Its global shape.
+        extents: Ranks along each axis.
+        dims: The dim that each axis shards, axis after axis; ``None`` where it replicates.
+
+    Example:
+        >>> [box.starts[0] for box in spread_over((5, 2), (2, 2), (None, 0)).boxes]
+        [0, 3, 0, 3]
+    """
+    boxes, replicas = [], []
+    for coordinate in product(*map(range, extents)):
+        starts, sizes, replica = [0] * len(shape), list(shape), 0
+        for place, extent, dim in zip(coordinate, extents, dims, strict=True):
+            if dim is None:
+                replica = replica * extent + place
+                continue
+            rows = -(-sizes[dim] // extent)
+            start = min(place * rows, sizes[dim])
+            starts[dim] += start
+            sizes[dim] = min(rows, sizes[dim] - start)
+        boxes.append(Box(tuple(starts), tuple(sizes)))
+        replicas.append(replica)
+    return Spread(tuple(boxes), tuple(replicas))
+
+
+# Owners -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a parameter, and its owner.
+
+    Attributes:
+        param: Which parameter.
+        box: Where it lies in the parameter.
+        spread: How the parameter lies on the ranks.
+        number: Which block of the parameter it is.
+        owner: The rank that steps it.
+    """
+
+    param: int
+    box: Box
+    spread: Spread
+    number: int = 0
+    owner: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that an optimizer sees: of a stack, one matrix."""
+        return self.box.sizes[-2:]
+
+    @property
+    def cost(self) -> int:
+        """What a product of the matrix with itself costs, up to a factor."""
+        return self.box.numel * min(self.shape, default=1)
+
+    @property
+    def candidates(self) -> list[int]:
+        """The ranks that hold all of it, to whom nothing need be sent; else all ranks."""
+        held = [box.overlap(self.box).numel for box in self.spread.boxes]
+        whole = [rank for rank, numel in enumerate(held) if numel == self.box.numel]
+        return whole or list(range(len(held)))
+
+
+@dataclass(frozen=True)
+class Route:
+    """What this rank does with one block on its way to the owner and back.
+
+    Attributes:
+        block: The block.
+        is_owner: Whether this rank is the owner.
+        held: Where in the block this rank's part lies; ``None`` if it holds nothing.
+        held_locally: Where in its local shard.
+        is_source: Whether the owner is given this rank's part, not that of another replica.
+        sources: Of the owner: which other ranks give it which part of the block.
+        holders: Of the owner: which other ranks hold which part of the block.
+        is_gathered: Whether any rank sends something to the owner.
+        is_returned: Whether the owner sends something to any rank.
+    """
+
+    block: Block
+    is_owner: bool
+    held: Box | None
+    held_locally: Box | None
+    is_source: bool
+    sources: tuple[tuple[int, Box], ...]
+    holders: tuple[tuple[int, Box], ...]
+    is_gathered: bool
+    is_returned: bool
+
+
+def route_of(block: Block, rank: int) -> Route:
+    """Return what ``rank`` does with a block."""
+    own, sources = block.spread.boxes[rank], set(block.spread.sources(block.owner))
+    mine = own.overlap(block.box)
+    held, locally = (mine.within(block.box), mine.within(own)) if mine.numel else (None, None)
+    parts = [(peer, box.overlap(block.box)) for peer, box in enumerate(block.spread.boxes)]
+    others = [
+        (peer, part.within(block.box)) for peer, part in parts if part.numel and peer != block.owner
+    ]
+    given = [(peer, part) for peer, part in others if peer in sources]
+    is_owner = rank == block.owner
+    return Route(
+        block=block,
+        is_owner=is_owner,
+        held=held,
+        held_locally=locally,
+        is_source=rank in sources,
+        sources=tuple(given) if is_owner else (),
+        holders=tuple(others) if is_owner else (),
+        is_gathered=bool(given),
+        is_returned=bool(others),
+    )
+
+
+def choose_owners(blocks: Sequence[Block], loads: list[int]) -> list[int]:
+    """Return the owner of each block: the rank that has the least to do so far.
+
+    Args:
+        blocks: The dearest ones are given away first.
+        loads: What each rank has to do already; added to.
+    """
+    owners = [0] * len(blocks)
+    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].cost):
+        owner = min(blocks[index].candidates, key=lambda rank: (loads[rank], rank))
+        owners[index] = owner
+        loads[owner] += blocks[index].cost
+    return owners
+
+
+def cut_buckets(
+    blocks: Sequence[Block], itemsizes: Sequence[int], nbytes: int
+) -> list[list[Block]]:
+    """Return runs of blocks of at most some bytes together, or of one block; the dearest first.
+
+    So what ranks do at the same time costs about the same.
+
+    Args:
+        blocks: All blocks.
+        itemsizes: Bytes of an element of each.
+        nbytes: The most bytes of a run.
+    """
+    buckets: list[list[Block]] = []
+    room = 0
+    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].cost):
+        needed = blocks[index].box.numel * itemsizes[index]
+        if not buckets or needed > room:
+            buckets.append([])
+            room = nbytes
+        buckets[-1].append(blocks[index])
+        room -= needed
+    return buckets

@@ -1,0 +1,467 @@
+"""Say what each parameter is stepped by, and as what: whole matrices, blocks of rows, or shards.
+
+Optimizers such as Muon need whole matrices. Here each matrix has one owner among the ranks: the
+shards of its values and of its gradient travel to the owner in an all-to-all, a stock optimizer
+steps it there as a plain tensor, and the updated rows travel back. No rank gathers everything.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.optim import Optimizer
+
+from composable_shard import _torch
+from composable_shard.core.param import sharded_form
+from composable_shard.core.transport.process_groups import gather_objects, subgroup
+from composable_shard.errors import ShardError
+from composable_shard.optim.blocks import Block, Box, blocks_of, choose_owners, cut_buckets, whole
+from composable_shard.optim.exchange import Ranks
+from composable_shard.optim.flat import ELEMENTWISE
+from composable_shard.optim.stepping import (
+    Factory,
+    LocalShards,
+    OwnedBucket,
+    Param,
+    States,
+    Told,
+    joined,
+    stand_in,
+)
+
+# Layouts ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Step the local shards, for an optimizer that treats each element by itself. Collective: none.
+
+    Args:
+        optimizer: Makes the optimizer of parameter groups, such as
+            ``partial(torch.optim.AdamW, lr=3e-4)``.
+        is_elementwise: ``True`` to say so of an optimizer that is not one of torch's.
+
+    Example:
+        >>> Sharded(torch.optim.AdamW).is_elementwise
+        False
+    """
+
+    optimizer: Factory
+    is_elementwise: bool = False
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Step whole tensors, each on one rank: its owner.
+
+    A parameter of more than two dims is a stack of matrices, each of which has its own owner. A
+    matrix that lies whole on a rank, such as an expert, stays there.
+
+    Args:
+        optimizer: Makes the optimizer of parameter groups, such as
+            ``partial(torch.optim.Muon, lr=0.02)``; it must treat each tensor by itself. It is
+            called for each bucket, with the tensors that this rank owns, which may be none.
+
+    Example:
+        >>> Owned(torch.optim.Muon).blocks((3, 8, 4))[2].starts
+        (2, 0, 0)
+    """
+
+    optimizer: Factory
+
+    def blocks(self, shape: Sequence[int]) -> list[Box]:
+        """Return the matrices of a parameter."""
+        return blocks_of(shape)
+
+    def misfit(self, shape: Sequence[int]) -> str | None:
+        """Say what is wrong with a parameter of this shape. Nothing is."""
+        return None
+
+
+@dataclass(frozen=True)
+class Rows(Owned):
+    """Step blocks of rows, each as a matrix of its own, such as q, k and v of a fused weight.
+
+    Args:
+        optimizer: See :class:`Owned`.
+        split_sizes: How many rows each block of a matrix has.
+
+    Example:
+        >>> [box.sizes for box in Rows(torch.optim.Muon, (4, 2, 2)).blocks((8, 4))]
+        [(4, 4), (2, 4), (2, 4)]
+    """
+
+    split_sizes: tuple[int, ...] = ()
+
+    def blocks(self, shape: Sequence[int]) -> list[Box]:
+        """Return the blocks of a parameter."""
+        return blocks_of(shape, self.split_sizes)
+
+    def misfit(self, shape: Sequence[int]) -> str | None:
+        """Say what is wrong with a parameter of this shape, if anything."""
+        if len(shape) >= 2 and sum(self.split_sizes) == shape[-2] and min(self.split_sizes) > 0:
+            return None
+        return f"a matrix of {sum(self.split_sizes)} rows for split_sizes {self.split_sizes}"
+
+
+Layout = Owned | Sharded
+Fits = str | Callable[[str, torch.Tensor], bool]
+
+
+def with_layout(
+    model: nn.Module, layouts: Mapping[Fits, Layout], *, bucket_nbytes: int = 64 * 2**20
+) -> Optimizer:
+    """Make one optimizer of stock optimizers that step whole matrices, rows of them, or shards.
+
+    It equals the stock optimizers on the unsharded parameters bit by bit. Its parameter groups are
+    one for each layout that fits any parameter, in order; learning-rate schedulers and what else
+    changes their values act on the stock optimizers. States lie with the owners; ``state_dict`` has
+    them sharded like the parameters, so that a checkpoint may be loaded on any number of ranks.
+
+    Args:
+        model: A model with sharded parameters; plain ones are taken as whole.
+        layouts: For each parameter the first that fits counts. A key is a pattern of names, as of a
+            shell, or a function of name and parameter.
+        bucket_nbytes: How many bytes of parameters travel together.
+
+    Raises:
+        TypeError: On all ranks, if something has the wrong type.
+        ValueError: On all ranks, if a parameter has no layout or does not fit the one it has.
+
+    Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
+        sends the values and the gradient of each matrix to its owner, and the values back, in two
+        all-to-alls for a bucket.
+    Memory: the buckets under way: at most three at a time.
+    Source: Muon is Scalable for LLM Training (arXiv 2502.16982), which gathers on owners, too.
+
+    Example:
+        >>> from functools import partial
+        >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        >>> optimizer = with_layout(
+        ...     model,
+        ...     {
+        ...         "*.weight": Owned(partial(torch.optim.Muon, lr=0.02)),
+        ...         "*": Sharded(partial(torch.optim.AdamW, lr=3e-4)),
+        ...     },
+        ... )
+        >>> [group["lr"] for group in optimizer.param_groups]
+        [0.02, 0.0003]
+    """
+    for fits, layout in layouts.items():
+        if not isinstance(layout, (Owned, Sharded)):
+            raise TypeError(
+                f"Expected the layout of {fits!r} to be Owned, Rows or Sharded, got "
+                f"{type(layout).__name__}"
+            )
+    return LayoutOptimizer(_sorted_by_layout(model, layouts), bucket_nbytes)
+
+
+def _sorted_by_layout(
+    model: nn.Module, layouts: Mapping[Fits, Layout]
+) -> list[tuple[Layout, list[Param]]]:
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, registered in model.named_parameters(remove_duplicate=False):
+        names.setdefault(sharded_form(registered), []).append(name)
+    for fits in layouts:
+        if isinstance(fits, str) and not any(
+            fnmatchcase(name, fits) for several in names.values() for name in several
+        ):
+            raise ValueError(f"Expected '{fits}' to fit names of parameters, got none that it fits")
+    chosen: list[list[Param]] = [[] for _ in layouts]
+    for param, several in names.items():
+        places = [i for i, fits in enumerate(layouts) if _does_fit(fits, several, param)]
+        if not places:
+            raise ValueError(f"Expected a layout for parameter '{several[0]}', got none that fits")
+        chosen[places[0]].append(Param(several[0], param))
+    pairs = zip(layouts.values(), chosen, strict=True)
+    return [(layout, params) for layout, params in pairs if params]
+
+
+def _does_fit(fits: Fits, names: Sequence[str], param: torch.Tensor) -> bool:
+    if isinstance(fits, str):
+        return any(fnmatchcase(name, fits) for name in names)
+    return any(fits(name, param) for name in names)
+
+
+# Checks, of which all ranks make the same ---------------------------------------------------------
+
+
+def _check(layout: Layout, params: Sequence[Param]) -> dict[str, Any]:
+    """Raise if a parameter does not fit its layout; return the values of the optimizer's group."""
+    known: dict[tuple[object, ...], dict[str, Any]] = {}
+    for param in params:
+        shapes = [tuple(param.tensor.shape)]
+        if isinstance(layout, Owned):
+            _check_owned(layout, param)
+            shapes = [box.sizes[-2:] for box in layout.blocks(shapes[0])]
+        for shape in dict.fromkeys(shapes):
+            key = (shape, param.tensor.dtype)
+            known[key] = known.get(key) or _values_for(layout, param, shape)
+    return next(iter(known.values()))
+
+
+def _check_owned(layout: Owned, param: Param) -> None:
+    shape = tuple(param.tensor.shape)
+    misfit = layout.misfit(shape)
+    if misfit is not None:
+        raise ValueError(
+            f"Expected parameter '{param.name}' to be {misfit}, got shape {list(shape)}"
+        )
+    if not all(type(placement) in (Shard, Replicate) for placement in param.placements):
+        raise ValueError(
+            f"Expected parameter '{param.name}' to be cut by Shard alone, got {param.placements}; "
+            "only Sharded can step it"
+        )
+
+
+def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the values of the group of an optimizer for a tensor of some shape.
+
+    Every rank makes one, so that what an optimizer refuses is refused on all ranks.
+    """
+    tensor = stand_in(torch.empty((), dtype=param.tensor.dtype), whole(shape), torch.device("cpu"))
+    name = type(layout).__name__
+    try:
+        optimizer = layout.optimizer([{"params": [tensor]}])
+    except Exception as error:
+        raise ValueError(
+            f"Expected an optimizer that steps parameter '{param.name}' as {name} tensors of shape "
+            f"{list(shape)}, got {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(optimizer, Optimizer) or len(optimizer.param_groups) != 1:
+        raise TypeError(
+            f"Expected the optimizer of {name} to be made of parameter groups, as by "
+            f"partial(torch.optim.AdamW, lr=3e-4), got {type(optimizer).__name__}"
+        )
+    is_apart = isinstance(layout, Sharded) and not layout.is_elementwise
+    if is_apart and type(optimizer) not in ELEMENTWISE:
+        raise ValueError(
+            f"Expected an elementwise optimizer for parameter '{param.name}', got "
+            f"{type(optimizer).__name__}, which may need whole tensors; use Owned, or say "
+            "is_elementwise=True"
+        )
+    return _values(optimizer)
+
+
+def _values(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+
+# The optimizer ------------------------------------------------------------------------------------
+
+
+class LayoutOptimizer(Optimizer):
+    """Stock optimizers as one, each on plain tensors; see :func:`with_layout`."""
+
+    def __init__(self, rules: Sequence[tuple[Layout, list[Param]]], bucket_nbytes: int) -> None:
+        self._rules = rules
+        self._is_made = False
+        values = [_check(layout, params) for layout, params in rules]
+        groups = [
+            {"params": [param.tensor for param in params], **given}
+            for (_, params), given in zip(rules, values, strict=True)
+        ]
+        super().__init__(groups, {})
+        self._is_made = True
+        self._shards: dict[int, LocalShards] = {}
+        self._buckets: list[tuple[int, OwnedBucket]] = []
+        meshes = _Meshes()
+        for place, (layout, params) in enumerate(rules):
+            if isinstance(layout, Sharded):
+                self._shards[place] = LocalShards(params, layout.optimizer)
+            else:
+                for ranks, blocks in meshes.buckets(layout, params, bucket_nbytes):
+                    bucket = OwnedBucket(params, blocks, ranks, layout.optimizer)
+                    self._buckets.append((place, bucket))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse more parameters than those of the model; see :func:`with_layout`."""
+        if self._is_made:
+            raise ShardError(
+                "Expected all parameters to have their layout from with_layout, got another group; "
+                "make a new optimizer"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss again.
+
+        Collective: two all-to-alls for each bucket of which anything moves.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._give_values()
+        buckets = [bucket for _, bucket in self._buckets]
+        for bucket in buckets[:1]:
+            bucket.launch()
+        for shards in self._shards.values():
+            shards.step()
+        for index, bucket in enumerate(buckets):
+            for after in buckets[index + 1 : index + 2]:
+                after.launch()
+            bucket.compute()
+            for before in buckets[max(0, index - 1) : index]:
+                before.finish()
+        for last in buckets[-1:]:
+            last.finish()
+        self._take_values()
+        self._note_states()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states, sharded like the parameters.
+
+        Collective: of the owners' states, an all-gather of what they are for each mesh, and an
+        all-to-all for each bucket.
+        """
+        live, self.state = self.state, self._sharded_states()
+        try:
+            return super().state_dict()
+        finally:
+            self.state = live
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take states that :meth:`state_dict` returned, here or on another number of ranks.
+
+        Collective: an all-to-all for each bucket.
+        """
+        super().load_state_dict(state_dict)
+        loaded, self.state = self.state, defaultdict(dict)
+        for place, (_, params) in enumerate(self._rules):
+            states: list[States] = [loaded.get(param.tensor, {}) for param in params]
+            if place in self._shards:
+                self._shards[place].load(states)
+            for owner, bucket in self._buckets:
+                if owner == place:
+                    bucket.load(states)
+        self._note_states(loaded)
+
+    def _stock(self) -> list[tuple[int, Optimizer]]:
+        """Return all stock optimizers, each with the place of its group."""
+        shards = [(place, shards.optimizer) for place, shards in self._shards.items()]
+        return shards + [(place, bucket.optimizer) for place, bucket in self._buckets]
+
+    def _give_values(self) -> None:
+        for place, optimizer in self._stock():
+            group = self.param_groups[place]
+            optimizer.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
+
+    def _take_values(self) -> None:
+        for place, optimizer in self._stock():
+            self.param_groups[place].update(_values(optimizer))
+
+    def _note_states(self, loaded: Mapping[torch.Tensor, States] | None = None) -> None:
+        """Let ``state`` have what has been stepped: functions of torch ask whether there is any.
+
+        All ranks must answer the same, whatever they own.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None if loaded is None else param in loaded:
+                    self.state[param]  # a defaultdict
+
+    def _sharded_states(self) -> defaultdict[torch.Tensor, States]:
+        found: list[list[States]] = [[{} for _ in params] for _, params in self._rules]
+        for place, shards in self._shards.items():
+            found[place] = shards.save()
+        all_told = self._told()
+        unlike: defaultdict[int, set[tuple[int, str]]] = defaultdict(set)
+        for (place, bucket), told in zip(self._buckets, all_told, strict=True):
+            unlike[place] |= bucket.unlike(told)
+        for (place, bucket), told in zip(self._buckets, all_told, strict=True):
+            bucket.save(told, unlike[place], found[place])
+        saved: defaultdict[torch.Tensor, States] = defaultdict(dict)
+        for (_, params), several in zip(self._rules, found, strict=True):
+            for param, states in zip(params, several, strict=True):
+                if param.tensor in self.state:
+                    saved[param.tensor] = joined(states)
+        return saved
+
+    def _told(self) -> list[dict[int, dict[str, Told]]]:
+        """Return, of each bucket, what all owners tell of their states."""
+        told = [bucket.tell() for _, bucket in self._buckets]
+        by_ranks: dict[Ranks, list[int]] = {}
+        for index, (_, bucket) in enumerate(self._buckets):
+            by_ranks.setdefault(bucket.ranks, []).append(index)
+        for ranks, indices in by_ranks.items():
+            if ranks.group is None:
+                continue
+            own = [told[index] for index in indices]
+            heard = gather_objects(own, ranks.group, "telling which states optimizers have")
+            for position, index in enumerate(indices):
+                told[index] = {k: v for theirs in heard for k, v in theirs[position].items()}
+        return told
+
+
+class _Meshes:
+    """The ranks of each mesh, and how much each of them has to do."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[DeviceMesh | torch.device, Ranks] = {}
+        self._loads: dict[Ranks, list[int]] = {}
+
+    def buckets(
+        self, layout: Owned, params: Sequence[Param], nbytes: int
+    ) -> list[tuple[Ranks, list[Block]]]:
+        """Return the buckets of a rule, mesh by mesh, with owners."""
+        blocks: dict[Ranks, list[Block]] = {}
+        for place, param in enumerate(params):
+            spread = param.spread()
+            blocks.setdefault(self._ranks_of(param), []).extend(
+                Block(place, box, spread, number)
+                for number, box in enumerate(layout.blocks(param.tensor.shape))
+            )
+        found = []
+        for ranks, some in blocks.items():
+            loads = self._loads.setdefault(ranks, [0] * ranks.count)
+            owned = [
+                Block(block.param, block.box, block.spread, block.number, owner)
+                for block, owner in zip(some, choose_owners(some, loads), strict=True)
+            ]
+            itemsizes = [params[block.param].tensor.itemsize for block in owned]
+            found += [(ranks, bucket) for bucket in cut_buckets(owned, itemsizes, nbytes)]
+        return found
+
+    def _ranks_of(self, param: Param) -> Ranks:
+        key = param.tensor.device if param.mesh is None else param.mesh
+        if key not in self._ranks:
+            self._ranks[key] = ranks_of(param)
+        return self._ranks[key]
+
+
+def ranks_of(param: Param) -> Ranks:
+    """Return the ranks over which a parameter lies.
+
+    Collective: makes their process group, for a mesh of several axes and for gloo.
+    """
+    mesh = param.mesh
+    if mesh is None:
+        return Ranks(None, 0, 1, param.tensor.device)
+    device = torch.device(mesh.device_type)
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if not axes:
+        return Ranks(None, 0, 1, device)
+    if len(axes) == 1:
+        group = mesh.get_group(axes[0])
+    else:
+        names = mesh.mesh_dim_names
+        assert names is not None  # of a mesh of several axes, see resolve_mesh
+        group = _torch.flat_axis(mesh, tuple(names[axis] for axis in axes)).get_group()
+    if _torch.backend_name(group, device) == "gloo":
+        # Two exchanges are under way at a time; see the hazard of _torch.gloo_of_one_worker.
+        group = subgroup(group, group.size())
+    return Ranks(group, group.rank(), group.size(), device)

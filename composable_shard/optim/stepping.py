@@ -1,0 +1,429 @@
+"""What a stock optimizer steps on this rank: local shards, or whole blocks that this rank owns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.optim import Optimizer
+
+from composable_shard import _torch
+from composable_shard.errors import ShardError
+from composable_shard.optim.blocks import Block, Box, Route, Spread, route_of, spread_over, whole
+from composable_shard.optim.exchange import (
+    Move,
+    Pending,
+    Ranks,
+    launch_to_owners,
+    launch_to_shards,
+    part_of,
+)
+
+Factory = Callable[[list[dict[str, Any]]], Optimizer]
+States = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter that is stepped.
+
+    Attributes:
+        name: Its name in the model.
+        tensor: The sharded form, or a plain parameter.
+    """
+
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh it is sharded over; ``None`` for a plain parameter."""
+        return self.tensor.device_mesh if isinstance(self.tensor, DTensor) else None
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How it lies on its mesh."""
+        return self.tensor.placements if isinstance(self.tensor, DTensor) else ()
+
+    def local(self) -> torch.Tensor:
+        """Return what this rank holds of it."""
+        return _local(self.tensor)
+
+    def local_grad(self) -> torch.Tensor | None:
+        """Return what this rank holds of its gradient.
+
+        Collective: the reduction of a gradient that was accumulated without sync.
+        """
+        grad = self.tensor.grad
+        if isinstance(grad, DTensor) and grad.placements != self.placements:
+            grad = grad.redistribute(placements=self.placements)
+        return None if grad is None else _local(grad)
+
+    def spread(self, shape: Sequence[int] | None = None) -> Spread:
+        """Return how it lies on its ranks, or a state of another shape, which is cut by rows."""
+        if self.mesh is None:
+            return spread_over(self.tensor.shape if shape is None else shape, (), ())
+        dims = [p.dim if isinstance(p, Shard) else None for p in self.placements]
+        if shape is None:
+            return spread_over(self.tensor.shape, self.mesh.shape, dims)
+        return spread_over(shape, self.mesh.shape, [None if dim is None else 0 for dim in dims])
+
+    def as_sharded(self, local: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """Wrap this rank's part of a state that is sharded like it, or by rows."""
+        if not isinstance(self.tensor, DTensor):
+            return local
+        if shape is None:
+            spec = _torch.spec_with_dtype(_torch.spec_of(self.tensor), local.dtype)
+            return _torch.from_local(local, spec)
+        placements = tuple(Shard(0) if isinstance(p, Shard) else p for p in self.placements)
+        meta = torch.empty(torch.Size(shape), device="meta")
+        tensor_meta = _torch.TensorMeta(meta.shape, meta.stride(), local.dtype)
+        spec = _torch.make_spec(self.tensor.device_mesh, placements, tensor_meta)
+        return _torch.from_local(local, spec)
+
+    def local_of(self, state: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a state that is sharded like it, or full."""
+        if isinstance(self.tensor, DTensor) and not isinstance(state, DTensor):
+            return _torch.cut(state, self.tensor.device_mesh, self.placements)
+        return _local(state)
+
+    def is_like(self, name: str, state: Any) -> bool:
+        """Tell whether a state has an element for each of the parameter's: no count of steps."""
+        is_tensor = isinstance(state, torch.Tensor) and state.shape == self.tensor.shape
+        return is_tensor and (state.ndim > 0 or name != "step")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+class LocalShards:
+    """The parameters of a rule that are stepped element by element, as plain local shards."""
+
+    def __init__(self, params: Sequence[Param], factory: Factory) -> None:
+        self.params = params
+        self._shards = [param.local() for param in params]
+        self.optimizer = factory([{"params": list(self._shards)}])
+
+    def step(self) -> None:
+        """Step what has a gradient."""
+        for param, shard in zip(self.params, self._shards, strict=True):
+            grad, local = param.local_grad(), param.local()
+            if shard.data_ptr() != local.data_ptr() or shard.device != local.device:
+                shard.data = local
+            _set_grad(shard, grad)
+        self.optimizer.step()
+        for shard in self._shards:
+            shard.grad = None
+
+    def save(self) -> list[States]:
+        """Return the states of each parameter, sharded like it."""
+        saved = []
+        for param, shard in zip(self.params, self._shards, strict=True):
+            states = self.optimizer.state.get(shard, {})
+            is_like = {
+                name: isinstance(state, torch.Tensor)
+                and state.shape == shard.shape
+                and (state.ndim > 0 or name != "step")
+                for name, state in states.items()
+            }
+            saved.append(
+                {
+                    name: param.as_sharded(state) if is_like[name] else state
+                    for name, state in states.items()
+                }
+            )
+        return saved
+
+    def load(self, loaded: Sequence[States]) -> None:
+        """Take states as :meth:`save` returns them."""
+        self.optimizer.state.clear()
+        for param, shard, states in zip(self.params, self._shards, loaded, strict=True):
+            if states:
+                self.optimizer.state[shard] = {
+                    name: param.local_of(state) if param.is_like(name, state) else state
+                    for name, state in states.items()
+                }
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the owner of a block tells the other ranks about a state of it.
+
+    Attributes:
+        shape: Its shape; ``None`` for what is no tensor, or a scalar one.
+        dtype: Its dtype.
+        value: What is no tensor, or a scalar on the CPU.
+        is_on_host: Whether a scalar is on the CPU.
+        refused: The type of what cannot be saved in shards.
+    """
+
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    value: Any = None
+    is_on_host: bool = True
+    refused: str | None = None
+
+    @staticmethod
+    def of(state: Any) -> Told:
+        """Describe a state."""
+        if isinstance(state, torch.Tensor):
+            if state.ndim:
+                return Told(tuple(state.shape), state.dtype)
+            return Told(value=state.cpu().clone(), is_on_host=state.device.type == "cpu")
+        if state is None or isinstance(state, (bool, int, float, str)):
+            return Told(value=state)
+        return Told(refused=type(state).__name__)
+
+
+class OwnedBucket:
+    """Blocks whose gradients travel to their owners in one message.
+
+    Attributes:
+        ranks: Over which they lie.
+        params: Those of the rule, to which blocks refer.
+        optimizer: The stock optimizer of the blocks that this rank owns.
+    """
+
+    def __init__(
+        self, params: Sequence[Param], blocks: Sequence[Block], ranks: Ranks, factory: Factory
+    ) -> None:
+        self.params, self.ranks = params, ranks
+        self._routes = [route_of(block, ranks.rank) for block in blocks]
+        self._owned = {
+            index: stand_in(params[route.block.param].tensor, route.block.box, ranks.device)
+            for index, route in enumerate(self._routes)
+            if route.is_owner
+        }
+        self._strides = {
+            index: _strides(params[self._routes[index].block.param].tensor, self._routes[index])
+            for index in self._owned
+        }
+        self.optimizer = factory([{"params": list(self._owned.values())}])
+        self._values: list[tuple[int, Move]] = []
+        self._pending: Pending | None = None
+
+    # A step: launch, compute, finish; the next bucket is launched in between ------------------
+
+    def launch(self) -> None:
+        """Begin to make values and gradients whole at their owners; see ``launch_to_owners``."""
+        self._values, grads = [], []
+        local_grads = {
+            place: self.params[place].local_grad()
+            for place in dict.fromkeys(route.block.param for route in self._routes)
+        }
+        for index, route in enumerate(self._routes):
+            grad = local_grads[route.block.param]
+            if grad is None:
+                continue
+            self._values.append((index, self._move(index, self.params[route.block.param].local())))
+            grads.append(self._move(index, grad))
+        self._pending = launch_to_owners(self.ranks, [m for _, m in self._values] + grads)
+        for (index, value), grad_move in zip(self._values, grads, strict=True):
+            if value.whole is not None and grad_move.whole is not None:
+                self._owned[index].data = value.whole
+                _set_grad(self._owned[index], grad_move.whole)
+
+    def compute(self) -> None:
+        """Step the blocks that this rank owns, and begin to send them back."""
+        self._wait()
+        if self._values:
+            self.optimizer.step()
+        for tensor in self._owned.values():
+            tensor.grad = None
+        back = [replace(move, whole=self._owned.get(index)) for index, move in self._values]
+        self._pending = launch_to_shards(self.ranks, back)
+
+    def finish(self) -> None:
+        """Have the updated rows in the local shards, and let go of the blocks."""
+        self._wait()
+        for index, move in self._values:
+            if move.whole is not None:
+                block, param = move.route.block, self.params[move.route.block.param]
+                self._owned[index].data = stand_in(param.tensor, block.box, self.ranks.device)
+        self._values = []
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        _wait(pending)
+
+    def _move(self, index: int, local: torch.Tensor) -> Move:
+        """Return how a tensor that lies like the parameter travels."""
+        route = self._routes[index]
+        if not route.is_owner:
+            return Move(route, local, None)
+        box, held, locally = route.block.box, route.held, route.held_locally
+        is_here = held is not None and held.numel == box.numel
+        if is_here and locally is not None and local.device == self.ranks.device:
+            return Move(route, local, _matrix(part_of(local, locally)))
+        shape, strides = route.block.shape, self._strides[index]
+        block = torch.empty_strided(shape, strides, dtype=local.dtype, device=self.ranks.device)
+        return Move(route, local, block)
+
+    # States -----------------------------------------------------------------------------------
+
+    def tell(self) -> dict[int, dict[str, Told]]:
+        """Return what this rank has to tell the others of the states of its blocks."""
+        return {
+            index: {name: Told.of(state) for name, state in self.optimizer.state[tensor].items()}
+            for index, tensor in self._owned.items()
+            if tensor in self.optimizer.state
+        }
+
+    def unlike(self, told: dict[int, dict[str, Told]]) -> set[tuple[int, str]]:
+        """Return the states of parameters that have another shape than a block, by name."""
+        return {
+            (self._routes[index].block.param, name)
+            for index, facts in told.items()
+            for name, fact in facts.items()
+            if fact.shape != self._routes[index].block.shape
+        }
+
+    def save(
+        self,
+        told: dict[int, dict[str, Told]],
+        unlike: set[tuple[int, str]],
+        saved: Sequence[States],
+    ) -> None:
+        """Add the states of the blocks to those of their parameters; see ``launch_to_shards``.
+
+        Args:
+            told: What all owners tell.
+            unlike: See the method, of all buckets of the rule.
+            saved: The states of each parameter of the rule, whose blocks may be in many buckets.
+        """
+        moves: list[Move] = []
+        for index in sorted(told):
+            block = self._routes[index].block
+            param, states = self.params[block.param], saved[block.param]
+            for name, fact in sorted(told[index].items()):
+                if fact.refused is not None:
+                    raise ShardError(
+                        f"Expected states of '{param.name}' that are tensors or numbers, got "
+                        f"'{name}', a {fact.refused}, which cannot be saved in shards"
+                    )
+                if fact.shape is None:
+                    states[f"{name}[{block.number}]"] = _value(fact, self.ranks.device)
+                    continue
+                state, is_like = self._state(index, name), (block.param, name) not in unlike
+                key = name if is_like else f"{name}[{block.number}]"
+                if key not in states:
+                    states[key] = self._new_state(param, fact, is_like)
+                route = self._routes[index] if is_like else self._own_route(index, fact.shape)
+                moves.append(Move(route, _local(states[key]), state))
+        _wait(launch_to_shards(self.ranks, moves))
+
+    def load(self, loaded: Sequence[States]) -> None:
+        """Take states as :meth:`save` returns them; see ``launch_to_owners``.
+
+        Args:
+            loaded: Of each parameter of the rule.
+        """
+        self.optimizer.state.clear()
+        moves = []
+        for index, route in enumerate(self._routes):
+            param, states = self.params[route.block.param], loaded[route.block.param]
+            found: States = {}
+            for key, state in sorted(states.items()):
+                name, number = _name_and_number(key)
+                if number not in (None, route.block.number):
+                    continue
+                if number is None and param.is_like(name, state):
+                    move = self._move(index, param.local_of(state).clone())
+                elif isinstance(state, torch.Tensor) and state.ndim:
+                    move = self._move_of_own_shape(index, state)
+                else:
+                    found[name] = state.clone() if isinstance(state, torch.Tensor) else state
+                    continue
+                found[name] = move.whole
+                moves.append(move)
+            if route.is_owner and states:
+                self.optimizer.state[self._owned[index]] = found
+        _wait(launch_to_owners(self.ranks, moves))
+
+    def _new_state(self, param: Param, fact: Told, is_like: bool) -> torch.Tensor:
+        """Return what the ranks are about to have of a state, sharded like the parameter."""
+        if is_like:
+            return param.as_sharded(torch.empty_like(param.local(), dtype=fact.dtype))
+        assert fact.shape is not None
+        sizes = param.spread(fact.shape).boxes[self.ranks.rank].sizes
+        local = torch.empty(sizes, dtype=fact.dtype, device=param.local().device)
+        return param.as_sharded(local, fact.shape)
+
+    def _move_of_own_shape(self, index: int, state: torch.Tensor) -> Move:
+        route, block = self._own_route(index, state.shape), None
+        if route.is_owner:
+            block = torch.empty(state.shape, dtype=state.dtype, device=self.ranks.device)
+        if not isinstance(state, DTensor):
+            return Move(route, part_of(state, route.block.spread.boxes[self.ranks.rank]), block)
+        return Move(route, _local(state), block)
+
+    def _state(self, index: int, name: str) -> torch.Tensor | None:
+        owned = self._owned.get(index)
+        return None if owned is None else self.optimizer.state[owned][name]
+
+    def _own_route(self, index: int, shape: Sequence[int]) -> Route:
+        """Return how a state of another shape than its block's travels: a tensor of its own."""
+        block = self._routes[index].block
+        spread = self.params[block.param].spread(shape)
+        return route_of(replace(block, box=whole(shape), spread=spread), self.ranks.rank)
+
+
+def _wait(pending: Pending | None) -> None:
+    if pending is not None:
+        pending.wait()
+
+
+def stand_in(param: torch.Tensor, box: Box, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the shape of a block, of NaN and without memory of its own."""
+    nan = torch.full((), torch.nan, dtype=param.dtype, device=device)
+    return nan.expand(box.sizes[-2:])
+
+
+def _matrix(part: torch.Tensor) -> torch.Tensor:
+    """View a part of a stack that is one matrix as a matrix."""
+    return part[(0,) * max(0, part.ndim - 2)]
+
+
+def _strides(param: torch.Tensor, route: Route) -> tuple[int, ...]:
+    """Return the strides of a block by itself, in the order of those of the parameter."""
+    meta = torch.empty_strided(param.shape, param.stride(), device="meta")
+    return torch.empty_like(_matrix(part_of(meta, route.block.box))).stride()
+
+
+def _set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    if grad is not None and grad.dtype != tensor.dtype:
+        tensor.grad_dtype = None
+    tensor.grad = grad
+
+
+def _name_and_number(key: str) -> tuple[str, int | None]:
+    """Tell which state is saved as ``key``, and of which block if it is of one alone."""
+    found = re.fullmatch(r"(.*)\[(\d+)\]", key)
+    return (key, None) if found is None else (found[1], int(found[2]))
+
+
+def joined(states: States) -> States:
+    """Give a value that is the same for all blocks of a parameter its plain name."""
+    found: States = {}
+    for key, state in states.items():
+        name, number = _name_and_number(key)
+        is_value = not isinstance(state, torch.Tensor) or not state.ndim
+        if number is None or not is_value:
+            found[key] = state
+            continue
+        others = [other for k, other in states.items() if _name_and_number(k)[0] == name]
+        found[name if all(other == state for other in others) else key] = state
+    return found
+
+
+def _value(fact: Told, device: torch.device) -> Any:
+    if isinstance(fact.value, torch.Tensor) and not fact.is_on_host:
+        return fact.value.to(device)
+    return fact.value

@@ -1,0 +1,220 @@
+"""Whole matrices on sharded parameters, bit by bit as by stock optimizers on unsharded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from nets import Net, own_input, two_nets
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from training.cases import reproducible
+
+from composable_shard.optim import Owned, Sharded, with_layout
+from composable_shard.testing import run_ranks
+from optim.whole import (
+    Oracle,
+    Params,
+    Spec,
+    adamw,
+    assert_equal,
+    assert_states_equal,
+    local,
+    momentum,
+    muon,
+    optimizer_of,
+    set_gradients,
+    sharded,
+)
+
+SPECS = [
+    Spec((8, 6)),
+    Spec((5, 7)),
+    Spec((7, 3), dim=1),
+    Spec((1, 9)),
+    Spec((12, 4), (4, 4, 4)),
+    Spec((3, 5), "sharded"),
+    Spec((4, 6, 5)),
+    Spec((3, 6, 5), (2, 4)),
+    Spec((2, 6, 5), dim=1),
+    Spec((6,), "sharded"),
+    Spec((6, 8)),
+]
+EXTENTS = [(1,), (2,), (3,), (4,), (2, 2), (2, 1), (1, 3)]
+
+
+def num_ranks_of(extents: Sequence[int]) -> int:
+    return torch.Size(extents).numel()
+
+
+# Bits ----------------------------------------------------------------------------------------
+
+
+def train(
+    specs: Sequence[Spec],
+    extents: Sequence[int],
+    all_bucket_nbytes: Sequence[int],
+    stock: Any = muon,
+) -> None:
+    for bucket_nbytes in all_bucket_nbytes:
+        model, oracle = sharded(specs, extents), Oracle(specs, stock)
+        optimizer = optimizer_of(model, specs, stock, bucket_nbytes=bucket_nbytes)
+        for step in range(3):
+            without = [step] if step < len(specs) else []
+            set_gradients(model, step, without)
+            oracle.set_gradients(step, without)
+            optimizer.step()
+            oracle.step()
+            assert_equal(model, oracle)
+        assert_states_equal(get_optimizer_state_dict(model, optimizer)["state"], oracle)
+
+
+@pytest.mark.parametrize("extents", EXTENTS)
+def test_bits_of_the_unsharded_optimizer(extents: tuple[int, ...]) -> None:
+    run_ranks(train, num_ranks_of(extents), SPECS, extents, [1, 300, 2**26])
+
+
+sizes = st.integers(1, 9)
+matrices = st.builds(Spec, st.tuples(sizes, sizes), dim=st.integers(0, 1))
+stacks = st.builds(Spec, st.tuples(st.integers(1, 4), sizes, sizes), dim=st.integers(0, 2))
+rest = st.builds(Spec, st.tuples(sizes, sizes), st.just("sharded"), dim=st.integers(0, 1))
+
+
+@st.composite
+def split_ones(draw: st.DrawFn) -> Spec:
+    split = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    shape = (sum(split), draw(sizes))
+    if draw(st.booleans()):
+        shape = (draw(st.integers(1, 3)), *shape)
+    return Spec(shape, split, dim=draw(st.integers(0, len(shape) - 1)))
+
+
+spec_lists = st.lists(st.one_of(matrices, stacks, rest, split_ones()), min_size=1, max_size=6)
+
+
+@reproducible(16)
+@given(spec_lists, st.sampled_from(EXTENTS), st.sampled_from([1, 200, 2**26]), st.booleans())
+def test_generated_parameters(
+    specs: list[Spec], extents: tuple[int, ...], bucket_nbytes: int, is_muon: bool
+) -> None:
+    stock = muon if is_muon else momentum
+    run_ranks(train, num_ranks_of(extents), specs, extents, [bucket_nbytes], stock)
+
+
+# Training ------------------------------------------------------------------------------------
+
+
+def is_matrix(name: str, param: torch.Tensor) -> bool:
+    return param.ndim == 2
+
+
+def new_optimizer(model: Net) -> torch.optim.Optimizer:
+    return with_layout(model, {is_matrix: Owned(muon), "*": Sharded(adamw)})
+
+
+def train_nets(clip: bool, accumulate: int) -> None:
+    reference, model = two_nets()
+    optimizer = new_optimizer(model)
+    params = list(reference.parameters())
+    stock = [muon([p for p in params if p.ndim == 2]), adamw([p for p in params if p.ndim != 2])]
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (optimizer, *stock)]
+    for step in range(3):
+        for one in (reference, model):
+            for micro in range(accumulate):
+                is_last = micro == accumulate - 1
+                if one is model:
+                    model.set_requires_gradient_sync(is_last)
+                one(own_input(step * accumulate + micro)).square().sum().backward()
+        for param, other in zip(model.parameters(), params, strict=True):
+            assert isinstance(param.grad, DTensor)
+            other.grad = param.grad.full_tensor()  # to the bit, whatever the order of sums
+        if clip:
+            model.clip_grad_norm_(0.5)
+            for param, other in zip(model.parameters(), params, strict=True):
+                other.grad = param.grad.full_tensor()
+        for one in (optimizer, *stock):
+            one.step()
+            one.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        for param, other in zip(model.parameters(), params, strict=True):
+            assert param.grad is None
+            assert torch.equal(param.full_tensor(), other)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05 / 8, 0.01 / 8]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_training_with_schedules_clipping_and_accumulation(num_ranks: int) -> None:
+    run_ranks(train_nets, num_ranks, True, 2)
+
+
+def step_unsynced() -> None:
+    """Step on gradients that are still to be reduced: they count as what they stand for."""
+    specs = [Spec((6, 5)), Spec((4, 3), "sharded")]
+    model, synced = sharded(specs), sharded(specs)
+    for one in (model, synced):
+        one.set_requires_gradient_sync(one is synced)
+        sum((param**2).sum() for param in [one()]).backward()
+        optimizer_of(one, specs).step()
+    for param, other in zip(model.parameters(), synced.parameters(), strict=True):
+        torch.testing.assert_close(local(param), local(other))
+
+
+def test_gradients_accumulated_without_sync() -> None:
+    run_ranks(step_unsynced, 2)
+
+
+# Checkpoints ---------------------------------------------------------------------------------
+
+
+def states(model: Params, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def go_on(
+    folder: Path, specs: Sequence[Spec], extents: Sequence[int], first: int, last: int, stock: Any
+) -> None:
+    """Load what there is after ``first`` steps, train on, and save."""
+    model, oracle = sharded(specs, extents, seed=0 if first == 0 else 5), Oracle(specs, stock)
+    optimizer = optimizer_of(model, specs, stock, bucket_nbytes=300)
+    if first:
+        read = states(model, optimizer)
+        dcp.load(read, checkpoint_id=folder / str(first))
+        set_model_state_dict(model, read["model"])
+        set_optimizer_state_dict(model, optimizer, read["optimizer"])
+    for step in range(last):
+        oracle.set_gradients(step)
+        oracle.step()
+        if step >= first:
+            set_gradients(model, step)
+            optimizer.step()
+    assert_equal(model, oracle)
+    saved = states(model, optimizer)
+    assert_states_equal(saved["optimizer"]["state"], oracle)
+    for name, param in model.named_parameters():
+        for state in saved["optimizer"]["state"][name].values():
+            if state.ndim and state.shape == param.shape:
+                assert state.placements == param.placements
+    dcp.save(saved, checkpoint_id=folder / str(last))
+
+
+def test_checkpoints_go_on_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    route = [(2,), (4,), (1,), (2, 2), (3,)]
+    for step, extents in enumerate(route):
+        run_ranks(
+            go_on, num_ranks_of(extents), tmp_path, SPECS, extents, 2 * step, 2 * step + 2, muon
+        )

@@ -1,0 +1,163 @@
+"""Parameters of any shapes on any mesh, stepped by ``with_layout`` beside stock optimizers.
+
+The oracle has each block as a plain parameter of its own. Gradients are drawn whole and cut, so
+that both have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from composable_shard import fully_shard
+from composable_shard.optim import Owned, Rows, Sharded, with_layout
+from composable_shard.optim.blocks import blocks_of
+from composable_shard.optim.exchange import part_of
+
+muon = partial(torch.optim.Muon, lr=0.05)
+adamw = partial(torch.optim.AdamW, lr=0.01)
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parameter.
+
+    Attributes:
+        shape: Its shape.
+        layout: "owned", "sharded", or the rows of each block.
+        dim: The dim to shard.
+    """
+
+    shape: tuple[int, ...]
+    layout: str | tuple[int, ...] = "owned"
+    dim: int = 0
+
+    def layout_of(self, stock: Any = muon) -> Owned | Sharded:
+        if self.layout == "sharded":
+            return Sharded(adamw)
+        return Owned(stock) if self.layout == "owned" else Rows(stock, tuple(self.layout))
+
+
+class Params(nn.Module):
+    """Parameters by themselves."""
+
+    def __init__(self, specs: Sequence[Spec], seed: int = 0) -> None:
+        super().__init__()
+        for index, spec in enumerate(specs):
+            self.register_parameter(f"p{index}", nn.Parameter(drawn(spec.shape, seed, index)))
+
+    def forward(self) -> torch.Tensor:
+        return sum(param.sum() for param in self.parameters())
+
+
+def drawn(shape: Sequence[int], *seeds: int) -> torch.Tensor:
+    seed = sum(number * 1000**place for place, number in enumerate(seeds))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sharded(specs: Sequence[Spec], extents: Sequence[int] = (), seed: int = 0) -> Params:
+    """Return parameters on a mesh: of all ranks, unless ``extents`` says otherwise."""
+    extents = tuple(extents) or (dist.get_world_size(),)
+    names = ("replicate", "shard")[-len(extents) :]
+    mesh = init_device_mesh("cpu", extents, mesh_dim_names=names)
+    model = Params(specs, seed)
+    dims = {param: spec.dim for param, spec in zip(model.parameters(), specs, strict=True)}
+    return fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(dims[param]))
+
+
+def optimizer_of(
+    model: nn.Module, specs: Sequence[Spec], stock: Any = muon, **options: int
+) -> Optimizer:
+    names: dict[Any, set[str]] = {}
+    for index, spec in enumerate(specs):
+        names.setdefault(spec.layout_of(stock), set()).add(f"p{index}")
+    layouts = {partial(is_among, some): layout for layout, some in names.items()}
+    return with_layout(model, layouts, **options)
+
+
+def is_among(names: set[str], name: str, param: torch.Tensor) -> bool:
+    return name in names
+
+
+def laid_out(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return full
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def set_gradients(model: Params, step: int, without: Sequence[int] = ()) -> None:
+    for index, param in enumerate(model.parameters()):
+        grad = drawn(param.shape, step + 1, index)
+        param.grad = None if index in without else laid_out(grad, param)
+
+
+class Oracle:
+    """The blocks of all parameters as plain parameters of stock optimizers."""
+
+    def __init__(self, specs: Sequence[Spec], stock: Any = muon) -> None:
+        self.specs = specs
+        model = Params(specs)
+        self.blocks: list[list[nn.Parameter]] = []
+        self.optimizers: list[Optimizer] = []
+        self.fulls = [param.detach().clone() for param in model.parameters()]
+        for spec, full in zip(specs, self.fulls, strict=True):
+            parts = [nn.Parameter(self.cut(full, box).clone()) for box in self.boxes(spec)]
+            self.blocks.append(parts)
+            self.optimizers.append(spec.layout_of(stock).optimizer([{"params": parts}]))
+
+    def boxes(self, spec: Spec) -> list[Any]:
+        split = spec.layout if isinstance(spec.layout, tuple) else None
+        return blocks_of(spec.shape, split)
+
+    def cut(self, full: torch.Tensor, box: Any) -> torch.Tensor:
+        part = part_of(full, box)
+        return part[(0,) * max(0, part.ndim - 2)]
+
+    def set_gradients(self, step: int, without: Sequence[int] = ()) -> None:
+        for index, (spec, parts) in enumerate(zip(self.specs, self.blocks, strict=True)):
+            grad = drawn(spec.shape, step + 1, index)
+            for box, part in zip(self.boxes(spec), parts, strict=True):
+                part.grad = None if index in without else self.cut(grad, box).clone()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def full(self, index: int, state: str | None = None) -> torch.Tensor:
+        """Return a parameter, or a state of it, as a whole."""
+        full, spec = torch.empty(self.specs[index].shape), self.specs[index]
+        for box, part in zip(self.boxes(spec), self.blocks[index], strict=True):
+            value = part if state is None else self.optimizers[index].state[part][state]
+            self.cut(full, box).copy_(value.detach())
+        return full
+
+
+def assert_equal(model: Params, oracle: Oracle) -> None:
+    """Assert that this rank holds the bits of the oracle: all ranks together compare everything."""
+    for index, param in enumerate(model.parameters()):
+        expected = laid_out(oracle.full(index), param)
+        assert torch.equal(local(param), local(expected)), f"p{index}"
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def assert_states_equal(states: Mapping[str, Any], oracle: Oracle) -> None:
+    for name, state in states.items():
+        for key, value in state.items():
+            index = int(name.removeprefix("p"))
+            if value.ndim == 0:
+                continue
+            expected = laid_out(oracle.full(index, key), value)
+            assert torch.equal(local(value), local(expected)), f"{key} of {name}"
