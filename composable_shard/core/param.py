@@ -227,7 +227,8 @@ class ShardedParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the sharded form alone, which keeps no ``grad_dtype`` by itself."""
-        left_out = ("local", "unsharded", "attributes", "accumulator", "parts", "_dict", "_specs")
+        left_out = {"local", "place", "unsharded", "attributes", "accumulator", "parts"}
+        left_out |= {"_dict", "_specs"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "grad_dtype": self.sharded.grad_dtype}
 
@@ -235,6 +236,7 @@ class ShardedParam:
         grad_dtype = state.pop("grad_dtype")
         self.__dict__.update(state)
         self._specs, self._is_watched, self.is_unsynced = {}, False, False
+        self.place = None
         self.forget_unsharded()
         if not self.sharded.is_leaf:  # torch loads a DTensor on the meta device as a view
             local = _torch.local_tensor(self.sharded).detach()
