@@ -18,9 +18,8 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from composable_shard._torch.dtensors import leaves, local_tensor
+from composable_shard._torch.dtensors import leaves, local_part
 
 POISON_VARIABLE = "COMPOSABLE_SHARD_POISON_MEMORY"
 POISON_OF_FLOATS = 0xFF
@@ -101,8 +100,7 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that was made elsewhere, and whose values mean nothing yet."""
     if _poison is not None:
         _poison.sweep()
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        for leaf in leaves(local):
+        for leaf in leaves(local_part(tensor)):
             fill(leaf.untyped_storage(), leaf.dtype)
             _poison.watch(leaf)
     return tensor

@@ -199,7 +199,7 @@ class ShardedParam:
         self.policy = policy
         self.offload = offload
         self.placement = plan_placement(name, original, dim, mesh)
-        self.form = plan_dense(_model_local(original), dim, mesh.num_shards)
+        self.form = plan_dense(_torch.local_part(original), dim, mesh.num_shards)
         keeps_strides = self.form.order is not None or isinstance(original, DTensor)
         shape, stride = original.shape, original.stride() if keeps_strides else None
         if stride is None:
@@ -312,7 +312,7 @@ class ShardedParam:
     def unsharded_local(self) -> torch.Tensor:
         """Return what this rank holds of the unsharded parameter."""
         assert self.unsharded is not None
-        return _model_local(self.unsharded)
+        return _torch.local_part(self.unsharded)
 
     def remember_grad_dtype(self) -> torch.dtype | None:
         """Return the dtype that the user asked of this parameter's gradients, if any."""
@@ -437,7 +437,3 @@ class ShardedParam:
 
     def __repr__(self) -> str:
         return f"ShardedParam({self.name}, shape={tuple(self.shape)}, {self.placement.sharded})"
-
-
-def _model_local(original: torch.Tensor) -> torch.Tensor:
-    return _torch.local_tensor(original) if isinstance(original, DTensor) else original

@@ -48,6 +48,9 @@ class Move:
     whole: torch.Tensor | None
 
 
+_MOVING = "moving blocks of parameters between their owners and shards"
+
+
 class Pending:
     """An exchange that has been launched.
 
@@ -67,14 +70,14 @@ class Pending:
         empty = torch.empty(0, dtype=torch.uint8, device=ranks.device)
         self._sent = torch.cat(sent) if sent else empty
         self._received = empty.new_empty(sum(self._counts))
-        with watched(self._group, "moving blocks of parameters between their owners and shards"):
+        with watched(self._group, _MOVING):
             self._work = dist.all_to_all_single(
                 self._received, self._sent, self._counts, counts, ranks.group, async_op=True
             )
 
     def wait(self) -> None:
         """Write what has arrived where it belongs."""
-        with watched(self._group, "moving blocks of parameters between their owners and shards"):
+        with watched(self._group, _MOVING):
             if self._work is not None:
                 self._work.wait()
         targets = [tensor for tensors in self._into for tensor in tensors]
@@ -91,8 +94,7 @@ def launch_to_owners(ranks: Ranks, moves: Sequence[Move]) -> Pending | None:
 
     Collective: one all-to-all over the ranks, if anything is to be sent by any of them.
     """
-    out: list[list[torch.Tensor]] = [[] for _ in range(ranks.count)]
-    into: list[list[torch.Tensor]] = [[] for _ in range(ranks.count)]
+    out, into = _for_each_rank(ranks), _for_each_rank(ranks)
     for move in moves:
         route = move.route
         if route.held is not None and route.held_locally is not None and route.is_source:
@@ -112,8 +114,7 @@ def launch_to_shards(ranks: Ranks, moves: Sequence[Move]) -> Pending | None:
 
     Collective: one all-to-all over the ranks, if anything is to be sent by any of them.
     """
-    out: list[list[torch.Tensor]] = [[] for _ in range(ranks.count)]
-    into: list[list[torch.Tensor]] = [[] for _ in range(ranks.count)]
+    out, into = _for_each_rank(ranks), _for_each_rank(ranks)
     for move in moves:
         route = move.route
         if route.held is not None and route.held_locally is not None:
@@ -126,6 +127,10 @@ def launch_to_shards(ranks: Ranks, moves: Sequence[Move]) -> Pending | None:
             out[peer].append(_part_of_block(move, part))
     is_needed = any(move.route.is_returned for move in moves)
     return Pending(ranks, out, into) if is_needed else None
+
+
+def _for_each_rank(ranks: Ranks) -> list[list[torch.Tensor]]:
+    return [[] for _ in range(ranks.count)]
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -184,12 +184,11 @@ class _Member:
     def shown(self, flat_state: torch.Tensor) -> torch.Tensor:
         """Return its part of a state of its buffer, [numel], as users see it."""
         own = _torch.with_own_storage(flat_state[self.start : self.end].view(self.local.shape))
-        spec = _torch.spec_with_dtype(_torch.spec_of(self.param), own.dtype)
-        return _torch.from_local(own, spec)
+        return _torch.local_like(self.param, own)
 
 
 def _member(param: torch.Tensor, index: int, group: dict[str, Any]) -> _Member:
-    local = _local(param)
+    local = _torch.local_part(param)
     owner = owner_of_sharded(param) if isinstance(param, nn.Parameter) else None
     is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
     if not is_plain or not isinstance(param, DTensor) or _is_partial(param):
@@ -214,10 +213,6 @@ def _rounds_alike(local: torch.Tensor, group: dict[str, Any]) -> bool:
 
 def _is_partial(param: DTensor) -> bool:
     return any(placement.is_partial() for placement in param.placements)
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return _torch.local_tensor(param) if isinstance(param, DTensor) else param
 
 
 class _Run:
@@ -436,8 +431,9 @@ class _Steps:
                 if not _is_shown(value):
                     member.scalars[name] = value
                     continue
-                into = self._buffer(member, name, _local(value).dtype)
-                into[member.start : member.end].view(member.local.shape).copy_(_local(value))
+                local = _torch.local_tensor(value)
+                into = self._buffer(member, name, local.dtype)
+                into[member.start : member.end].view(member.local.shape).copy_(local)
                 state[name] = member.shown(into)
                 member.names.add(name)
             key = tuple((name, _number(value)) for name, value in sorted(member.scalars.items()))
@@ -508,7 +504,7 @@ def _goes_flat(member: _Member, grad: torch.Tensor) -> bool:
     """Tell whether a gradient is one of a member that is stepped as a part of a buffer."""
     if member.buffer is None or not isinstance(grad, DTensor):
         return False
-    local, param = _local(grad), member.param
+    local, param = _torch.local_part(grad), member.param
     assert isinstance(param, DTensor)
     return (
         type(local) is torch.Tensor

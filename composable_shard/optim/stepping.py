@@ -78,8 +78,7 @@ class Param:
         if not isinstance(self.tensor, DTensor):
             return local
         if shape is None:
-            spec = _torch.spec_with_dtype(_torch.spec_of(self.tensor), local.dtype)
-            return _torch.from_local(local, spec)
+            return _torch.local_like(self.tensor, local)
         placements = tuple(Shard(0) if isinstance(p, Shard) else p for p in self.placements)
         meta = torch.empty(torch.Size(shape), device="meta")
         tensor_meta = _torch.TensorMeta(meta.shape, meta.stride(), local.dtype)
@@ -94,13 +93,16 @@ class Param:
 
     def is_like(self, name: str, state: Any) -> bool:
         """Tell whether a state has an element for each of the parameter's: no count of steps."""
-        is_tensor = isinstance(state, torch.Tensor) and state.shape == self.tensor.shape
-        return is_tensor and (state.ndim > 0 or name != "step")
+        return _is_like(name, state, self.tensor)
+
+
+def _is_like(name: str, state: Any, tensor: torch.Tensor) -> bool:
+    is_alike = isinstance(state, torch.Tensor) and state.shape == tensor.shape
+    return is_alike and (state.ndim > 0 or name != "step")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+    return _torch.local_part(tensor).detach()
 
 
 class LocalShards:
@@ -127,15 +129,9 @@ class LocalShards:
         saved = []
         for param, shard in zip(self.params, self._shards, strict=True):
             states = self.optimizer.state.get(shard, {})
-            is_like = {
-                name: isinstance(state, torch.Tensor)
-                and state.shape == shard.shape
-                and (state.ndim > 0 or name != "step")
-                for name, state in states.items()
-            }
             saved.append(
                 {
-                    name: param.as_sharded(state) if is_like[name] else state
+                    name: param.as_sharded(state) if _is_like(name, state, shard) else state
                     for name, state in states.items()
                 }
             )

@@ -17,7 +17,7 @@ for memory is that of ``torch.cuda.caching_allocator``, "Stream semantics of mem
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -156,9 +156,6 @@ class Memory:
         self._begins: list[int] = []
         self._blocks: list[Block] = []
         self._freed: dict[str, list[Block]] = {}  # by the stream that may allocate them next
-
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks)
 
     def find(self, address: int) -> Block | None:
         """Return the block that has a byte, if it is known."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from composable_shard import _torch
 from composable_shard.core.param import sharded_form
 from composable_shard.errors import ShardError
-from composable_shard.train.gradients import alike, check_scalable, local_part, pending
+from composable_shard.train.gradients import alike, check_scalable, pending
 
 # The norm of gradients that lie on any mix of meshes, and scaling them by it ----------------------
 
@@ -65,7 +65,7 @@ def scale_grads(
     grads: Sequence[torch.Tensor], coefficient: torch.Tensor, one_by_one: bool = False
 ) -> None:
     """Multiply gradients in place by a scalar tensor, without waiting for the device."""
-    for (device, _, kind), locals_ in alike([local_part(grad) for grad in grads]).items():
+    for (device, _, kind), locals_ in alike(list(map(_torch.local_part, grads))).items():
         own = coefficient.to(device)
         if kind is torch.Tensor and not one_by_one:
             _torch.multiply_all_(locals_, own)
@@ -138,7 +138,7 @@ class _Norms:
 
     def _local_norms(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Take the norm of each local part; of one without elements, what changes no norm."""
-        locals_ = [local_part(grad) for grad in grads]
+        locals_ = list(map(_torch.local_part, grads))
         norms: dict[int, torch.Tensor] = {}
         for some in alike([local for local in locals_ if local.numel()]).values():
             norms.update(zip(map(id, some), self._norms_of(some), strict=True))

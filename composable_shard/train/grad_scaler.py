@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.nested import map_tensors
-from composable_shard.train.gradients import alike, check_scalable, local_part, pending
+from composable_shard.train.gradients import alike, check_scalable, pending
 
 
 class ShardedGradScaler(_torch.GradScalerBase):
@@ -229,7 +229,7 @@ def _unscale_plain(
 
 def _local(param: torch.Tensor) -> torch.Tensor:
     """Return what of a gradient this rank multiplies: real numbers without structure."""
-    grad = local_part(cast(torch.Tensor, param.grad))
+    grad = _torch.local_part(cast(torch.Tensor, param.grad))
     if grad.is_sparse:
         if grad.dtype is torch.float16 and not grad.is_coalesced():
             # What overflows when duplicates are added would do so in the optimizer, unnoticed.

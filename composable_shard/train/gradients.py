@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from composable_shard import _torch
-
 _LINEAR = ("sum", "avg", "max", "min")
 """What a pending reduction may be for its parts to be scaled in place of its result."""
 
@@ -29,11 +27,6 @@ def check_scalable(grads: Iterable[torch.Tensor], doing: str) -> None:
                     f"Expected gradients that are pending as one of {_LINEAR}, got {placement}; "
                     f"redistribute them before {doing}"
                 )
-
-
-def local_part(grad: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a gradient."""
-    return _torch.local_tensor(grad) if isinstance(grad, DTensor) else grad
 
 
 def alike(

@@ -197,12 +197,17 @@ def test_the_placements_of_a_gradient_tell_how_far_it_has_come() -> None:
     assert run_ranks(placements_on_the_way, 4) == [expected] * 4
 
 
-def events(all_reduces: bool) -> list[tuple[str, str]]:
+def two_groups() -> Any:
+    """Two layers, each on one shard and two replicas."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     mesh = hybrid_mesh((2, 1))
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def events(all_reduces: bool) -> list[tuple[str, str]]:
+    model = two_groups()
     model.set_requires_all_reduce(all_reduces)
     model(torch.ones(2, 4)).sum().backward()
     with record_events(
@@ -230,11 +235,7 @@ def test_the_all_reduce_of_a_group_overlaps_the_backward_of_the_next() -> None:
 
 def events_before_accumulating() -> list[tuple[str, str]]:
     """Leave two reductions in flight; then accumulate in the group that finishes first."""
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mesh = hybrid_mesh((2, 1))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = two_groups()
     model.set_reduce_scatter_max_input_buffers(2)
     model.set_is_last_backward(False)
     model(torch.ones(2, 4)).sum().backward()
@@ -255,11 +256,7 @@ def test_what_is_in_flight_goes_on_before_a_group_accumulates() -> None:
 
 
 def events_of_three_backwards() -> list[tuple[str, str]]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mesh = hybrid_mesh((2, 1))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = two_groups()
     with record_events(model, "wait_for_all_reduce") as recorded:
         for step in range(3):
             model.set_is_last_backward(step == 2)

@@ -93,14 +93,6 @@ def release_at_launch(self: reduction.MeshGradients, scattering: Pending, parts:
 real_all_reduce = reduction.MeshGradients._all_reduce_behind
 
 
-def do_not_wait_for_compute(self: Stream, other: Stream) -> None:
-    """Leave out waits for whole streams; those for events stay."""
-
-
-def forget_dropped(self: Pending) -> None:
-    forget_works(self)
-
-
 def give_at_once(self: reduction.MeshGradients, part: Any, *, is_held: bool) -> list[Any]:
     for give in real_hand_out(self, part, is_held=is_held):
         give()
@@ -216,7 +208,7 @@ PLANTS: dict[str, Plant] = {
         ("all_gather", "does not wait for mul_ on stream"),
     ),
     "memory is freed while a gather writes it": Plant(
-        lambda: instead(Pending, "drop", forget_dropped),
+        lambda: instead(Pending, "drop", forget_works),
         "dropped",
         ("has gone back to the compute stream", "does not wait for all_gather", "writes it"),
     ),

@@ -189,15 +189,8 @@ def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
     if isinstance(value, DTensor) and value.device_mesh == mesh:
         return value.redistribute(placements=param.placements)
     value = value.full_tensor() if isinstance(value, DTensor) else value
-    spec = _torch.spec_with_dtype(_torch.spec_of(param), value.dtype)
     cut = _torch.cut(value, mesh, param.placements)
-    return _torch.from_local(cut.to(local.device, copy=True), spec)
-
-
-def local_like(param: DTensor, value: torch.Tensor) -> DTensor:
-    """Return this rank's shard of a parameter as the DTensor that it is part of."""
-    spec = _torch.spec_with_dtype(_torch.spec_of(param), value.dtype)
-    return _torch.from_local(value, spec)
+    return _torch.local_like(param, cut.to(local.device, copy=True))
 
 
 # Names ------------------------------------------------------------------------------------------
@@ -389,7 +382,7 @@ def _before_load(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *res
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 continue
             if isinstance(param, DTensor):
-                state_dict[prefix + name] = local_like(param, value)
+                state_dict[prefix + name] = _torch.local_like(param, value)
     rename_keys(state_dict, prefix, inner)
 
 
@@ -537,5 +530,5 @@ def _as_state_of(param: torch.Tensor, key: str, value: Any, is_local: bool) -> A
         return value
     if is_local and not isinstance(value, DTensor):
         is_shard = value.shape == _torch.local_tensor(param).shape
-        return local_like(param, value) if is_shard else value
+        return _torch.local_like(param, value) if is_shard else value
     return sharded_like(param, value) if value.shape == param.shape else value
