@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
 import os
 import threading
@@ -226,35 +227,36 @@ def is_in_use(group: dist.ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-def wait_for_idle_threads(seconds: float) -> None:
-    """Wait until all other threads of this process sleep.
+def wait_for_workers(seconds: float) -> None:
+    """Wait until the worker threads of gloo in this process have nothing left to do.
 
-    Hazard: a worker thread of gloo lets go of the tensors of a work when that has ended, and takes
-    the interpreter's lock for it. If the interpreter is ending by then, the process aborts. Guard:
-    this, before it ends: it gives the lock away until nobody wants it. Where the system does not
-    tell what threads do, it only gives the lock away for a moment.
+    Hazard: a worker lets go of the tensors of a work after that has ended, and takes the
+    interpreter's lock for each. If the interpreter is ending by then, the process aborts. Guard:
+    this, before it ends: it gives the lock away until no worker has run meanwhile. A worker that
+    merely sleeps may wait for the lock. Where the system does not tell what threads do, it only
+    gives the lock away for a moment. Test: ``test_workers_let_go_of_tensors_before_the_end``.
 
     Args:
-        seconds: How long to wait at most, as a thread of the user's may never sleep.
+        seconds: How long to wait at most.
     """
-    own, folder = str(threading.get_native_id()), "/proc/self/task"
-    if not os.path.isdir(folder):
-        time.sleep(0.05)
-        return
-    deadline, num_idle_looks = time.monotonic() + seconds, 0
-    while num_idle_looks < 3 and time.monotonic() < deadline:
-        time.sleep(0.002)
-        others = (thread for thread in os.listdir(folder) if thread != own)
-        is_idle = not any(_is_running(f"{folder}/{thread}/stat") for thread in others)
-        num_idle_looks = num_idle_looks + 1 if is_idle else 0
+    deadline, seen = time.monotonic() + seconds, _workers()
+    while time.monotonic() < deadline:
+        time.sleep(0.005)
+        before, seen = seen, _workers()
+        if before == seen and not any("R (running)" in status for status in seen.values()):
+            return
 
 
-def _is_running(stat: str) -> bool:
-    try:
-        with open(stat) as file:
-            return file.read().rpartition(") ")[2][:1] in ("R", "D")
-    except OSError:  # it has ended
-        return False
+def _workers() -> dict[str, str]:
+    """Return of each worker thread of gloo what it does, and how often it has slept."""
+    found = {}
+    for path in glob.glob("/proc/self/task/*/status"):
+        with contextlib.suppress(OSError), open(path) as file:  # a thread may end meanwhile
+            status = file.readlines()
+            if status[0].endswith("\tpt_gloo_runloop\n"):
+                told = [line for line in status if line.startswith(("State", "voluntary"))]
+                found[path] = "".join(told)
+    return found
 
 
 def rebind(mesh: DeviceMesh) -> None:

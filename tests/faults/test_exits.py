@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,24 +31,29 @@ rank = dist.get_rank()
 """
 
 
-HOT = """
-sys.setswitchinterval(1000)  # nobody is given the interpreter's lock that does not wait for it
-total = torch.ones(3)
-dist.barrier()
-dist.all_reduce(total, async_op=True)  # a worker has the last reference to the work
-end = time.perf_counter() + 2
-while time.perf_counter() < end:
-    pass
+LATE = """
+class Late:
+    def __del__(self, sleep=time.sleep):  # when the interpreter has begun to end
+        sleep(0.5)
+
+late, kept = Late(), dist.group.WORLD
+totals = [torch.ones(1) for _ in range(100_000)]
+sys.setswitchinterval(1000)  # nobody is given the interpreter's lock by one that does not wait
+kept.allreduce_coalesced(totals).wait()
 """
 
 
-@pytest.mark.matrix
-def test_a_worker_that_lets_go_of_tensors_while_the_interpreter_ends(
-    warm: Warm, tmp_path: Path
-) -> None:
-    """It needs the interpreter's lock for that; without, 'terminate called' and exit code -6."""
-    for code, output, errors in warm.run(tmp_path, LAST + TRAIN + HOT):
-        assert (code, output, errors) == (0, "left: False\n", "")
+@pytest.mark.brief(1)
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"], ids=["left", "destroyed"])
+def test_workers_let_go_of_tensors_before_the_end(end: str, warm: Warm, tmp_path: Path) -> None:
+    """A worker of gloo needs the lock for each; too late, 'terminate called' and exit code -6.
+
+    A process group that the user has destroyed goes on with its threads while something refers to
+    it, as a mesh or a module in a cycle does.
+    """
+    started = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    for code, output, errors in warm.run(tmp_path, started + TRAIN + LATE + end):
+        assert (code, output, errors) == (0, "", "")
 
 
 MADE = """
@@ -100,23 +106,40 @@ model(torch.ones(2, 8)).sum().backward()
     assert "CommunicationError: Rank 0 failed while " in first[2]
 
 
-def test_threads_that_run_are_waited_for() -> None:
-    """They hold no lock of the interpreter meanwhile, as a worker of gloo that ends a work."""
-    ended = []
+def work(is_done: Callable[[], bool]) -> threading.Thread:
+    """Start a thread that looks to the system like a worker of gloo, and runs without the lock."""
 
-    def work() -> None:
-        for _ in range(20):
-            zlib.compress(os.urandom(1 << 20))
-        ended.append(True)
+    def run() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+        is_named.set()
+        while not is_done():
+            zlib.compress(bytes(1 << 20))
 
-    thread = threading.Thread(target=work)
+    is_named = threading.Event()
+    thread = threading.Thread(target=run)
     thread.start()
-    _torch.wait_for_idle_threads(60)
-    assert ended == [True]
+    is_named.wait()
+    return thread
+
+
+def test_workers_that_run_are_waited_for() -> None:
+    end = time.monotonic() + 0.5
+    thread = work(lambda: time.monotonic() > end)
+    _torch.wait_for_workers(60)
+    assert time.monotonic() > end
     thread.join()
 
 
-def test_threads_that_never_sleep_are_not_waited_for_long() -> None:
+def test_workers_that_never_sleep_are_not_waited_for_long() -> None:
+    stop = threading.Event()
+    thread = work(stop.is_set)
+    _torch.wait_for_workers(0.2)
+    assert thread.is_alive()
+    stop.set()
+    thread.join()
+
+
+def test_threads_of_the_user_are_not_waited_for() -> None:
     stop = threading.Event()
 
     def spin() -> None:
@@ -125,7 +148,8 @@ def test_threads_that_never_sleep_are_not_waited_for_long() -> None:
 
     thread = threading.Thread(target=spin)
     thread.start()
-    _torch.wait_for_idle_threads(0.2)
-    assert thread.is_alive()
+    began = time.monotonic()
+    _torch.wait_for_workers(60)
+    assert time.monotonic() - began < 30
     stop.set()
     thread.join()

@@ -23,7 +23,7 @@ from composable_shard.mesh import ShardMesh
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _made = weakref.WeakKeyDictionary()
 _makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_LONGEST_EXIT = 1.0  # seconds until the interpreter ends all the same
+_LONGEST_EXIT = 30.0  # seconds until the interpreter ends all the same
 
 
 def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
@@ -64,10 +64,11 @@ def end_process_groups() -> None:
 
     Collective: none.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_available():
         return
-    _torch.wait_for_idle_threads(_LONGEST_EXIT)
-    if getattr(sys, "last_value", None) is not None:
+    # Also if the user has destroyed the group: its threads run on while anything refers to it.
+    _torch.wait_for_workers(_LONGEST_EXIT)
+    if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
     if mesh.started_process_group() is dist.group.WORLD:
         dist.destroy_process_group()
