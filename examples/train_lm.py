@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                          two ranks on the CPU, or one on each GPU
     python examples/train_lm.py --resume                 go on from the newest checkpoint
+    python examples/train_lm.py --optimizer muon         Muon steps the matrices of the blocks
     torchrun --nproc-per-node 4 examples/train_lm.py     on the ranks that torchrun starts
 
 With ``torchrun --max-restarts``, ranks that are started again after one of them died go on from the
@@ -31,10 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon, Optimizer
 
 from composable_shard import MixedPrecisionPolicy, fully_shard, trace
 from composable_shard.insight.trace import Timeline
+from composable_shard.optim import Owned, Rows, Sharded, with_layout
 from int8_gradients import send_int8_gradients
 from lm.checkpoint import Progress, RunFolder
 from lm.model import GPT
@@ -62,6 +64,25 @@ def build(options: Options, place: Place) -> GPT:
     return model
 
 
+def make_optimizer(model: GPT, options: Options) -> Optimizer:
+    """Make the optimizer: AdamW of everything, or Muon of the matrices of the blocks.
+
+    Each rank steps some of these as a whole. Queries, keys and values are matrices of their own.
+    """
+    adamw = partial(AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if options.optimizer == "adamw":
+        return adamw(model.parameters())
+    muon = partial(Muon, lr=options.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return with_layout(
+        model,
+        {
+            "blocks.*.qkv.weight": Rows(muon, split_sizes=(options.width,) * 3),
+            lambda name, weight: name.startswith("blocks.") and weight.ndim == 2: Owned(muon),
+            "*": Sharded(adamw),
+        },
+    )
+
+
 def learning_rate(step: int, options: Options) -> float:
     """Return the learning rate of a step: a line up, then half a cosine down to a tenth."""
     rising = (step + 1) / options.warmup
@@ -77,7 +98,7 @@ class Training:
     place: Place
     text: Text
     model: GPT
-    optimizer: AdamW
+    optimizer: Optimizer
 
     @property
     def num_rows(self) -> int:
@@ -158,7 +179,7 @@ def train(options: Options, place: Place) -> None:
     """Train on one rank, from the start or from the newest checkpoint, and report."""
     model = build(options, place)
     parameters = list(model.parameters())
-    optimizer = AdamW(parameters, options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(model, options)
     text = load_text(options.text, options.context)
     training = Training(options, place, text, model, optimizer)
 

@@ -15,7 +15,7 @@ from lm.text import load_text
 
 # What a loss depends on: a resumed run must share these.
 DECISIVE = (
-    *("steps", "batch", "lr", "warmup", "clip", "seed"),
+    *("steps", "batch", "optimizer", "lr", "warmup", "clip", "seed"),
     *("layers", "width", "heads", "context", "device", "param_dtype", "int8_gradients"),
 )
 
@@ -26,6 +26,7 @@ class Options:
 
     steps: int
     batch: int
+    optimizer: str
     lr: float
     warmup: int
     clip: float
@@ -103,6 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     training = parser.add_argument_group("training").add_argument
     training("--steps", type=_positive, default=200, help="steps of the whole run")
     training("--batch", type=_positive, default=16, help="rows of a step, over all ranks")
+    training(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon steps the matrices of the blocks, and AdamW the rest",
+    )
     training("--lr", type=float, default=3e-3, help="highest learning rate")
     training("--warmup", type=_positive, default=20, help="steps until it is reached")
     training("--clip", type=float, default=1.0, help="largest norm of the gradient")
