@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from composable_shard.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+    from composable_shard.core.sitting_out import sit_out
     from composable_shard.core.transport.collectives import AllGather, ReduceScatter
     from composable_shard.errors import (
         CommunicationError,
@@ -61,6 +62,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save_full",
     "share_comm_ctx",
+    "sit_out",
     "sync_module_states",
     "trace",
     "unsharded",
@@ -68,6 +70,7 @@ __all__ = [
 
 _MODULES = {
     "api": ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
+    "core.sitting_out": ("sit_out",),
     "core.transport.collectives": ("AllGather", "ReduceScatter"),
     "errors": (
         "CommunicationError",

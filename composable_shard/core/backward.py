@@ -264,6 +264,14 @@ class BackwardPass:
             one.is_bounded = one.is_bounded and is_bounded
         self._come_to(run, group)
 
+    def come_past(self, group: ParamGroup, *, forward: int | None) -> None:
+        """Take the steps before and at ``group``, which this rank has not computed; see need."""
+        run, one = self._enter(group, forward)
+        if not one.is_complete:  # other calls of it may have been computed
+            one.expect_markers(_torch.current_backward())
+        if group in run.to_gather:
+            self._come_to(run, group)
+
     def recompute(self, group: ParamGroup) -> None:
         """Note that a checkpoint computes ``group`` again: steps before it are taken."""
         run = self.run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from types import FrameType
 from weakref import WeakSet
 
@@ -12,7 +12,13 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.order import ExecutionOrder, OrderRecord, stays_for_backward
+from composable_shard.core.order import (
+    Called,
+    ExecutionOrder,
+    OrderRecord,
+    outermost_within,
+    stays_for_backward,
+)
 from composable_shard.core.substituted import holds_shards
 from composable_shard.core.tree_reductions import Reductions
 
@@ -41,6 +47,8 @@ class ForwardRun:
         depths: How many calls of each group are under way.
         to_run: The modules of a group that have not run, where it has several.
         spare: The groups that are unsharded for a need that has not come.
+        called: The calls that no other call lies around: one, but of a group of several modules.
+        under_way: The calls that have begun and not ended, the innermost last.
         frees_all: Whether nothing stays unsharded when it ends.
     """
 
@@ -58,6 +66,8 @@ class ForwardRun:
         self.depths: dict[ParamGroup, int] = {}
         self.to_run: dict[ParamGroup, set[nn.Module]] = {}
         self.spare: dict[ParamGroup, None] = {}
+        self.called: list[Called[ParamGroup]] = []
+        self.under_way: list[Called[ParamGroup]] = []
         self.frees_all = False
 
     @property
@@ -99,6 +109,7 @@ class ForwardPass:
         self._reductions = reductions
         self._graphs: WeakSet[Graph] = WeakSet()
         self._left: tuple[ParamGroup, set[nn.Module]] | None = None  # to run after the last
+        self._last: dict[tuple[bool, object], Called[ParamGroup]] = {}
 
     @property
     def waits_for_backward(self) -> bool:
@@ -116,13 +127,18 @@ class ForwardPass:
         run = self.run
         return run is not None and run.frame is not None and _torch.is_executing(run.frame)
 
-    def begin(self, outermost: ParamGroup, module: nn.Module) -> None:
+    def begin(self, outermost: ParamGroup, module: nn.Module, *, has_graph: bool) -> None:
         """Begin a forward with the call of ``module`` of ``outermost``.
 
         Where that has several modules, their calls one after the other are forwards of their own.
+
+        Args:
+            outermost: The group.
+            module: One of its modules.
+            has_graph: Whether a backward may start from what it gives.
         """
         graph = None
-        if torch.is_grad_enabled() or _torch.notes_of_checkpoints(with_graph_around=False):
+        if has_graph:
             graph = Graph()
             self._graphs.add(graph)
         self._order.begin()
@@ -132,15 +148,19 @@ class ForwardPass:
             self.run.to_run[outermost] = self._left[1]
         self._left = None
 
-    def enter(self, group: ParamGroup) -> None:
-        """Gather ``group``, of which a module is called."""
+    def enter(self, group: ParamGroup, module: nn.Module) -> Called[ParamGroup]:
+        """Gather ``group``, of which ``module`` is called; return what is noted of the call."""
         run = self.run
         assert run is not None
+        called = Called(group, module)
+        (run.under_way[-1].inner if run.under_way else run.called).append(called)
+        run.under_way.append(called)
         run.depths[group] = run.depths.get(group, 0) + 1
         if len(group.modules) > 1:
             run.to_run.setdefault(group, set(group.modules))
         group.emit("pre_forward")
         self.gather(group)
+        return called
 
     def gather(self, group: ParamGroup) -> None:
         """Gather ``group``, which forward or a backward within it needs, and whom comes next."""
@@ -172,6 +192,8 @@ class ForwardPass:
         run = self.run
         if run is None:  # it could not begin, or was abandoned within a call
             return False
+        if run.under_way:
+            run.under_way.pop()
         left = run.to_run.get(group)
         if left is not None:
             left.discard(module)
@@ -239,7 +261,36 @@ class ForwardPass:
             for group in self._groups:
                 group.reshard()
         run.order.finish()
+        for called in run.called:
+            key = run.graph is not None, called.module
+            self._last.pop(key, None)
+            self._last[key] = called  # the latest one last
         self.run = None
+
+    def called_last(self, modules: Container[object]) -> list[Called[ParamGroup]]:
+        """Return the calls of some modules, as far as known, in forwards like that under way.
+
+        Args:
+            modules: The modules; calls inside of the calls of one of them are left out.
+        """
+        run, has_graph = self.run, torch.is_grad_enabled()
+        began = run.called[0].module if run is not None and run.called else None
+        for is_alike in (has_graph, not has_graph):
+            kept = [called for (has, _), called in self._last.items() if has is is_alike]
+            ways = [
+                [called for called in kept if called.module is began],  # called as now
+                [called for called in kept if called.module in modules],  # each by itself
+                *([called] for called in reversed(kept)),
+            ]
+            for way in ways:
+                if found := outermost_within(way, modules):
+                    return found
+        return [] if run is None else outermost_within(run.called, modules)
+
+    def num_called(self, module: nn.Module) -> int:
+        """Return how often ``module`` was called in the forward under way, if there is one."""
+        run = self.run
+        return 0 if run is None else len(outermost_within(run.called, {module}))
 
     def show_sharded(self, outermost: ParamGroup) -> None:
         """Register the sharded parameters of what ``outermost`` ran, if no backward comes of it."""

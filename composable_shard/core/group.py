@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -28,7 +28,7 @@ from torch.autograd.graph import Node
 from composable_shard import _torch
 from composable_shard.core.bucket import GatherUnit
 from composable_shard.core.gradient import ReductionSettings
-from composable_shard.core.order import Interval
+from composable_shard.core.order import Called, Interval
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction import GroupGradients
 from composable_shard.core.transport import host
@@ -181,6 +181,18 @@ class Token:
         self.backward = -1
 
 
+class Imitated(NamedTuple):
+    """What a rank knows of a call that it takes part in without computing.
+
+    Attributes:
+        is_watched: Whether outputs of it may get a gradient on other ranks.
+        notes: What stands for the checkpoints around it.
+    """
+
+    is_watched: bool
+    notes: list[dict[Any, Any]]
+
+
 @dataclass
 class Call:
     """One call of a module, between its two hooks.
@@ -194,6 +206,8 @@ class Call:
         handled: The exception that was being handled when it began, if any.
         is_again: Whether a backward of the tree computes it again, by an activation checkpoint.
         versions: What the unsharded parameters were when it began, to see whether it writes them.
+        called: What is noted of it, for those who imitate it later.
+        imitated: What is done in its place, if this rank does not compute it.
     """
 
     input_markers: list[InputMarker] = field(default_factory=list)
@@ -204,6 +218,8 @@ class Call:
     handled: BaseException | None = None
     is_again: bool = False
     versions: Versions | None = None
+    called: Called[ParamGroup] | None = None
+    imitated: Imitated | None = None
 
     def came_in(self, base: torch.Tensor) -> bool:
         """Tell whether ``base`` was made outside, and not changed in place by the call."""

@@ -20,7 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.forward import ForwardRun, Graph
-from composable_shard.core.group import Call, InputMarker, ParamGroup, Substitution, Token
+from composable_shard.core.group import (
+    Call,
+    Imitated,
+    InputMarker,
+    ParamGroup,
+    Substitution,
+    Token,
+)
 from composable_shard.core.nested import StoredTensors, map_tensors, tensors_in
 from composable_shard.core.root import Context, context_of
 from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_substitution
@@ -116,6 +123,11 @@ def hooks_of(module: nn.Module) -> ModuleHooks:
     return hooks
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether a module is sharded: it was passed to ``fully_shard``."""
+    return _HOOKS in module.__dict__
+
+
 def run_as_forward(
     module: nn.Module, method: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Any:
@@ -172,13 +184,37 @@ class ModuleHooks:
         if group.is_opened:
             _check_can_run_opened(group)
             return args, kwargs
+        call, opens = self._begin(module)
+        if call.substitution is Substitution.FULL:
+            return args, kwargs
+        if opens:
+            args, kwargs = self._to_device(args, kwargs)
+        dtype = group.policy.param_dtype if group.policy.cast_forward_inputs else None
+        is_marked = bool(group.params) and torch.is_grad_enabled()
+        if is_marked or dtype is not None:
+            take_in = partial(self._take_in, call, dtype, is_marked)
+            args, kwargs = _map_inputs(take_in, args, kwargs)
+        return args, kwargs
+
+    @torch.compiler.disable
+    def imitate(self, module: nn.Module, imitated: Imitated) -> Call | None:
+        """Begin a call that this rank takes part in without computing; :meth:`leave` ends it."""
+        if self._group.is_opened:
+            _check_can_run_opened(self._group)
+            return None
+        return self._begin(module, imitated)[0]
+
+    def _begin(self, module: nn.Module, imitated: Imitated | None = None) -> tuple[Call, bool]:
+        """Begin a call; return it, and whether that opens a forward pass."""
+        group = self._group
         call = Call(
             substitution=group.calls[-1].substitution if group.calls else find_substitution(group),
             handled=sys.exc_info()[1],
+            imitated=imitated,
         )
         if call.substitution is Substitution.FULL:
             group.calls.append(call)
-            return args, kwargs
+            return call, False
         context = context_of(group)
         call.is_again = _torch.current_backward() != -1 and context.is_in_backward(group)
         if _torch.current_transform() is None:
@@ -188,20 +224,13 @@ class ModuleHooks:
                 opens = self._gather(context, module, call)
         if call.substitution is Substitution.SHARDED and context.forward.run is not None:
             context.forward.run.frees_all = True  # before functional_call takes them out again
-        if opens:
-            args, kwargs = self._to_device(args, kwargs)
         if self._substitutes and not group.calls:
             self._restore()  # what an interrupt left in their place
             for substitute in self._substitutes:
                 substitute.put()
         group.calls.append(call)
         self._join(context, call)
-        dtype = group.policy.param_dtype if group.policy.cast_forward_inputs else None
-        is_marked = bool(group.params) and torch.is_grad_enabled()
-        if is_marked or dtype is not None:
-            take_in = partial(self._take_in, call, dtype, is_marked)
-            args, kwargs = _map_inputs(take_in, args, kwargs)
-        return args, kwargs
+        return call, opens
 
     def _join(self, context: Context, call: Call) -> None:
         """Note a call that may have a backward in the execution order."""
@@ -211,8 +240,13 @@ class ModuleHooks:
         call.forward = context.order.forward
         if self._group.params:
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=True)
+            if call.imitated is not None:
+                checkpoints += call.imitated.notes
             if checkpoints or torch.is_grad_enabled():
                 call.interval = context.order.enter(self._group, checkpoints)
+            if call.called is not None and checkpoints:
+                call.called.checkpoint = call.interval
+                call.called.has_grad = torch.is_grad_enabled()
 
     @torch.compiler.disable
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
@@ -257,6 +291,10 @@ class ModuleHooks:
         if not call.is_again:
             # Without grad, a call that is noted lies in a checkpoint, whose outputs may be reached.
             has_backward = is_watched or (call.interval is not None and not has_grad)
+            if call.imitated is not None:
+                has_backward = has_backward or call.imitated.is_watched
+            if call.called is not None:
+                call.called.is_watched = has_backward
             if call.interval is not None:
                 trains = group.is_trainable
                 context.order.leave(group, call.interval, trains=trains, is_watched=has_backward)
@@ -270,9 +308,9 @@ class ModuleHooks:
         """Gather the group; return whether that opens a forward pass."""
         group = self._group
         if not call.is_again:
-            opens = context.begin_forward(group, module)
+            opens = context.begin_forward(group, module, has_graph=_may_have_backward(call))
             was_sharded = not group.is_unsharded
-            context.forward.enter(group)
+            call.called = context.forward.enter(group, module)
             call.versions = group.units.all.versions_of_readable(just_gathered=was_sharded)
             return opens
         context.backward.recompute(group)
@@ -347,6 +385,20 @@ class ModuleHooks:
             context_of(group).backward.need(group, forward=forward, is_bounded=bool(markers))
         if graph is not None and not graph.is_reached:
             graph.is_reached = _torch.num_to_run(self._group.units.all.accumulators) > 0
+
+    def come_past(self, forward: int | None, graph: Graph | None, _: torch.Tensor) -> None:
+        """Take part in the backward of a call that this rank has not computed."""
+        with _torch.apart_from_transforms():
+            context_of(self._group).backward.come_past(self._group, forward=forward)
+        if graph is not None:
+            graph.is_reached = True
+
+
+def _may_have_backward(call: Call) -> bool:
+    """Tell whether a backward may start from what a forward gives that ``call`` begins."""
+    if torch.is_grad_enabled() or (call.imitated is not None and call.imitated.notes):
+        return True
+    return bool(_torch.notes_of_checkpoints(with_graph_around=False))
 
 
 def _map_inputs(

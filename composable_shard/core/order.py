@@ -11,7 +11,7 @@ every step in this order and none twice; autograd only tells how far it has come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 # The order in which groups are needed: recorded once, then used. Pure -----------------------------
@@ -79,6 +79,43 @@ def stays_for_backward(key: Key, forward: OrderRecord[Key], backward: OrderRecor
         and forward.recorded[-1] == key
         and backward.recorded[0] == key
     )
+
+
+# Which calls there are inside of a call, for a rank that does not compute them. Pure -------------
+
+
+class Called(Generic[Key]):
+    """A call of a module of a group in a forward, with the calls inside of it.
+
+    Attributes:
+        group: The group.
+        module: The module.
+        inner: The calls inside, in order.
+        checkpoint: What stands for the activation checkpoint around it, if there is one.
+        has_grad: Whether gradients were enabled inside: not so in a reentrant checkpoint.
+        is_watched: Whether its outputs may get a gradient.
+    """
+
+    __slots__ = ("checkpoint", "group", "has_grad", "inner", "is_watched", "module")
+
+    def __init__(self, group: Key, module: Hashable, inner: Sequence[Called[Key]] = ()) -> None:
+        self.group = group
+        self.module = module
+        self.inner = list(inner)
+        self.checkpoint: Interval | None = None
+        self.has_grad = True
+        self.is_watched = False
+
+
+def outermost_within(
+    calls: Sequence[Called[Key]], modules: Container[Hashable]
+) -> list[Called[Key]]:
+    """Return those calls of some modules that do not lie inside of another one of them."""
+    found: list[Called[Key]] = []
+    for called in calls:
+        is_within = called.module in modules
+        found += [called] if is_within else outermost_within(called.inner, modules)
+    return found
 
 
 # In which order a backward gathers and reduces groups: the reverse of forward, on all ranks. Pure

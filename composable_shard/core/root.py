@@ -47,7 +47,7 @@ class Context(Tree[ParamGroup]):
 
     # Where a forward begins and ends --------------------------------------------------------
 
-    def begin_forward(self, group: ParamGroup, module: nn.Module) -> bool:
+    def begin_forward(self, group: ParamGroup, module: nn.Module, *, has_graph: bool) -> bool:
         """Begin a forward with the call of ``module``, unless it is part of one; return whether."""
         run = self.forward.run
         if run is not None and not run.was_interrupted:
@@ -57,7 +57,7 @@ class Context(Tree[ParamGroup]):
         self._check_once()
         self.finalization.check_ended()
         self._free_earlier(is_anew=self._begins_anew(group, module))
-        self.forward.begin(group, module)
+        self.forward.begin(group, module, has_graph=has_graph)
         return True
 
     def end_forward(self, outermost: ParamGroup, *, failed: bool, has_backward: bool) -> None:
