@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from composable_shard.train.clip import clip_grad_norm_
     from composable_shard.train.grad_scaler import ShardedGradScaler
     from composable_shard.train.synchronize import sync_module_states
+    from composable_shard.train.uneven import uneven
     from composable_shard.train.unsharded import unsharded
     from composable_shard.train.weights.load import load_sharded
     from composable_shard.train.weights.save import save_full
@@ -65,6 +66,7 @@ __all__ = [
     "sit_out",
     "sync_module_states",
     "trace",
+    "uneven",
     "unsharded",
 ]
 
@@ -89,6 +91,7 @@ _MODULES = {
     "train.clip": ("clip_grad_norm_",),
     "train.grad_scaler": ("ShardedGradScaler",),
     "train.synchronize": ("sync_module_states",),
+    "train.uneven": ("uneven",),
     "train.unsharded": ("unsharded",),
     "train.weights.load": ("load_sharded",),
     "train.weights.save": ("save_full",),

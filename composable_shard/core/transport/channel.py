@@ -27,7 +27,13 @@ from composable_shard.core.transport.collectives import (
     may_read_padding,
     sum_dtype,
 )
-from composable_shard.core.transport.failures import announce, go_on, is_watched, watched
+from composable_shard.core.transport.failures import (
+    announce,
+    count_launch,
+    go_on,
+    is_watched,
+    watched,
+)
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.transport.point_to_point import DirectAllGather, DirectReduceScatter
 from composable_shard.core.transport.process_groups import subgroup, subgroups_of
@@ -238,6 +244,9 @@ class Channel:
     ) -> list[Waitable]:
         """Launch collectives; if that fails, say what they were for, here and to other ranks."""
         go_on()
+        # Ranks that hold the same shards may have agreed on other tags.
+        key = "" if group is self.mesh.replica_group else f"{self.tags[0]} {op}"
+        number = count_launch(group, key) if key else 0
         try:
             works = launch()
         except Exception as error:
@@ -248,18 +257,19 @@ class Channel:
             if told is error:
                 raise
             raise told from error
-        return [_Launched(works, group, op)] if works and is_watched(group) else works
+        if not works or not is_watched(group):
+            return works
+        return [_Launched(works, partial(watched, group, op, key, number))]
 
 
 class _Launched:
     """The works of one launch."""
 
-    def __init__(self, works: list[Waitable], group: dist.ProcessGroup, op: str) -> None:
+    def __init__(self, works: list[Waitable], watch: Callable[[], watched]) -> None:
         self._works = works[::-1]
-        self._group = group
-        self._op = op
+        self._watch = watch
 
     def wait(self) -> None:
-        with watched(self._group, self._op):
+        with self._watch():
             while self._works:
                 self._works.pop().wait()

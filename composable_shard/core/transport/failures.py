@@ -8,6 +8,10 @@ A rank that fails by itself, in a hook of the user's for example, says so in the
 process group (:func:`announce`), and so does one that waits for long. A thread watches every wait
 (:class:`watched`): it looks into the store while the wait lasts, and ends it when a rank has failed
 and does not come. Only process groups of gloo are watched, since waiting for others does not block.
+
+Ranks that leave out what others do wait for each other: each for a collective that the next one has
+not come to. Those that wait for long say what they wait for and what they have launched, so each
+can tell, without a doubt and long before the time-out, that nobody will ever come.
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -88,6 +94,56 @@ def named(error: RuntimeError, op: str) -> RuntimeError:
     return kind(f"{said}{op}: {error}")
 
 
+# Ranks that wait for each other. Pure -------------------------------------------------------------
+
+
+class Wait(NamedTuple):
+    """What a rank waits for, and what it has launched before.
+
+    Attributes:
+        op: What it waits for, such as "gathering group 'blocks.3'".
+        key: Which collective of a model that is, the same on all ranks.
+        number: The how many-th of those it waits for.
+        launched: How many of each it has launched.
+    """
+
+    op: str
+    key: str
+    number: int
+    launched: Mapping[str, int]
+
+
+def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
+    """Return a rank that ``own`` waits for, and that waits for ``own`` itself or through others.
+
+    What a rank says of its wait stays true at least until all others have launched what it waits
+    for. So those of a circle of ranks, of which each has not launched what the one before waits
+    for, will wait for ever, however old what they have said is.
+
+    Args:
+        own: This rank; what it says is so now.
+        waits: What ranks say that wait, by rank.
+    """
+
+    def missing_for(rank: int) -> list[int]:
+        wait = waits[rank]
+        return [
+            other
+            for other, theirs in waits.items()
+            if other != rank and theirs.launched.get(wait.key, 0) < wait.number
+        ]
+
+    for first in missing_for(own):
+        seen, ahead = {first}, [first]
+        while ahead:
+            missing = missing_for(ahead.pop())
+            if own in missing:
+                return first
+            ahead += [other for other in missing if other not in seen]
+            seen.update(missing)
+    return None
+
+
 # What ranks tell each other -----------------------------------------------------------------------
 
 _PATIENCE = 1.0  # seconds that a wait may last before others are asked
@@ -95,6 +151,7 @@ _PAUSE = 0.5  # seconds between two looks; longer with many ranks, which share t
 _ANSWER = 2.0  # seconds until an error is raised without what the others say
 _FAILED, _WAITS = "failed", "waits"  # keys: of whether anybody has said so, and who
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
+_LOAD = 4000  # records of waits that all ranks together read each second, at most
 _NUM_TOLD = 8  # ranks whose whereabouts are told
 _NO_TAG = (1 << 31) - 1  # of a message that nobody sends
 _ANNOUNCED = "_composable_shard_is_announced"
@@ -103,6 +160,8 @@ _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, _Board | None]
 _boards = weakref.WeakKeyDictionary()
 _announced: set[_Board] = set()  # those on which this rank says that it failed
 _waits: list[watched] = []
+_launches: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]]
+_launches = weakref.WeakKeyDictionary()  # collectives that were launched in each, by key
 
 
 class _Board:
@@ -154,10 +213,14 @@ class _Board:
         follows = f": {CommunicationError.__name__}: "
         return min(found, key=lambda text: follows in text, default=None)
 
+    def waits(self) -> dict[int, Wait]:
+        """Return what the others wait for, as far as they have waited for long, by rank."""
+        return {rank: Wait(*json.loads(text)) for rank, text in self._said(_WAITS).items()}
+
     def whereabouts(self) -> str:
         """Return where the others are, as far as they wait in collectives that are watched."""
-        waits = self._said(_WAITS)
-        told = [f"rank {rank} waits while {waits[rank]}" for rank in list(waits)[:_NUM_TOLD]]
+        waits = self.waits()
+        told = [f"rank {rank} waits while {waits[rank].op}" for rank in list(waits)[:_NUM_TOLD]]
         away = [rank for place, rank in enumerate(self.ranks) if place != self._place]
         away = [rank for rank in away if rank not in waits]
         if away:
@@ -212,7 +275,7 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             f"Rank {dist.get_rank()} failed while {op}; ranks that did not fail likewise, and "
             "wait for it, are told so (on gloo), or raise when their time-out has passed"
         )
-    reason = str(error).partition("\n")[0][:500]
+    reason = str(error).partition("\n")[0][:2000]
     for group in dict.fromkeys(groups):
         board = None if group is None else _board_of(group)
         if board is not None:
@@ -228,6 +291,13 @@ def go_on() -> None:
         _watcher.ask(functools.partial(_announced.pop().take_back, _FAILED))
 
 
+def count_launch(group: dist.ProcessGroup, key: str) -> int:
+    """Note that a collective is launched; return the how many-th it is of its ``key``."""
+    counts = _launches.setdefault(group, {})
+    counts[key] = number = counts.get(key, 0) + 1
+    return number
+
+
 class watched:
     """Watch the wait for collectives inside, and say more of what fails there.
 
@@ -238,6 +308,8 @@ class watched:
     Args:
         group: The process group.
         op: What this rank does, such as "gathering group 'blocks.3'".
+        key: Which collective of a model that is, the same on all ranks, if they may leave it out.
+        number: The how many-th of those it is; see :func:`count_launch`.
 
     Raises:
         CommunicationError: In the place of any ``RuntimeError``, which is its cause.
@@ -247,7 +319,10 @@ class watched:
         "_answer",
         "_group",
         "_is_said",
+        "_key",
         "_looked",
+        "_looked_at_waits",
+        "_number",
         "_op",
         "_seen",
         "_start",
@@ -255,14 +330,15 @@ class watched:
         "failure",
     )
 
-    def __init__(self, group: dist.ProcessGroup, op: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, op: str, key: str = "", number: int = 0) -> None:
         self.failure: str | None = None
         self._op = op
+        self._key, self._number = key, number
         self._group = group
         self.board = _board_of(group)
         self._is_said = False
         self._seen: str | None = None
-        self._start = self._looked = 0.0  # until it waits
+        self._start = self._looked = self._looked_at_waits = 0.0  # until it waits
         self._answer = ""
 
     def __enter__(self) -> watched:
@@ -323,16 +399,36 @@ class watched:
         if self.failure is not None or now < self._start + _PATIENCE or now < self._looked + pause:
             return
         self._looked = now
+        own = Wait(self._op, self._key, self._number, dict(_launches.get(self._group, {})))
         if not self._is_said:
             self._is_said = True
-            board.say(_WAITS, self._op)
+            board.say(_WAITS, json.dumps(own))
         failure = board.failure()
-        if failure is not None and failure == self._seen and self in _waits:
+        is_sure = failure == self._seen
+        if failure is None and (failure := self._deadlock(board, own)) is not None:
+            is_sure = True
+        if failure is not None and is_sure and self in _waits:
             self.failure = failure
             board.break_connections()
         self._seen = failure
         if self not in _waits:
             board.take_back(_WAITS)
+
+    def _deadlock(self, board: _Board, own: Wait) -> str | None:
+        """Return who waits for this rank while it waits for them, if anybody does."""
+        pause = len(board.ranks) ** 2 / _LOAD
+        if not own.key or self._looked < self._looked_at_waits + pause:
+            return None
+        self._looked_at_waits = self._looked
+        waits = board.waits()
+        rank = never_comes(dist.get_rank(), {**waits, dist.get_rank(): own})
+        if rank is None:
+            return None
+        return (
+            f"rank {rank} waits while {waits[rank].op} and has not come to {own.op}: ranks do not "
+            "run the same modules; one that has nothing for a module that others run calls "
+            "composable_shard.sit_out(module) in its place"
+        )
 
 
 def is_watched(group: dist.ProcessGroup) -> bool:

@@ -1,0 +1,152 @@
+"""Ranks that leave out what others do, without a word, are an error on all ranks within seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_shard import fully_shard
+from composable_shard.core.transport.failures import Wait, never_comes
+from composable_shard.errors import CommunicationError
+from composable_shard.testing import RankError, run_ranks
+
+# What is known of waits. Pure ---------------------------------------------------------------------
+
+
+def wait(key: str, number: int, **launched: int) -> Wait:
+    return Wait(f"gathering {key}", key, number, launched)
+
+
+def test_two_ranks_that_wait_for_what_the_other_has_not_launched_wait_for_ever() -> None:
+    waits = {0: wait("a", 2, a=2, b=1), 1: wait("b", 2, a=1, b=2)}
+    assert never_comes(0, waits) == 1
+    assert never_comes(1, waits) == 0
+
+
+def test_a_rank_that_waits_for_an_earlier_collective_may_come() -> None:
+    assert never_comes(0, {0: wait("a", 2, a=2, b=1), 1: wait("b", 1, a=1, b=1)}) is None
+
+
+def test_a_rank_that_computes_may_come() -> None:
+    assert never_comes(0, {0: wait("a", 2, a=2)}) is None
+
+
+def test_a_circle_of_three() -> None:
+    waits = {0: wait("a", 1, a=1, b=1), 1: wait("b", 1, b=1, c=1), 2: wait("c", 1, c=1, a=1)}
+    assert [never_comes(rank, waits) for rank in range(3)] == [1, 2, 0]
+    waits[2] = wait("c", 1, a=1, b=1, c=1)  # so rank 1 goes on
+    assert [never_comes(rank, waits) for rank in range(3)] == [None, None, None]
+
+
+@given(
+    orders=st.lists(st.permutations("aabbc"), min_size=2, max_size=4),
+    come=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+)
+def test_what_is_said_never_to_come_does_not(orders: list[list[str]], come: list[int]) -> None:
+    """Against playing it out: each rank launches in its order, and waits for each before the next.
+
+    Some ranks have not said anything yet, and are somewhere; nobody is accused wrongly.
+    """
+    done = play(orders, [0] * len(orders))
+    start = play(orders, [min(at, end) for at, end in zip(come, done, strict=False)], num_moves=0)
+    waits = {}
+    for rank, (order, at) in enumerate(zip(orders, start, strict=True)):
+        if at < len(order):
+            counts: dict[str, int] = {}
+            for key in order[: at + 1]:
+                counts[key] = counts.get(key, 0) + 1
+            waits[rank] = Wait("", order[at], counts[order[at]], counts)
+    for rank in waits:
+        if never_comes(rank, waits) is not None:
+            assert done[rank] < len(orders[rank])
+
+
+def play(orders: list[list[str]], at: list[int], num_moves: int = 1000) -> list[int]:
+    """Return how far each rank comes: past a collective when all have launched it."""
+    at = list(at)
+    for _ in range(num_moves):
+        launched = [
+            {key: order[: here + 1].count(key) for key in "abc"}
+            for order, here in zip(orders, at, strict=True)
+        ]
+        free = [
+            rank
+            for rank, (order, here) in enumerate(zip(orders, at, strict=True))
+            if here < len(order)
+            and all(one[order[here]] >= launched[rank][order[here]] for one in launched)
+        ]
+        if not free:
+            break
+        for rank in free:
+            at[rank] += 1
+    return at
+
+
+# Ranks --------------------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """A trunk, and a tower that not every batch needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.text = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, has_images: bool) -> torch.Tensor:
+        return self.text(self.vision(x) if has_images else x)
+
+
+def train(skips: int, num_known: int, num_replicas: int = 1) -> None:
+    num_ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    model: Any = Towers()
+    mesh = (
+        init_device_mesh("cpu", (num_ranks,))
+        if num_replicas == 1
+        else init_device_mesh(
+            "cpu", (num_replicas, num_ranks // num_replicas), mesh_dim_names=("r", "s")
+        )
+    )
+    for layer in (*model.vision, model.text, model):
+        fully_shard(layer, mesh=mesh)
+    for _ in range(num_known):
+        model(torch.ones(2, 4), True).sum().backward()
+    begin = time.monotonic()
+    try:
+        for _ in range(3):
+            model(torch.ones(2, 4), dist.get_rank() != skips).sum().backward()
+    finally:
+        assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("num_known", [0, 2])
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_a_module_that_one_rank_leaves_out(
+    num_ranks: int, num_replicas: int, num_known: int
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(train, num_ranks, num_ranks - 1, num_known, num_replicas, timeout=45)
+    failures = caught.value.failures
+    assert len(failures) == num_ranks
+    assert {failure.exception_type for failure in failures} == {CommunicationError}
+    last = num_ranks - 1
+    text, vision = "gathering group 'text'", "gathering group 'vision.0'"
+    first = [f"rank {last} waits while {text} and has not come to {vision}"]
+    first += [
+        f"rank {rank} waits while {vision} and has not come to {text}" for rank in range(last)
+    ]
+    for failure in failures:  # each has found it, or has heard of it from one that has
+        assert any(
+            f"{one}: ranks do not run the same modules; one that has nothing for a module that "
+            "others run calls composable_shard.sit_out(module) in its place" in failure.message
+            for one in first
+        ), failure.message
