@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+import copy
+import re
+from typing import Any
 
-from composable_shard.testing import run_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from launches import counted
+from on_ranks import on_ranks
+from torch import nn
+
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, sit_out
+from composable_shard.errors import ShardError
+from composable_shard.insight.events import record_events
+from composable_shard.testing import fake_ranks, run_ranks
 from uneven.programs import Program, check, programs
 
 
@@ -12,3 +25,153 @@ from uneven.programs import Program, check, programs
 @given(program=programs())
 def test_ranks_that_sit_out_modules_train_like_one_process(program: Program) -> None:
     run_ranks(check, program.num_ranks, program, timeout=60)
+
+
+def layers(count: int = 3, width: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def sharded(model: nn.Sequential, **options: Any) -> Any:
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+COMMUNICATION = (
+    *("all_gather", "wait_for_all_gather"),
+    *("reduce_scatter", "wait_for_reduce_scatter"),
+)
+
+
+@on_ranks(2)
+def test_a_rank_that_sits_out_has_the_events_of_one_that_computes() -> None:
+    """Gathers, prefetches and reductions, in the same order; nothing is gathered twice."""
+    model = sharded(layers())
+    told = []
+    for computes in (True, True, dist.get_rank() == 0):
+        with record_events(model, *COMMUNICATION) as events:
+            loss = model(torch.ones(2, 4)).sum() if computes else sit_out(model)
+            loss.backward()
+        told.append(list(events))
+    assert told[2] == told[1]
+    assert ("all_gather", "1") in told[2] and ("reduce_scatter", "0") in told[2]
+
+
+@on_ranks(2)
+def test_a_rank_that_sits_out_launches_the_collectives_of_one_that_computes() -> None:
+    model = sharded(layers())
+    told = []
+    for computes in (True, True, dist.get_rank() == 0):
+        with counted() as launched:
+            (model(torch.ones(2, 4)).sum() if computes else sit_out(model)).backward()
+        told.append(launched)
+    assert told[2] == told[1]
+
+
+@on_ranks(3)
+def test_what_nobody_runs_gets_no_gradient() -> None:
+    model = sharded(layers())
+    sit_out(model).backward()
+    assert [param.grad for param in model.parameters()] == [None] * 6
+
+
+@on_ranks(2)
+def test_in_evaluation_the_zero_has_no_backward_and_nothing_stays_gathered() -> None:
+    model = sharded(layers())
+    with torch.no_grad():
+        zero = sit_out(model) if dist.get_rank() == 1 else model(torch.ones(2, 4)).sum() * 0
+    assert zero.item() == 0 and not zero.requires_grad
+    with record_events(model, "all_gather") as events, torch.no_grad():
+        model(torch.ones(2, 4))
+    assert [group for _, group in events] == ["0", "1", "2"]
+
+
+@on_ranks(2)
+def test_mixed_precision_and_offload_are_those_of_a_rank_that_computes() -> None:
+    for options in (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)},
+    ):
+        computing, partly = (sharded(layers(), **options) for _ in range(2))
+        x = torch.ones(2, 4)
+        for model in (computing, partly):
+            model(x).sum().backward()  # each has its order
+            model.zero_grad()
+        computing(x * (dist.get_rank() == 0)).sum().backward()
+        computing.zero_grad()
+        (computing(x).sum() * (dist.get_rank() == 0)).backward()
+        (partly(x).sum() if dist.get_rank() == 0 else sit_out(partly)).backward()
+        for one, other in zip(computing.parameters(), partly.parameters(), strict=True):
+            assert torch.equal(one.grad.to_local(), other.grad.to_local())
+
+
+@on_ranks(2)
+def test_it_goes_on_after_a_forward_that_failed() -> None:
+    """Each rank raises in the same place; what was begun is forgotten."""
+    model = sharded(layers())
+    model(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    handle = model[1].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="a bad sample"):
+        model(torch.ones(2, 4))
+    handle.remove()
+    whole = copy.deepcopy(layers())
+    (sit_out(model) if dist.get_rank() == 1 else model(torch.ones(2, 4)).sum()).backward()
+    (whole(torch.ones(2, 4)).sum() / 2).backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
+def fail(*_: object) -> None:
+    raise ValueError("a bad sample")
+
+
+class Reused(nn.Module):
+    """A container, not sharded itself, of a layer that it calls twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x))
+
+
+def test_several_calls_inside_of_a_container_are_told_apart_by_sharding_it() -> None:
+    with fake_ranks(2):
+        model = nn.Sequential(Reused(), nn.Linear(4, 4))
+        fully_shard(model[0].layer)
+        fully_shard(model)
+        model(torch.ones(2, 4)).sum().backward()
+        expected = (
+            "Expected a module to sit out that is sharded itself, got Reused whose last forward "
+            "has called a sharded module inside several times; call sit_out() for each of these "
+            "calls"
+        )
+        with pytest.raises(ShardError, match=re.escape(expected)):
+            sit_out(model[0])
+        model = fully_shard(nn.Sequential(fully_shard(Reused()), nn.Linear(4, 4)))
+        model(torch.ones(2, 4)).sum().backward()
+        assert sit_out(model[0]).item() == 0
+
+
+def test_a_part_of_a_group_has_nothing_to_take_part_in() -> None:
+    with fake_ranks(2):
+        model = fully_shard(layers())
+        with counted() as launched:
+            zero = sit_out(model[1])
+        assert zero.item() == 0 and not zero.requires_grad
+        assert launched == []
+
+
+def test_what_is_not_sharded_is_refused() -> None:
+    expected = (
+        "Expected a module to sit out that fully_shard has sharded, or a part of one, got Linear "
+        "without"
+    )
+    with pytest.raises(ShardError, match=expected):
+        sit_out(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="Expected a module to sit out, got int: 3"):
+        sit_out(3)  # type: ignore[arg-type]
