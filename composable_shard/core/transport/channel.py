@@ -244,8 +244,8 @@ class Channel:
     ) -> list[Waitable]:
         """Launch collectives; if that fails, say what they were for, here and to other ranks."""
         go_on()
-        # Ranks that hold the same shards may have agreed on other tags.
-        key = "" if group is self.mesh.replica_group else f"{self.tags[0]} {op}"
+        is_seen = is_watched(group)
+        key = self._key(group, op) if is_seen else ""
         number = count_launch(group, key) if key else 0
         try:
             works = launch()
@@ -257,9 +257,16 @@ class Channel:
             if told is error:
                 raise
             raise told from error
-        if not works or not is_watched(group):
+        if not works or not is_seen:
             return works
         return [_Launched(works, partial(watched, group, op, key, number))]
+
+    def _key(self, group: dist.ProcessGroup, op: str) -> str:
+        """Return what an op is called on all ranks of a process group, if they agree on that.
+
+        Those that hold the same shards may have agreed on other tags.
+        """
+        return "" if group is self.mesh.replica_group else f"{self.tags[0]} {op}"
 
 
 class _Launched:

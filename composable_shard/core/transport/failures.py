@@ -293,7 +293,9 @@ def go_on() -> None:
 
 def count_launch(group: dist.ProcessGroup, key: str) -> int:
     """Note that a collective is launched; return the how many-th it is of its ``key``."""
-    counts = _launches.setdefault(group, {})
+    counts = _launches.get(group)
+    if counts is None:
+        counts = _launches[group] = {}
     counts[key] = number = counts.get(key, 0) + 1
     return number
 
