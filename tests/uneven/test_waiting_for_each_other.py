@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import fully_shard
-from composable_shard.core.transport.failures import Wait, never_comes
+from composable_shard.core.transport.failures import Wait, count_launch, never_comes
 from composable_shard.errors import CommunicationError
-from composable_shard.testing import RankError, run_ranks
+from composable_shard.testing import RankError, fake_ranks, run_ranks
 
 # What is known of waits. Pure ---------------------------------------------------------------------
 
@@ -44,6 +45,20 @@ def test_a_circle_of_three() -> None:
     assert [never_comes(rank, waits) for rank in range(3)] == [1, 2, 0]
     waits[2] = wait("c", 1, a=1, b=1, c=1)  # so rank 1 goes on
     assert [never_comes(rank, waits) for rank in range(3)] == [None, None, None]
+
+
+def test_of_ranks_with_several_threads_nothing_is_known() -> None:
+    """Another thread may launch what this one is waited for."""
+    with fake_ranks(2):
+        group = dist.new_group([0, 1])
+        assert [count_launch(group, "a"), count_launch(group, "b"), count_launch(group, "a")] == [
+            *(1, 1, 2)
+        ]
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(count_launch, group, "a").result() == 0
+        assert count_launch(group, "a") == 0
+    waits = {0: wait("a", 0, a=2), 1: wait("b", 1, b=1)}
+    assert [never_comes(rank, waits) for rank in range(2)] == [None, None]
 
 
 @given(

@@ -26,6 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import NamedTuple
@@ -160,8 +161,8 @@ _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, _Board | None]
 _boards = weakref.WeakKeyDictionary()
 _announced: set[_Board] = set()  # those on which this rank says that it failed
 _waits: list[watched] = []
-_launches: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]]
-_launches = weakref.WeakKeyDictionary()  # collectives that were launched in each, by key
+_launches: weakref.WeakKeyDictionary[dist.ProcessGroup, _Launches]
+_launches = weakref.WeakKeyDictionary()
 
 
 class _Board:
@@ -292,12 +293,33 @@ def go_on() -> None:
 
 
 def count_launch(group: dist.ProcessGroup, key: str) -> int:
-    """Note that a collective is launched; return the how many-th it is of its ``key``."""
-    counts = _launches.get(group)
-    if counts is None:
-        counts = _launches[group] = {}
-    counts[key] = number = counts.get(key, 0) + 1
+    """Note that a collective is launched; return the how many-th it is of its ``key``.
+
+    Hazard: a rank of two threads waits in one, and launches in the other what is waited for. Guard:
+    the number is 0 from the first launch of a second thread on, for which nobody is accused. Test:
+    ``test_of_ranks_with_several_threads_nothing_is_known``.
+    """
+    launches = _launches.get(group)
+    if launches is None:
+        launches = _launches[group] = _Launches({}, threading.get_ident())
+    if launches.thread != threading.get_ident():
+        launches.thread = 0
+        return 0
+    launches.counts[key] = number = launches.counts.get(key, 0) + 1
     return number
+
+
+@dataclass
+class _Launches:
+    """How many collectives this rank has launched in a process group.
+
+    Attributes:
+        counts: Of each key.
+        thread: The only thread that has; 0 if there were several.
+    """
+
+    counts: dict[str, int]
+    thread: int
 
 
 class watched:
@@ -401,7 +423,9 @@ class watched:
         if self.failure is not None or now < self._start + _PATIENCE or now < self._looked + pause:
             return
         self._looked = now
-        own = Wait(self._op, self._key, self._number, dict(_launches.get(self._group, {})))
+        launches = _launches.get(self._group)
+        launched = {} if launches is None else dict(launches.counts)
+        own = Wait(self._op, self._key, self._number, launched)
         if not self._is_said:
             self._is_said = True
             board.say(_WAITS, json.dumps(own))
@@ -419,7 +443,7 @@ class watched:
     def _deadlock(self, board: _Board, own: Wait) -> str | None:
         """Return who waits for this rank while it waits for them, if anybody does."""
         pause = len(board.ranks) ** 2 / _LOAD
-        if not own.key or self._looked < self._looked_at_waits + pause:
+        if not own.number or self._looked < self._looked_at_waits + pause:
             return None
         self._looked_at_waits = self._looked
         waits = board.waits()
