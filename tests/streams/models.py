@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import two_tensor_hooks, two_tensor_mlp
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
+from composable_shard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    _torch,
+    fully_shard,
+    sit_out,
+)
 from composable_shard.testing.simulated_device import SimulatedDevice, Stream
 
 WIDTH = 24
@@ -285,6 +291,21 @@ def without_some_gradients(model: Any, device: SimulatedDevice) -> None:
         block.forward = lambda x, block=block: block.norm(x + block.narrow(block.wide(x).relu()))
 
 
+def sits_out(model: Any, device: SimulatedDevice) -> None:
+    """Sit out two blocks, or all, now and then; another time on each rank."""
+    num_calls = dist.get_rank()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        for number, block in enumerate(model):
+            is_out = num_calls % 4 == 2 or (num_calls % 4 == 0 and number in (1, 3))
+            x = x + sit_out(block) if is_out else block(x)
+        return x
+
+    model.forward = forward
+
+
 @contextlib.contextmanager
 def sometimes_without_all_reduce(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
     """Average over the replicas every other time."""
@@ -318,6 +339,7 @@ _OF_ANY_DEVICE = (
     Training.prepare,
     Training.around,
     without_some_gradients,
+    sits_out,
     sometimes_without_all_reduce,
     sometimes_without_sync,
     dropped,
@@ -345,6 +367,11 @@ PROGRAMS: dict[str, Training] = {
     ),
     "missing gradients": Training(prepare=without_some_gradients),
     "missing gradients, replicas": Training(replicas=2, prepare=without_some_gradients),
+    "sitting out": Training(prepare=sits_out),
+    "sitting out, bf16": Training(prepare=sits_out, options={"mp_policy": LOW}),
+    "sitting out, replicas": Training(replicas=2, prepare=sits_out),
+    "sitting out, offload": Training(prepare=sits_out, options={"offload_policy": OFFLOAD}),
+    "sitting out, kept": Training(prepare=sits_out, options={"reshard_after_forward": False}),
     "another stream": Training(around=on_another_stream, options={"mp_policy": LOW}),
     "gathered beside": Training(around=gathered_beside),
     "gathered beside, bf16": Training(around=gathered_beside, options={"mp_policy": LOW}),
