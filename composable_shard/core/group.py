@@ -42,7 +42,7 @@ from composable_shard.core.transport.pending import (
 )
 from composable_shard.core.tree import Tree
 from composable_shard.core.units import GroupUnits, Kept, ParamSet, Transfers, Versions
-from composable_shard.errors import StaleParameterError
+from composable_shard.errors import ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -305,6 +305,7 @@ class ParamGroup:
         shows_sharded: Whether the sharded parameters are registered though it is unsharded.
         is_held: Whether the user unsharded it; it shows the unsharded ones until ``reshard()``.
         is_opened: Whether its modules hold full parameters, inside of ``unsharded()``.
+        is_parked: Whether its shards are not in memory, inside of ``parked()``.
         is_exposed: Whether users may have had the unsharded ones in their hands.
         on_gradient: Called when a backward has accumulated into one of the parameters.
         pending_nodes: By the number of each backward that waits for the group, how many nodes of
@@ -338,6 +339,7 @@ class ParamGroup:
         self.shows_sharded = False
         self.is_held = False
         self.is_opened = False
+        self.is_parked = False
         self.is_exposed = False
         self.on_gradient: Callable[[torch.Tensor], None]
         self.pending_nodes: dict[int, int] = {}
@@ -357,6 +359,14 @@ class ParamGroup:
         """Compare with the other ranks what comes next, if that is asked for."""
         if self.context.order_check is not None:
             self.context.order_check.agree(f"{op} of {self.label}", self.channels)
+
+    def check_awake(self, purpose: str) -> None:
+        """Raise ``ShardError`` if its shards are not in memory."""
+        if self.is_parked:
+            raise ShardError(
+                f"Expected {self.label} in memory {purpose}, got it parked; leave the context of "
+                "parked() first"
+            )
 
     def give_back(self, param: ShardedParam) -> None:
         """Let go of a parameter that another group will own; nothing was gathered yet."""
@@ -404,6 +414,7 @@ class ParamGroup:
         """
         if not self.params:
             return
+        self.check_awake("to be gathered")
         if self.context.post_optim_event is not None:
             self.context.wait_for_optimizer()
         if torch.is_inference_mode_enabled():  # what is made now outlives it

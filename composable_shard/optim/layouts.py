@@ -350,6 +350,10 @@ class LayoutOptimizer(Optimizer):
                     bucket.load(states)
         self._note_states(loaded)
 
+    def stock_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that step the tensors of this rank, and have their states."""
+        return [optimizer for _, optimizer in self._stock()]
+
     def _stock(self) -> list[tuple[int, Optimizer]]:
         """Return all stock optimizers, each with the place of its group."""
         shards = [(place, shards.optimizer) for place, shards in self._shards.items()]
