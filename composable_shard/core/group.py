@@ -280,6 +280,10 @@ def check_reshard(
     return True if sizes == [reshard_after_forward] else reshard_after_forward
 
 
+ON_OTHER_RANKS = "on other ranks; move() it to a mesh that has this one first"
+"""Why shards are not in memory of a rank that is not in their mesh."""
+
+
 # The group itself ---------------------------------------------------------------------------------
 
 
@@ -305,7 +309,7 @@ class ParamGroup:
         shows_sharded: Whether the sharded parameters are registered though it is unsharded.
         is_held: Whether the user unsharded it; it shows the unsharded ones until ``reshard()``.
         is_opened: Whether its modules hold full parameters, inside of ``unsharded()``.
-        is_parked: Whether its shards are not in memory, inside of ``parked()``.
+        absence: Why its shards are not in memory, and what to do; ``None`` if they are.
         is_exposed: Whether users may have had the unsharded ones in their hands.
         on_gradient: Called when a backward has accumulated into one of the parameters.
         pending_nodes: By the number of each backward that waits for the group, how many nodes of
@@ -339,7 +343,7 @@ class ParamGroup:
         self.shows_sharded = False
         self.is_held = False
         self.is_opened = False
-        self.is_parked = False
+        self.absence: str | None = None
         self.is_exposed = False
         self.on_gradient: Callable[[torch.Tensor], None]
         self.pending_nodes: dict[int, int] = {}
@@ -362,16 +366,41 @@ class ParamGroup:
 
     def check_awake(self, purpose: str) -> None:
         """Raise ``ShardError`` if its shards are not in memory."""
-        if self.is_parked:
-            raise ShardError(
-                f"Expected {self.label} in memory {purpose}, got it parked; leave the context of "
-                "parked() first"
-            )
+        if self.absence is not None:
+            raise ShardError(f"Expected {self.label} in memory {purpose}, got it {self.absence}")
 
     def give_back(self, param: ShardedParam) -> None:
         """Let go of a parameter that another group will own; nothing was gathered yet."""
         self.units.give_back(param)
         self._create_gradients()
+
+    def relocate(self, units: list[GatherUnit], mesh: ShardMesh) -> None:
+        """Let the parameters lie on other ranks, in other units; settings stay.
+
+        Args:
+            units: Those of the parameters, which are planned for ``mesh``.
+            mesh: The ranks.
+
+        Collective: makes a process group if reductions have one of their own.
+        """
+        choices = {over: channel.saved() for over, channel in self.channels.items()}
+        self.mesh = mesh
+        self.units = GroupUnits(self.params, units)
+        self.params = self.units.params
+        self.channels = {mesh: Channel(mesh)}
+        for choice in choices.values():
+            self.channels[mesh].restore(*choice)
+        self.streams = UsedStreams(mesh.device)
+        self.freshness = Freshness(self.units.all, mesh)
+        self.state, self.absence = Sharded(), None
+        self.context.is_agreed = False
+        self._create_gradients()
+
+    def leave(self) -> None:
+        """Let the parameters lie on other ranks alone; this one has nothing of them."""
+        self.units = GroupUnits(self.params, [])
+        self.params, self.state = self.units.params, Sharded()
+        self.absence = ON_OTHER_RANKS
 
     def _create_gradients(self) -> None:
         channels = list(self.channels.values())

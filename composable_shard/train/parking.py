@@ -25,6 +25,7 @@ from composable_shard.optim.flat import flat_states
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.device_storages import DeviceStorages
 from composable_shard.train.host_pages import HostPages, Span, merged
+from composable_shard.train.optimizers import listed
 from composable_shard.train.ranks import Ranks
 
 # What lies where: the memory of a model and of its optimizers -------------------------------------
@@ -270,8 +271,8 @@ def _refuse_use(
     """Let whoever uses what is parked get an error; what is returned ends that."""
     until = contextlib.ExitStack()
     for group in groups:
-        group.is_parked = True
-        until.callback(setattr, group, "is_parked", False)
+        group.absence = "parked; leave the context of parked() first"
+        until.callback(setattr, group, "absence", None)
     for one in optimizers:
         for register in (
             one.register_step_pre_hook,
@@ -287,17 +288,6 @@ def _refuse_optimizer(optimizer: Optimizer, *_: object) -> None:
         f"Expected {type(optimizer).__name__} in memory for its step or its states, got it parked; "
         "leave the context of parked() first"
     )
-
-
-def _listed(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    for one in given:
-        if not isinstance(one, Optimizer):
-            raise TypeError(
-                f"Expected optimizer to be a torch.optim.Optimizer or several, got "
-                f"{type(one).__name__}"
-            )
-    return given
 
 
 # Parked -------------------------------------------------------------------------------------------
@@ -358,7 +348,7 @@ def parked(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected model to be an nn.Module, got {type(model).__name__}")
-    optimizers, groups = _listed(optimizer), groups_in(model.modules())
+    optimizers, groups = listed(optimizer), groups_in(model.modules())
     _check_can_park(groups)
     ranks = Ranks(process_group, f"parking {type(model).__name__}")
     shared = _put_away(groups)
