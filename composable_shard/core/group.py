@@ -384,22 +384,23 @@ class ParamGroup:
         Collective: makes a process group if reductions have one of their own.
         """
         choices = {over: channel.saved() for over, channel in self.channels.items()}
-        self.mesh = mesh
-        self.units = GroupUnits(self.params, units)
-        self.params = self.units.params
-        self.channels = {mesh: Channel(mesh)}
+        self.mesh, self.channels = mesh, {mesh: Channel(mesh)}
         for choice in choices.values():
             self.channels[mesh].restore(*choice)
-        self.streams = UsedStreams(mesh.device)
-        self.freshness = Freshness(self.units.all, mesh)
-        self.state, self.absence = Sharded(), None
+        self._hold(GroupUnits(self.params, units))
+        self.absence = None
         self.context.is_agreed = False
+
+    def _hold(self, units: GroupUnits) -> None:
+        """Let go of the units, and hold others of the same parameters, which are sharded."""
+        self.units, self.params, self.state = units, units.params, Sharded()
+        self.streams = UsedStreams(self.mesh.device)
+        self.freshness = Freshness(units.all, self.mesh)
         self._create_gradients()
 
     def leave(self) -> None:
         """Let the parameters lie on other ranks alone; this one has nothing of them."""
-        self.units = GroupUnits(self.params, [])
-        self.params, self.state = self.units.params, Sharded()
+        self._hold(GroupUnits(self.params, []))
         self.absence = ON_OTHER_RANKS
 
     def _create_gradients(self) -> None:

@@ -20,6 +20,7 @@ from composable_shard.core.optimizers import watch_optimizer_steps
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.root import context_of
 from composable_shard.core.transport import host
+from composable_shard.core.transport.process_groups import raise_first_difference
 from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh, resolve_mesh
 from composable_shard.optim import exchange
@@ -67,7 +68,8 @@ def _check_param(group: ParamGroup, param: ShardedParam) -> None:
     if param.mesh != group.mesh or param.mesh.dims is not None or param.placement.model is not None:
         raise ShardError(
             f"Expected parameter '{param.name}' to be sharded over the mesh of {group.label} "
-            f"alone, got it on {param.placement.mesh}; such a model is moved by a checkpoint"
+            "alone, got one of its own, or tensor parallelism; such a model is moved by a "
+            "checkpoint"
         )
     if needs_extension(param.local):
         raise ShardError(
@@ -165,7 +167,9 @@ class _Move:
                     f"Expected all ranks to move the model, got on rank {rank}: {failure}"
                 )
         if len({theirs for _, theirs, _ in heard if theirs}) > 1:
-            self._ranks.raise_first_difference([] if own is None else own.facts(), "state")
+            facts = self._ranks.gather(None if own is None else own.facts())
+            known = [(r, f) for r, f in zip(self._ranks.numbers, facts, strict=True) if f]
+            raise_first_difference([f for _, f in known], [r for r, _ in known], "state")
         told = next(theirs for _, _, theirs in heard if theirs is not None)
         return told, tensors
 
