@@ -357,7 +357,10 @@ def uses(model: Wide, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Callab
     states = optimizer.state_dict()
     where = "leave the context of parked() first"
     root, inner = "the root group", "group 'inp'"
-    adam = f"Expected AdamW in memory for its step or its states, got it parked; {where}"
+    adam = (
+        "Expected AdamW in memory for its step or its states, got it parked; leave the context of "
+        "parked() first"
+    )
 
     def of(label: str, purpose: str) -> str:
         return f"Expected {label} in memory {purpose}, got it parked; {where}"
