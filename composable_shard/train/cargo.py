@@ -201,9 +201,10 @@ class Possession:
                 like = self._like(key, locals_)
                 if like.shape != box.sizes:
                     like = like.new_zeros(()).expand(box.sizes)
-                device = mesh.device if like.is_meta else like.device
-                new = torch.empty_like(like, dtype=item.dtype, device=device, requires_grad=False)
-                found[key] = _torch.without_values(new)
+                device, dtype = mesh.device if like.is_meta else like.device, item.dtype
+                found[key] = _torch.without_values(
+                    torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
+                )
         return found
 
     def _new_shards(self, ground: Ground, mesh: ShardMesh) -> list[torch.Tensor]:
