@@ -41,7 +41,7 @@ from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box
 from composable_shard.optim.flat import flat
 from composable_shard.optim.layouts import Owned, Sharded, with_layout
-from composable_shard.testing import RankError, run_ranks
+from composable_shard.testing import RankError, run_ranks, stop_ranks
 from composable_shard.train import cargo
 from composable_shard.train.cargo import Ground
 from composable_shard.train.move_plan import COPIES_SENT, Piece, cut_box, pieces_of, rounds_of
@@ -428,8 +428,12 @@ def return_unused() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-@on_ranks(2)
 def test_memory_of_both_layouts_and_a_bucket() -> None:
+    stop_ranks()  # what earlier tests have left in memory is none of this
+    run_ranks(memory_of_a_move, 2)
+
+
+def memory_of_a_move() -> None:
     big, bucket = 16 * MiB, 2 * MiB
     with poisoned_memory(False):
         ctypes.CDLL(None).mallopt(-3, MiB // 4)  # what is bigger goes back when it is freed
