@@ -7,6 +7,7 @@ has to know. Coming back, fresh memory is filled from the file and put in its pl
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -149,7 +150,8 @@ class HostPages:
             if _mmap(span.start, span.nbytes, both, how, self._file.fileno(), place) is None:
                 break  # there are too many mappings: the others stay
             self._mapped.append((span, place))
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # what stays in the cache is there for others to take
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return [span for span, _ in self._mapped]
 
     def come_back(self) -> None:

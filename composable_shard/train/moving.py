@@ -274,7 +274,6 @@ def _part(tensor: torch.Tensor | None, box: Box | None, piece: Piece) -> torch.T
     return part_of(tensor, piece.box.within(box))
 
 
-@torch.no_grad()
 def move(
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
@@ -344,4 +343,5 @@ def move(
             group.reshard()
         watch_optimizer_steps(group)
     host.settle()
-    _Move(Possession(model, groups, optimizers), mesh, ranks).go(bucket_nbytes)
+    with torch.inference_mode(False), torch.no_grad():
+        _Move(Possession(model, groups, optimizers), mesh, ranks).go(bucket_nbytes)

@@ -266,10 +266,9 @@ def _without_kept_storage(groups: Sequence[ParamGroup]) -> Iterator[None]:
 
 
 def _refuse_use(
-    groups: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
-) -> contextlib.ExitStack:
-    """Let whoever uses what is parked get an error; what is returned ends that."""
-    until = contextlib.ExitStack()
+    groups: Sequence[ParamGroup], optimizers: Sequence[Optimizer], until: contextlib.ExitStack
+) -> None:
+    """Let whoever uses what is parked get an error, ``until`` it is closed."""
     for group in groups:
         group.absence = "parked; leave the context of parked() first"
         until.callback(setattr, group, "absence", None)
@@ -280,7 +279,6 @@ def _refuse_use(
             one.register_load_state_dict_pre_hook,
         ):
             until.callback(register(_refuse_optimizer).remove)
-    return until
 
 
 def _refuse_optimizer(optimizer: Optimizer, *_: object) -> None:
@@ -359,14 +357,14 @@ def parked(
             "disk"
         )
     with _without_kept_storage(groups):
-        memory = _Memory(tensors, ranks)
-        freed = Parked(**memory.leave(folder), shared=shared)
-        use = _refuse_use(groups, optimizers)
+        memory, until = _Memory(tensors, ranks), contextlib.ExitStack()
         try:
+            freed = Parked(**memory.leave(folder), shared=shared)
+            _refuse_use(groups, optimizers, until)
             yield freed
         except BaseException:
             memory.come_back()
-            use.close()
+            until.close()
             raise
         memory.come_back_everywhere()
-        use.close()
+        until.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -473,7 +474,7 @@ def when_full(model: Odd, mesh: DeviceMesh) -> None:
 
 
 def when_parked(model: Odd, mesh: DeviceMesh) -> None:
-    with parked(model, folder="/tmp"):
+    with parked(model, folder=tempfile.gettempdir()):
         move(model, (), mesh)
 
 

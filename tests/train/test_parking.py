@@ -34,6 +34,7 @@ from composable_shard import (
     parked,
     unsharded,
 )
+from composable_shard.core.group import group_of
 from composable_shard.core.transport.mailbox import return_free_slabs
 from composable_shard.optim.flat import flat
 from composable_shard.optim.layouts import Owned, Sharded, with_layout
@@ -197,6 +198,14 @@ def moved_as(on_device: bool) -> Iterator[None]:
         parking._is_on_device = before
 
 
+def gathered_nbytes(model: nn.Module) -> int:
+    """Return the bytes of what is gathered, or was and is kept."""
+    groups = [group for module in model.modules() if (group := group_of(module)) is not None]
+    params = [param for group in groups for param in group.params]
+    gathered = [param.unsharded for param in params if not param.shares_storage]
+    return sum(one.untyped_storage().nbytes() for one in gathered if one is not None)
+
+
 @pytest.mark.parametrize("name", ["kept", "last", "offloaded", "hybrid", "held"])
 @on_ranks(2)
 def test_whatever_is_set(name: str, tmp_path: Path) -> None:
@@ -218,8 +227,10 @@ def test_whatever_is_set(name: str, tmp_path: Path) -> None:
             backward(model, step)
         if name == "held":
             one.inp.unshard()
+        assert bool(gathered_nbytes(one)) == (name in ("kept", "held"))
         with parked(one, pairs[0][1], folder=tmp_path) as memory:
             assert memory.parameters > MIN_NBYTES
+            assert gathered_nbytes(one) == 0
         for model, optimizer in pairs:
             if name == "last":
                 model.set_is_last_backward(True)
