@@ -31,6 +31,7 @@ from composable_shard import (
     MixedPrecisionPolicy,
     RankMismatchError,
     ShardError,
+    clip_grad_norm_,
     fully_shard,
     move,
     parked,
@@ -211,6 +212,7 @@ def train(model: Odd, optimizer: torch.optim.Optimizer, *steps: int) -> list[flo
         loss = model(batch(step)).square().mean()
         loss.backward()
         model.plain.grad = torch.full((6,), step + 1.0)  # the same on all ranks
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
     return losses
