@@ -73,6 +73,17 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     cast(DTensor, tensor)._local_tensor = local
 
 
+def relocate(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Let a DTensor lie on other ranks, or otherwise; it has the same global shape and dtype.
+
+    Hazard: torch caches how an op is sharded by specs, which are compared and hashed. Guard: it is
+    given another spec, and the one that it had is left as it is. Test:
+    ``test_training_goes_on_as_from_a_checkpoint``.
+    """
+    inner = cast(DTensor, tensor)
+    inner._local_tensor, inner._spec = local, spec
+
+
 def parameter_of(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     """Make a parameter of a tensor; that of a DTensor keeps its very mesh.
 

@@ -42,7 +42,7 @@ from composable_shard.core.transport.pending import (
 )
 from composable_shard.core.tree import Tree
 from composable_shard.core.units import GroupUnits, Kept, ParamSet, Transfers, Versions
-from composable_shard.errors import StaleParameterError
+from composable_shard.errors import ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -296,6 +296,10 @@ def check_reshard(
     return True if sizes == [reshard_after_forward] else reshard_after_forward
 
 
+ON_OTHER_RANKS = "on other ranks; move() it to a mesh that has this one first"
+"""Why shards are not in memory of a rank that is not in their mesh."""
+
+
 # The group itself ---------------------------------------------------------------------------------
 
 
@@ -321,6 +325,7 @@ class ParamGroup:
         shows_sharded: Whether the sharded parameters are registered though it is unsharded.
         is_held: Whether the user unsharded it; it shows the unsharded ones until ``reshard()``.
         is_opened: Whether its modules hold full parameters, inside of ``unsharded()``.
+        absence: Why its shards are not in memory, and what to do; ``None`` if they are.
         is_exposed: Whether users may have had the unsharded ones in their hands.
         on_gradient: Called when a backward has accumulated into one of the parameters.
         pending_nodes: By the number of each backward that waits for the group, how many nodes of
@@ -354,6 +359,7 @@ class ParamGroup:
         self.shows_sharded = False
         self.is_held = False
         self.is_opened = False
+        self.absence: str | None = None
         self.is_exposed = False
         self.on_gradient: Callable[[torch.Tensor], None]
         self.pending_nodes: dict[int, int] = {}
@@ -374,10 +380,44 @@ class ParamGroup:
         if self.context.order_check is not None:
             self.context.order_check.agree(f"{op} of {self.label}", self.channels)
 
+    def check_awake(self, purpose: str) -> None:
+        """Raise ``ShardError`` if its shards are not in memory."""
+        if self.absence is not None:
+            raise ShardError(f"Expected {self.label} in memory {purpose}, got it {self.absence}")
+
     def give_back(self, param: ShardedParam) -> None:
         """Let go of a parameter that another group will own; nothing was gathered yet."""
         self.units.give_back(param)
         self._create_gradients()
+
+    def relocate(self, units: list[GatherUnit], mesh: ShardMesh) -> None:
+        """Let the parameters lie on other ranks, in other units; settings stay.
+
+        Args:
+            units: Those of the parameters, which are planned for ``mesh``.
+            mesh: The ranks.
+
+        Collective: makes a process group if reductions have one of their own.
+        """
+        choices = {over: channel.saved() for over, channel in self.channels.items()}
+        self.mesh, self.channels = mesh, {mesh: Channel(mesh)}
+        for choice in choices.values():
+            self.channels[mesh].restore(*choice)
+        self._hold(GroupUnits(self.params, units))
+        self.absence = None
+        self.context.is_agreed = False
+
+    def _hold(self, units: GroupUnits) -> None:
+        """Let go of the units, and hold others of the same parameters, which are sharded."""
+        self.units, self.params, self.state = units, units.params, Sharded()
+        self.streams = UsedStreams(self.mesh.device)
+        self.freshness = Freshness(units.all, self.mesh)
+        self._create_gradients()
+
+    def leave(self) -> None:
+        """Let the parameters lie on other ranks alone; this one has nothing of them."""
+        self._hold(GroupUnits(self.params, []))
+        self.absence = ON_OTHER_RANKS
 
     def _create_gradients(self) -> None:
         channels = list(self.channels.values())
@@ -420,6 +460,7 @@ class ParamGroup:
         """
         if not self.params:
             return
+        self.check_awake("to be gathered")
         if self.context.post_optim_event is not None:
             self.context.wait_for_optimizer()
         if torch.is_inference_mode_enabled():  # what is made now outlives it

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -116,6 +117,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "unsharded ones, whose changes are lost; build the optimizer, or fill its groups, of "
             "model.parameters() outside of unsharded(), before a forward or after a backward"
         )
+    for owner in _groups_of(params):
+        owner.check_awake(f"for a step of {type(optimizer).__name__}")
     host.settle()  # copies of shards that a forward without a backward has launched
     for param in params:
         if isinstance(param, DTensor) and not _torch.spec_of(param).shape:
@@ -135,9 +138,14 @@ def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    owners = map(_owners.get, map(id, params))
-    stepped = {owner for owner in owners if owner is not None}
+    stepped = _groups_of(params)
     for group in stepped:
         group.freshness.note_optimizer_step()
     for context in {group.context for group in stepped}:
         context.show_sharded()
+
+
+def _groups_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
+    """Return the groups that own some of ``params``, in their order."""
+    owners = map(_owners.get, map(id, params))
+    return list(dict.fromkeys(owner for owner in owners if owner is not None))

@@ -294,6 +294,23 @@ class ShardedParam:
         _torch.set_local_tensor(self.sharded, local)
         self.local = local
 
+    def replan(self, mesh: ShardMesh) -> None:
+        """Plan to be sharded over other ranks; the sharded form is left as it is.
+
+        Raises:
+            ValueError: If it cannot be.
+        """
+        dim, numel = self.form.dim, self.layout.gathered_numel
+        whole = self.form.whole(torch.empty(numel, device="meta"))
+        meta = self.spec.tensor_meta
+        assert meta is not None
+        self.placement = plan_placement(self.name, whole, dim, mesh)
+        self.mesh, self.form = mesh, plan_dense(whole, dim, mesh.num_shards)
+        self.spec = _torch.make_spec(self.placement.mesh, self.placement.sharded, meta)
+        self.device = torch.device("cpu") if self.offload is not None else mesh.device
+        self._specs, self.place, self.shares_storage = {}, None, False
+        self.forget_unsharded()
+
     def create_unsharded(self, tensor: torch.Tensor) -> nn.Parameter:
         """Make the leaf of autograd around ``tensor``; once in the life of its storage."""
         model = self.placement.model

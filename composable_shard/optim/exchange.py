@@ -54,15 +54,25 @@ _MOVING = "moving blocks of parameters between their owners and shards"
 class Pending:
     """An exchange that has been launched.
 
+    Args:
+        ranks: Between whom.
+        out: For each rank, what to send.
+        into: For each rank, where to write what it sends.
+        doing: What this is for, for messages.
+
     Attributes:
         nbytes: How many bytes this rank sends.
     """
 
     def __init__(
-        self, ranks: Ranks, out: list[list[torch.Tensor]], into: list[list[torch.Tensor]]
+        self,
+        ranks: Ranks,
+        out: list[list[torch.Tensor]],
+        into: list[list[torch.Tensor]],
+        doing: str = _MOVING,
     ) -> None:
         assert ranks.group is not None
-        self._group, self._into = ranks.group, into
+        self._group, self._into, self._doing = ranks.group, into, doing
         counts = [sum(tensor.nbytes for tensor in tensors) for tensors in out]
         self._counts = [sum(tensor.nbytes for tensor in tensors) for tensors in into]
         self.nbytes = sum(counts)
@@ -70,14 +80,14 @@ class Pending:
         empty = torch.empty(0, dtype=torch.uint8, device=ranks.device)
         self._sent = torch.cat(sent) if sent else empty
         self._received = empty.new_empty(sum(self._counts))
-        with watched(self._group, _MOVING):
+        with watched(self._group, self._doing):
             self._work = dist.all_to_all_single(
                 self._received, self._sent, self._counts, counts, ranks.group, async_op=True
             )
 
     def wait(self) -> None:
         """Write what has arrived where it belongs."""
-        with watched(self._group, _MOVING):
+        with watched(self._group, self._doing):
             if self._work is not None:
                 self._work.wait()
         targets = [tensor for tensors in self._into for tensor in tensors]

@@ -125,6 +125,12 @@ def _own(value: Any) -> Any:
 _STEPS = "_composable_shard_flat"
 
 
+def flat_states(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the flat buffers in which the states of a flat optimizer lie; of any other, none."""
+    steps: _Steps | None = optimizer.__dict__.get(_STEPS)
+    return [] if steps is None else steps.state_buffers
+
+
 _flat_classes: dict[type[Optimizer], type[Optimizer]] = {}
 
 
@@ -323,6 +329,11 @@ class _Steps:
                 return True
         sharded = _torch.local_tensors(self._sharded)
         return not all(map(is_, sharded, self._locals))
+
+    @property
+    def state_buffers(self) -> list[torch.Tensor]:
+        """The flat states, one beside each buffer of parameters for each name."""
+        return list(self._buffers.values())
 
     @torch.no_grad()
     def step(self) -> None:

@@ -263,6 +263,7 @@ class LayoutOptimizer(Optimizer):
 
     def __init__(self, rules: Sequence[tuple[Layout, list[Param]]], bucket_nbytes: int) -> None:
         self._rules = rules
+        self._bucket_nbytes = bucket_nbytes
         self._is_made = False
         values = [_check(layout, params) for layout, params in rules]
         groups = [
@@ -273,14 +274,26 @@ class LayoutOptimizer(Optimizer):
         self._is_made = True
         self._shards: dict[int, LocalShards] = {}
         self._buckets: list[tuple[int, OwnedBucket]] = []
+        self.choose_owners()
+
+    def choose_owners(self) -> None:
+        """Let stock optimizers step the parameters where they lie now; they have no states yet.
+
+        Collective: see :func:`with_layout`.
+        """
+        self.forget_owners()
         meshes = _Meshes()
-        for place, (layout, params) in enumerate(rules):
+        for place, (layout, params) in enumerate(self._rules):
             if isinstance(layout, Sharded):
                 self._shards[place] = LocalShards(params, layout.optimizer)
             else:
-                for ranks, blocks in meshes.buckets(layout, params, bucket_nbytes):
+                for ranks, blocks in meshes.buckets(layout, params, self._bucket_nbytes):
                     bucket = OwnedBucket(params, blocks, ranks, layout.optimizer)
                     self._buckets.append((place, bucket))
+
+    def forget_owners(self) -> None:
+        """Let go of all stock optimizers and their states. Collective: none."""
+        self._shards, self._buckets, self.state = {}, [], defaultdict(dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse more parameters than those of the model; see :func:`with_layout`."""
@@ -328,7 +341,7 @@ class LayoutOptimizer(Optimizer):
         Collective: of the owners' states, an all-gather of what they are for each mesh, and an
         all-to-all for each bucket.
         """
-        live, self.state = self.state, self._sharded_states()
+        live, self.state = self.state, self.sharded_states()
         try:
             return super().state_dict()
         finally:
@@ -340,7 +353,11 @@ class LayoutOptimizer(Optimizer):
         Collective: an all-to-all for each bucket.
         """
         super().load_state_dict(state_dict)
-        loaded, self.state = self.state, defaultdict(dict)
+        self.take_states(self.state)
+
+    def take_states(self, loaded: Mapping[torch.Tensor, States]) -> None:
+        """Take what :meth:`sharded_states` returned. Collective: see load_state_dict."""
+        self.state = defaultdict(dict)
         for place, (_, params) in enumerate(self._rules):
             states: list[States] = [loaded.get(param.tensor, {}) for param in params]
             if place in self._shards:
@@ -349,6 +366,10 @@ class LayoutOptimizer(Optimizer):
                 if owner == place:
                     bucket.load(states)
         self._note_states(loaded)
+
+    def stock_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that step the tensors of this rank, and have their states."""
+        return [optimizer for _, optimizer in self._stock()]
 
     def _stock(self) -> list[tuple[int, Optimizer]]:
         """Return all stock optimizers, each with the place of its group."""
@@ -374,7 +395,8 @@ class LayoutOptimizer(Optimizer):
                 if param.grad is not None if loaded is None else param in loaded:
                     self.state[param]  # a defaultdict
 
-    def _sharded_states(self) -> defaultdict[torch.Tensor, States]:
+    def sharded_states(self) -> defaultdict[torch.Tensor, States]:
+        """Return the states of each parameter, sharded like it. Collective: see state_dict."""
         found: list[list[States]] = [[{} for _ in params] for _, params in self._rules]
         for place, shards in self._shards.items():
             found[place] = shards.save()

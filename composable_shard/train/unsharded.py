@@ -450,6 +450,7 @@ def _check_can_open(groups: Collection[ParamGroup]) -> None:
                 f"Expected unsharded() outside of forward and backward, got it in a {moment} of "
                 f"{group.label}; use it between iterations"
             )
+        group.check_awake("for unsharded()")
         if group.is_opened:
             raise ShardError(
                 f"Expected one unsharded() of {group.label} at a time, got one within another; "

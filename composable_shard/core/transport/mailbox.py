@@ -263,6 +263,12 @@ class Mailbox:
             self._take_back()
             return self._own.take(nbytes)
 
+    def return_free(self) -> int:
+        """Give memory that nobody reads back to the system; return how many bytes that is."""
+        with self._lock:
+            self._take_back()
+            return self._own.return_free()
+
     def look(self, peer: Peer, key: Key) -> _Entry | None:
         """Return what a peer has published for a collective, if it has."""
         entry = peer.arrived.get(key)
@@ -428,6 +434,18 @@ def near_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the ranks within ``group`` with which this one shares memory. Collective: once."""
     mailbox = mailbox_of(group)
     return [] if mailbox is None else list(mailbox.peers)
+
+
+def return_free_slabs(group: dist.ProcessGroup) -> int:
+    """Give the memory back to the system in which this rank has published, and which nobody reads.
+
+    Returns:
+        How many bytes that is.
+
+    Collective: none.
+    """
+    mailbox = _mailboxes.get(group)
+    return 0 if mailbox is None else mailbox.return_free()
 
 
 def why_apart(group: dist.ProcessGroup) -> dict[int, str]:

@@ -1,0 +1,774 @@
+"""Moving a model to other ranks gives what a checkpoint on disk gives, bit by bit."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from faults.breaking import BAD, failures, kill_this_rank
+from hypothesis import given
+from hypothesis import strategies as st
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from training.cases import reproducible
+from two_tensors import two_tensor_hooks, two_tensor_mlp
+
+from composable_shard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    RankMismatchError,
+    ShardError,
+    clip_grad_norm_,
+    fully_shard,
+    move,
+    parked,
+    unsharded,
+)
+from composable_shard._torch import poisoned_memory
+from composable_shard.core.group import group_of
+from composable_shard.optim import exchange
+from composable_shard.optim.blocks import Box
+from composable_shard.optim.flat import flat
+from composable_shard.optim.layouts import Owned, Sharded, with_layout
+from composable_shard.testing import RankError, run_ranks, stop_ranks
+from composable_shard.train import cargo
+from composable_shard.train.cargo import Ground
+from composable_shard.train.move_plan import COPIES_SENT, Piece, cut_box, pieces_of, rounds_of
+
+MiB = 2**20
+
+# PURE ---------------------------------------------------------------------------------------------
+
+shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def grounds(draw: st.DrawFn) -> Ground:
+    """Some of six ranks, in any order, as a mesh of one axis or of two."""
+    extents = draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 1), (1, 3), (2, 2), (3, 2)]))
+    count = extents[0] * (extents[1] if len(extents) == 2 else 1)
+    ranks = draw(st.permutations(range(6)))[:count]
+    return Ground(tuple(ranks), extents)
+
+
+def elements(box: Box) -> set[tuple[int, ...]]:
+    found: set[tuple[int, ...]] = {()}
+    for start, size in zip(box.starts, box.sizes, strict=True):
+        found = {(*one, index) for one in found for index in range(start, start + size)}
+    return found
+
+
+@reproducible(300)
+@given(shapes, st.data(), grounds(), grounds())
+def test_every_rank_gets_each_of_its_elements_once(
+    shape: tuple[int, ...], data: st.DataObject, before: Ground, after: Ground
+) -> None:
+    dim = data.draw(st.sampled_from([None, *range(len(shape))]))
+    have, want = before.holding(shape, dim), after.holding(shape, dim)
+    pieces = pieces_of(5, have, want)
+    assert all(piece.tensor == 5 for piece in pieces)
+    for rank in range(6):
+        got = [one for piece in pieces if piece.target == rank for one in elements(piece.box)]
+        box = want.box(rank)
+        assert len(got) == len(set(got))
+        assert set(got) == (set() if box is None else elements(box))
+    for piece in pieces:
+        source = have.box(piece.source)
+        assert source is not None and elements(piece.box) <= elements(source)
+    for rank in set(before.ranks) & set(after.ranks):  # what a rank has is not sent to it
+        own, wanted = have.box(rank), want.box(rank)
+        assert own is not None and wanted is not None
+        sent = {e for p in pieces if p.target == rank != p.source for e in elements(p.box)}
+        assert not sent & elements(own)
+
+
+@reproducible(200)
+@given(shapes, st.integers(1, 40))
+def test_boxes_are_cut(shape: tuple[int, ...], most: int) -> None:
+    box = Box(tuple(range(1, len(shape) + 1)), shape)
+    parts = list(cut_box(box, most))
+    assert all(part.numel <= most for part in parts)
+    found = [one for part in parts for one in elements(part)]
+    assert len(found) == len(set(found)) and set(found) == elements(box)
+
+
+@reproducible(200)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 30)), max_size=12),
+    st.integers(8, 200),
+)
+def test_no_rank_has_more_than_a_bucket(sent: list[tuple[int, int, int]], nbytes: int) -> None:
+    pieces = [
+        Piece(index, source, target, Box((0,), (size,)))
+        for index, (source, target, size) in enumerate(sent)
+        if source != target
+    ]
+    rounds = rounds_of(pieces, [4] * len(sent), nbytes)
+    for some in rounds:
+        for rank in range(4):
+            out = sum(4 * piece.box.numel for piece in some if piece.source == rank)
+            into = sum(4 * piece.box.numel for piece in some if piece.target == rank)
+            assert COPIES_SENT * out + into <= nbytes
+    for piece in pieces:
+        parts = [p.box for some in rounds for p in some if p.tensor == piece.tensor]
+        assert [e for box in parts for e in sorted(elements(box))] == sorted(elements(piece.box))
+
+
+# On ranks -----------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Uneven parameters; on an inner dim, transposed, tied, frozen, scalar, and not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, 7)
+        self.first = nn.Linear(7, 7, bias=False)
+        self.second = nn.Linear(7, 7, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(7).eval()
+        self.norm.running_mean = torch.randn(7)
+        self.turned = nn.Parameter(torch.randn(6, 7).t())
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.plain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.tanh(self.first(self.inp(x))))
+        return (self.second(x) @ self.turned * self.scale + self.frozen.sum()) * self.plain
+
+
+def on_mesh(*ranks: Any) -> DeviceMesh:
+    """Return a mesh of these ranks: of one axis, or of two if they come as rows."""
+    is_hybrid = not isinstance(ranks[0], int)
+    names = ("replicate", "shard") if is_hybrid else ("shard",)
+    return DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names)
+
+
+def is_in(mesh: DeviceMesh) -> bool:
+    return dist.get_rank() in mesh.mesh.flatten().tolist()
+
+
+def by_columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.shape == (7, 5) else None
+
+
+def sharded(mesh: DeviceMesh, device: str = "cpu", **kwargs: Any) -> Odd:
+    torch.manual_seed(3)
+    with torch.device(device):
+        model = Odd()
+    kwargs |= {"mesh": mesh, "shard_placement_fn": by_columns}
+    fully_shard(model.inp, **kwargs)
+    return fully_shard(model, ignored_params={model.plain}, **kwargs)
+
+
+def stock(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def in_flat(model: nn.Module) -> torch.optim.Optimizer:
+    return flat(stock(model))
+
+
+def of_layouts(model: nn.Module) -> torch.optim.Optimizer:
+    return with_layout(
+        model,
+        {
+            "*.weight": Owned(partial(torch.optim.Adagrad, lr=0.02)),
+            "*": Sharded(partial(torch.optim.AdamW, lr=0.01)),
+        },
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "stock": stock,
+    "flat": in_flat,
+    "layouts": of_layouts,
+}
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, 5, generator=generator)
+
+
+def train(model: Odd, optimizer: torch.optim.Optimizer, *steps: int) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        model.plain.grad = torch.full((6,), step + 1.0)  # the same on all ranks
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    states, optims = get_state_dict(model, optimizer)
+    return {"model": states, "optimizer": optims}
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return all that this rank has, by name."""
+    found: dict[str, torch.Tensor] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                add(f"{name} {key}", inner)
+        elif isinstance(value, torch.Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            found[name] = local.detach().clone()
+        else:
+            found[name] = torch.tensor(hash(str(value)))
+
+    add("", model.state_dict())
+    add("", optimizer.state_dict()["state"])
+    return found
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+        assert value.stride() == other[name].stride(), name
+
+
+def from_disk(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    meshes: tuple[DeviceMesh, DeviceMesh],
+    folder: Path,
+    make: str,
+) -> tuple[Odd | None, torch.optim.Optimizer | None]:
+    """Save on one mesh and load on another one."""
+    before, after = meshes
+    groups = [dist.new_group(mesh.mesh.flatten().tolist()) for mesh in meshes]
+    if is_in(before):
+        dcp.save(saved(model, optimizer), checkpoint_id=folder, process_group=groups[0])
+    dist.barrier()
+    if not is_in(after):
+        return None, None
+    loaded = sharded(after)
+    with torch.no_grad():
+        for param in loaded.parameters():
+            param.zero_()
+    optim = OPTIMIZERS[make](loaded)
+    train(loaded, optim, 99)  # for states to load into
+    state = saved(loaded, optim)
+    dcp.load(state, checkpoint_id=folder, process_group=groups[1])
+    set_state_dict(
+        loaded, optim, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return loaded, optim
+
+
+ROUTES = {
+    "4 to 2": [(0, 1, 2, 3), (1, 2)],
+    "2 to 4": [(1, 3), (0, 1, 2, 3)],
+    "to hybrid": [(0, 1, 2, 3), ((0, 1), (2, 3))],
+    "from hybrid": [((0, 1), (2, 3)), (0, 1, 2)],
+    "4 to 2 to 3": [(0, 1, 2, 3), (0, 2), (1, 2, 3)],
+    "elsewhere": [(0, 1), (2, 3)],
+    "the same": [(0, 1, 2, 3), (0, 1, 2, 3)],
+}
+
+
+@pytest.mark.parametrize("make", ["stock", "flat", "layouts"])
+@pytest.mark.parametrize("route", list(ROUTES))
+@on_ranks(4, timeout=60.0)
+def test_training_goes_on_as_from_a_checkpoint(route: str, make: str, tmp_path: Path) -> None:
+    """Whoever joins for the first time has the model on the meta device."""
+    meshes = [on_mesh(*ranks) for ranks in ROUTES[route]]
+    first = next(mesh for mesh in meshes if is_in(mesh))
+    model = sharded(first, "cpu" if is_in(meshes[0]) else "meta")
+    optimizer = OPTIMIZERS[make](model)
+    if is_in(meshes[0]):
+        train(model, optimizer, 0, 1)
+        optimizer.param_groups[0]["lr"] *= 0.5
+    names = [id(param) for param in model.parameters()]
+    for number, pair in enumerate(pairwise(meshes)):
+        disk, disk_optimizer = from_disk(model, optimizer, pair, tmp_path / str(number), make)
+        move(model, optimizer, pair[1], bucket_nbytes=200)
+        assert [id(param) for param in model.parameters()] == names
+        if disk is None or disk_optimizer is None:
+            with pytest.raises(ShardError, match="on other ranks"):
+                model(batch(0))
+            continue
+        assert_same_bits(values(model, optimizer), values(disk, disk_optimizer))
+        steps = (10 * number + 2, 10 * number + 3)
+        assert train(model, optimizer, *steps) == train(disk, disk_optimizer, *steps)
+        assert_same_bits(values(model, optimizer), values(disk, disk_optimizer))
+
+
+def losses(model: Odd, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Run a backward whose gradients do not depend on which ranks there are."""
+    optimizer.zero_grad()
+    torch.manual_seed(step)
+    model(torch.randn(4, 5)).square().mean().backward()
+    model.plain.grad = torch.full((6,), step + 1.0)
+
+
+@pytest.mark.parametrize("name", ["plain", "offloaded", "bf16"])
+@on_ranks(2)
+def test_gradients_and_what_hangs_on_parameters_move(name: str) -> None:
+    """A step after the move is the move after the step, and everything else is still there."""
+    pairs, one = on_mesh((0,), (1,)), on_mesh(0, 1)
+    kwargs: dict[str, Any] = {}
+    if name == "offloaded":
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if name == "bf16":
+        kwargs["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    models = [sharded(one, **kwargs) for _ in range(2)]
+    optimizers = [stock(model) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        losses(model, optimizer, 0)
+        optimizer.step()
+        losses(model, optimizer, 1)
+    (model, other), (optimizer, _) = models, optimizers
+    weight = model.inp.weight
+    weight.tag = "of the user"
+    hooked: list[str] = []
+    weight.register_post_accumulate_grad_hook(lambda _: hooked.append("weight"))
+    model.set_reshard_after_forward(False)
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    move(model, optimizer, pairs)
+    for key, param in model.named_parameters():
+        assert param.grad is grads[key]
+        if isinstance(param, DTensor):
+            assert param.device_mesh == pairs
+            if param.grad is not None:
+                assert param.grad.placements == param.placements
+    optimizers[0].step()
+    optimizers[1].step()
+    move(other, optimizers[1], pairs)
+    assert_same_bits(values(model, optimizer), values(other, optimizers[1]))
+    assert model.inp.weight is weight and weight.tag == "of the user"
+    losses(model, optimizer, 2)
+    assert hooked == ["weight"]
+    assert model.inp.weight.grad is not None
+    model.set_reshard_after_forward(True)
+    for index, back in enumerate(models):
+        move(back, optimizers[index], one)
+    assert_same_bits(values(model, optimizer), values(other, optimizers[1]))
+
+
+# What is sent, and how much memory it takes -------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [64, 700, 10**6])
+@on_ranks(3)
+def test_each_byte_is_sent_once_in_messages_of_a_bucket(nbytes: int) -> None:
+    meshes = on_mesh(0, 1, 2), on_mesh(0, 1)
+    model = sharded(meshes[0])
+    optimizer = stock(model)
+    train(model, optimizer, 0)
+    sent, largest = 0, 0
+    real = exchange.Pending.__init__
+
+    def counted(self: exchange.Pending, *args: Any) -> None:
+        nonlocal sent, largest
+        out, into = (sum(t.nbytes for ts in side for t in ts) for side in args[1:3])
+        sent, largest = sent + out, max(largest, COPIES_SENT * out + into)
+        real(self, *args)
+
+    items = [(param.shape, dim_of(param)) for param in model.parameters() for _ in copies(param)]
+    before, after = map(Ground.of, meshes)
+    moves = [
+        pieces_of(0, before.holding(shape, dim), after.holding(shape, dim)) for shape, dim in items
+    ]
+    expected = [
+        4 * piece.box.numel
+        for pieces in moves
+        for piece in pieces
+        if piece.source == dist.get_rank() != piece.target
+    ]
+    exchange.Pending.__init__ = counted
+    try:
+        move(model, optimizer, meshes[1], bucket_nbytes=nbytes)
+    finally:
+        exchange.Pending.__init__ = real
+    assert bool(expected) == (dist.get_rank() > 0)  # the first one has the first rows already
+    assert sent == sum(expected)
+    assert largest <= nbytes
+
+
+def dim_of(param: nn.Parameter) -> int | None:
+    (placement,) = param.placements
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def copies(param: nn.Parameter) -> list[str]:
+    """Return what of a parameter moves: itself, its gradient and two moments."""
+    if not isinstance(param, DTensor):
+        return []
+    return ["itself", "gradient", "exp_avg", "exp_avg_sq"] if param.requires_grad else ["itself"]
+
+
+def memory(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def return_unused() -> None:
+    """Let the allocator give the system what is free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def test_memory_of_both_layouts_and_a_bucket() -> None:
+    stop_ranks()  # what earlier tests have left in memory is none of this
+    run_ranks(memory_of_a_move, 2)
+
+
+def memory_of_a_move() -> None:
+    big, bucket = 16 * MiB, 2 * MiB
+    with poisoned_memory(False):
+        ctypes.CDLL(None).mallopt(-3, MiB // 4)  # what is bigger goes back when it is freed
+        model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(4)])
+        for layer in model:
+            fully_shard(layer, mesh=on_mesh(0, 1))
+        fully_shard(model, mesh=on_mesh(0, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for param in model.parameters():
+            optimizer.state[param]["momentum_buffer"] = torch.ones_like(param)
+        small = sharded(on_mesh(0, 1))
+        move(small, (), on_mesh(1))  # what is loaded at the first time is none of this
+        return_unused()
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        move(model, optimizer, on_mesh(1), bucket_nbytes=bucket)
+        peak = memory("VmHWM") - before
+        return_unused()
+        after = memory("VmRSS") - before
+    new = 2 * 4 * big if dist.get_rank() == 1 else 0
+    assert peak <= new + bucket + MiB, (peak / MiB, new / MiB, after / MiB)
+    assert peak >= new
+    assert after == pytest.approx(new - 4 * big, abs=2 * MiB)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+def in_forward(model: Odd, mesh: DeviceMesh) -> None:
+    model.inp.register_forward_hook(lambda *_: move(model, (), mesh))
+    model(batch(0))
+
+
+def when_full(model: Odd, mesh: DeviceMesh) -> None:
+    with unsharded(model):
+        move(model, (), mesh)
+
+
+def when_parked(model: Odd, mesh: DeviceMesh) -> None:
+    with parked(model, folder=tempfile.gettempdir()):
+        move(model, (), mesh)
+
+
+def in_flight(model: Odd, mesh: DeviceMesh) -> None:
+    model.set_is_last_backward(False)
+    model(batch(0)).sum().backward()
+    move(model, (), mesh)
+
+
+def accumulated(model: Odd, mesh: DeviceMesh) -> None:
+    with model.no_sync():
+        model(batch(0)).sum().backward()
+    move(model, (), mesh)
+
+
+def on_its_own_mesh(model: Odd, mesh: DeviceMesh) -> None:
+    other = nn.Linear(4, 4, bias=False)
+    fully_shard(other, shard_placement_fn=lambda _: on_mesh((0,), (1,)))
+    move(other, (), mesh)
+
+
+def subclass(model: Odd, mesh: DeviceMesh) -> None:
+    with two_tensor_hooks():
+        other = two_tensor_mlp()
+        fully_shard(other)
+        move(other, (), mesh)
+
+
+def not_sharded(model: Odd, mesh: DeviceMesh) -> None:
+    move(nn.Linear(2, 2), (), mesh)
+
+
+def several_meshes(model: Odd, mesh: DeviceMesh) -> None:
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(other[0], mesh=on_mesh((0, 1)))
+    fully_shard(other, mesh=mesh)
+    move(other, (), mesh)
+
+
+def descending(model: Odd, mesh: DeviceMesh) -> None:
+    move(model, (), DeviceMesh("cpu", [1, 0]))
+
+
+def neighbours(model: Odd, mesh: DeviceMesh) -> None:
+    group = group_of(model)
+    assert group is not None
+    group.settings.reshard_after_forward = 2  # as of four ranks
+    move(model, (), on_mesh((0,), (1,)))
+
+
+def nobody_has_it(model: Odd, mesh: DeviceMesh) -> None:
+    move(sharded(mesh, "meta"), (), mesh)
+
+
+def of_other_shape(model: Odd, mesh: DeviceMesh) -> None:
+    optimizer = stock(model)
+    train(model, optimizer, 0)
+    state = optimizer.state[model.inp.weight]
+    state["exp_avg"] = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
+    move(model, optimizer, mesh)
+
+
+ALL = "Expected all ranks to move the model, got on rank 0: "
+
+REFUSED: list[tuple[Callable[[Odd, DeviceMesh], None], str]] = [
+    (
+        in_forward,
+        "Expected move() outside of forward and backward, got it in one of the "
+        "root group; use it between iterations",
+    ),
+    (
+        when_full,
+        "Expected move() outside of unsharded(), got it inside of one of the "
+        "root group; leave that first",
+    ),
+    (
+        when_parked,
+        "Expected the root group in memory to be moved, got it parked; leave the "
+        "context of parked() first",
+    ),
+    (
+        in_flight,
+        "Expected the gradients of the root group before it is moved, got some "
+        "that are being reduced; end the backward first",
+    ),
+    (
+        accumulated,
+        "Expected a reduced gradient of 'turned', got one that was "
+        "accumulated without sync; call synchronize_gradients() first",
+    ),
+    (
+        on_its_own_mesh,
+        "Expected parameter 'weight' to be sharded over the mesh of the root "
+        "group alone, got one of its own, or tensor parallelism; "
+        "such a model is moved by a checkpoint",
+    ),
+    (
+        subclass,
+        "Expected parameter '0.in_proj.weight' to be a plain tensor, got "
+        "TwoTensor; such a model is moved by a checkpoint",
+    ),
+    (
+        not_sharded,
+        "Expected a model with sharded modules, got none; apply fully_shard to it",
+    ),
+    (
+        several_meshes,
+        "Expected all groups of the model on one mesh, got several; move its parts one by one",
+    ),
+    (
+        descending,
+        "Expected a mesh whose ranks ascend along each axis, got [1, 0]",
+    ),
+    (
+        neighbours,
+        "ValueError: Expected reshard_after_forward to divide the number of shards, got 2 "
+        "for 1 shards",
+    ),
+    (
+        nobody_has_it,
+        "Expected the model on all ranks of one mesh, and without values on the others, got it on "
+        "[] of meshes []",
+    ),
+    (
+        of_other_shape,
+        "Expected state 0 3 exp_avg to be cut by Shard over the last axis alone, "
+        "got (Partial(sum),); such a model is moved by a checkpoint",
+    ),
+]
+
+
+def refused(act: Callable[[Odd, DeviceMesh], None]) -> None:
+    mesh = on_mesh(0, 1)
+    act(sharded(mesh), mesh)
+
+
+@pytest.mark.parametrize(("act", "message"), REFUSED)
+def test_what_is_refused(act: Callable[[Odd, DeviceMesh], None], message: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(refused, 2, act)
+    failure = caught.value.agreed()
+    kind = "" if message.startswith("ValueError: ") else "ShardError: "
+    expected = message if act is nobody_has_it else f"{ALL}{kind}{message}"
+    assert (failure.type_name, failure.message) == ("ShardError", expected)
+
+
+@on_ranks(2)
+def test_wrong_arguments() -> None:
+    mesh = on_mesh(0, 1)
+    model = sharded(mesh)
+    with pytest.raises(TypeError) as error:
+        move("model", (), mesh)  # type: ignore[arg-type]
+    assert str(error.value) == "Expected model to be an nn.Module, got str"
+    with pytest.raises(TypeError) as error:
+        move(model, (), 2)  # type: ignore[arg-type]
+    assert str(error.value) == "Expected mesh to be a DeviceMesh, got int"
+    with pytest.raises(ValueError) as wrong:
+        move(model, (), mesh, bucket_nbytes=0)
+    assert str(wrong.value) == "Expected bucket_nbytes of at least 1, got 0"
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.raises(ShardError) as missing:
+        move(model, (), on_mesh(0, 1), process_group=alone)
+    assert str(missing.value) == (
+        "Expected the model on all ranks of one mesh, and without values on the others, got it on "
+        f"[{dist.get_rank()}] of meshes [Ground(ranks=(0, 1), extents=(2,))]"
+    )
+    single = fully_shard(nn.Linear(2, 2), mesh=[on_mesh(0), on_mesh(1)][dist.get_rank()])
+    with pytest.raises(ShardError) as missing:
+        move(single, (), mesh, process_group=alone)
+    other = 1 - dist.get_rank()
+    assert str(missing.value) == (
+        f"Expected all ranks of the mesh to call move(), got none of [{other}]"
+    )
+
+
+# A rank that the model has left -------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_rank_without_the_model_says_so(tmp_path: Path) -> None:
+    model = sharded(on_mesh(0, 1))
+    optimizer = stock(model)
+    train(model, optimizer, 0)
+    state, states = model.state_dict(), optimizer.state_dict()
+    move(model, optimizer, on_mesh(0))
+    if dist.get_rank() == 0:
+        train(model, optimizer, 1)
+        return
+    why = "got it on other ranks; move() it to a mesh that has this one first"
+    uses: list[tuple[Callable[[], Any], str]] = [
+        (lambda: model(batch(0)), "the root group in memory to be gathered"),
+        (model.state_dict, "the root group in memory for a state dict"),
+        (lambda: model.load_state_dict(state), "the root group in memory to load a state dict"),
+        (optimizer.step, "the root group in memory for a step of AdamW"),
+        (lambda: unsharded(model).__enter__(), "the root group in memory for unsharded()"),
+        (
+            lambda: parked(model, folder=tmp_path).__enter__(),
+            "the root group in memory to be parked",
+        ),
+    ]
+    for use, what in uses:
+        with pytest.raises(ShardError) as caught:
+            use()
+        assert str(caught.value) == f"Expected {what}, {why}", caught.value
+    assert not [name for name in states if name not in ("state", "param_groups")]
+    for name, param in model.named_parameters():
+        if name != "plain":
+            assert param.to_local().numel() == 0 and param.grad is None
+            assert param.device_mesh == on_mesh_alone(param)
+            assert not optimizer.state.get(param)
+
+
+def on_mesh_alone(param: nn.Parameter) -> DeviceMesh:
+    mesh: DeviceMesh = param.device_mesh
+    assert mesh.mesh.tolist() == [0]
+    return mesh
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_leaves_all_as_it_was() -> None:
+    models = [sharded(on_mesh(0, 1)) for _ in range(2)]
+    pairs = [(model, stock(model)) for model in models]
+    for model, optimizer in pairs:
+        train(model, optimizer, 0)
+    before = values(*pairs[0])
+    real, calls = cargo.build_units, 0
+
+    def fails(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and dist.get_rank() == 1:
+            raise MemoryError("no more")
+        return real(*args)
+
+    cargo.build_units = fails
+    try:
+        with pytest.raises(ShardError) as caught:
+            move(*pairs[0], on_mesh((0,), (1,)))
+    finally:
+        cargo.build_units = real
+    assert str(caught.value) == (
+        "Expected all ranks to move the model, got on rank 1: MemoryError: no more"
+    )
+    assert_same_bits(values(*pairs[0]), before)
+    for model, optimizer in pairs:
+        train(model, optimizer, 1)
+    assert_same_bits(values(*pairs[0]), values(*pairs[1]))
+
+
+@on_ranks(2)
+def test_states_that_cannot_be_told() -> None:
+    model = sharded(on_mesh(0, 1))
+    optimizer = stock(model)
+    train(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        optimizer.state[model.inp.weight]["more"] = torch.ones(3)
+    with pytest.raises(RankMismatchError) as caught:
+        move(model, optimizer, on_mesh((0,), (1,)))
+    assert str(caught.value) == (
+        "Expected the same state on all ranks, got on rank 0: ('state', 0, 4, 'exp_avg'): "
+        "Item(shape=(7,), stride=(1,), dtype=torch.float32, dim=0, is_sharded=True); on rank 1: "
+        "('state', 0, 3, 'more'): Item(shape=(3,), stride=(1,), dtype=torch.float32, dim=None, "
+        "is_sharded=False)"
+    ), caught.value
+
+
+def killed_on_the_way() -> None:
+    model = sharded(on_mesh(0, 1))
+    real = exchange.Pending.wait
+
+    def wait(self: exchange.Pending) -> None:
+        if dist.get_rank() == BAD:
+            kill_this_rank()
+        real(self)
+        real(exchange.Pending(*again))
+
+    again: list[Any] = []
+    begin = exchange.Pending.__init__
+
+    def noted(self: exchange.Pending, *args: Any) -> None:
+        again[:] = args
+        begin(self, *args)
+
+    exchange.Pending.__init__, exchange.Pending.wait = noted, wait
+    move(model, (), on_mesh((0,), (1,)), bucket_nbytes=64)
+
+
+def test_a_rank_that_is_killed_on_the_way_is_an_error_on_the_others() -> None:
+    said = failures(killed_on_the_way, 2, apart=False)
+    assert said.pop(BAD).startswith("RuntimeError: The process ended during the call")
+    assert list(said) == [0]
+    assert said[0].startswith("CommunicationError: Rank 0 failed while moving FSDPOdd: ")

@@ -1,0 +1,605 @@
+"""Parking: memory goes and comes back with all that was in it; nobody uses it meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from training.cases import reproducible
+from two_tensors import two_tensor_hooks, two_tensor_mlp
+
+from composable_shard import (
+    CPUOffloadPolicy,
+    ShardError,
+    clip_grad_norm_,
+    explain,
+    fully_shard,
+    parked,
+    unsharded,
+)
+from composable_shard.core.group import group_of
+from composable_shard.core.transport.mailbox import return_free_slabs
+from composable_shard.optim.flat import flat
+from composable_shard.optim.layouts import Owned, Sharded, with_layout
+from composable_shard.testing import RankError, run_ranks, stop_ranks
+from composable_shard.train import device_storages, host_pages, parking
+from composable_shard.train.host_pages import MIN_NBYTES, Span, merged, whole_pages
+
+MiB = 2**20
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Wide(nn.Module):
+    """Big parameters, two of them tied, some that are too small to be moved, and a buffer."""
+
+    def __init__(self, width: int = 384) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, width)
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width, bias=False)
+        self.second.weight = self.first.weight
+        self.plain = nn.Parameter(torch.ones(width))
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.randn(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(self.inp(x)))
+        return self.second(x) * self.plain + self.mean[0]
+
+
+def sharded_pair(**kwargs: Any) -> tuple[Wide, Wide]:
+    """Return the same model twice."""
+    torch.manual_seed(1)
+    one = Wide()
+    other = copy.deepcopy(one)
+    for model in (one, other):
+        fully_shard(model.inp, **kwargs)
+        fully_shard(model, ignored_params={model.plain}, **kwargs)
+    return one, other
+
+
+def stock(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def in_flat(model: nn.Module) -> torch.optim.Optimizer:
+    return flat(stock(model))
+
+
+def of_layouts(model: nn.Module) -> torch.optim.Optimizer:
+    return with_layout(
+        model,
+        {
+            "*.weight": Owned(partial(torch.optim.Muon, lr=0.02)),
+            "*": Sharded(partial(torch.optim.AdamW, lr=0.01)),
+        },
+    )
+
+
+OPTIMIZERS = {"stock": stock, "flat": in_flat, "layouts": of_layouts}
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(5, 8, generator=generator)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    model(batch(step)).square().mean().backward()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def all_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {name: local(tensor).clone() for name, tensor in model.named_parameters()}
+    found |= {name: tensor.clone() for name, tensor in model.named_buffers()}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            found[f"grad of {name}"] = local(param.grad).clone()
+    for index, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            found[f"{name} of {index}"] = local(torch.as_tensor(value)).clone()
+    return found
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def what_it_is(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
+    """Return who the tensors are, where they lie, and what their versions show."""
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    tensors += [param.grad for param in model.parameters() if param.grad is not None]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    inner = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [
+        *[(id(tensor), tensor._version, type(tensor)) for tensor in tensors],
+        *[(id(tensor), tensor._version, tensor.stride()) for tensor in inner],
+        *[(id(param), sorted(state)) for param, state in optimizer.state.items()],
+    ]
+
+
+# Training goes on as if nothing had been ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("make", ["stock", "flat", "layouts"])
+@on_ranks(2, timeout=120.0)
+def test_a_step_is_what_it_would_have_been(make: str, on_device: bool, tmp_path: Path) -> None:
+    """Parked at every moment between forward and backward: also with gradients that wait."""
+    parked_one, other = sharded_pair()
+    first, second = OPTIMIZERS[make](parked_one), OPTIMIZERS[make](other)
+    hooked: list[str] = []
+    parked_one.first.weight.register_hook(lambda _: hooked.append("grad"))
+    view = None if on_device else parked_one.first.weight.to_local()[1:3]
+
+    def park(*kinds: str) -> None:
+        before = what_it_is(parked_one, first)
+        values = all_values(parked_one, first) if make != "layouts" else {}
+        with moved_as(on_device), parked(parked_one, first, folder=tmp_path) as memory:
+            for kind in ("parameters", *kinds):
+                assert getattr(memory, kind) > MIN_NBYTES, kind
+        assert what_it_is(parked_one, first) == before
+        assert_same_bits(values, all_values(parked_one, first) if values else {})
+
+    park("buffers")
+    for step in range(3):
+        states = ("states",) if step and make != "layouts" else ()
+        for model in (parked_one, other):
+            with model.no_sync():
+                backward(model, 10 + step)
+        park("gradients", *states)
+        for model in (parked_one, other):
+            backward(model, step)
+        park("gradients", *states)
+        for model, optimizer in ((parked_one, first), (other, second)):
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        park("gradients")
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+    assert hooked == ["grad"] * 3
+    if view is not None:
+        assert torch.equal(view, parked_one.first.weight.to_local()[1:3])
+    assert_same_bits(all_values(parked_one, first), all_values(other, second))
+
+
+@contextlib.contextmanager
+def moved_as(on_device: bool) -> Iterator[None]:
+    """Take all memory for that of a device, if asked to."""
+    before = parking._is_on_device
+    if on_device:
+        parking._is_on_device = lambda _: True
+    try:
+        yield
+    finally:
+        parking._is_on_device = before
+
+
+def gathered_nbytes(model: nn.Module) -> int:
+    """Return the bytes of what is gathered, or was and is kept."""
+    groups = [group for module in model.modules() if (group := group_of(module)) is not None]
+    params = [param for group in groups for param in group.params]
+    gathered = [param.unsharded for param in params if not param.shares_storage]
+    return sum(one.untyped_storage().nbytes() for one in gathered if one is not None)
+
+
+@pytest.mark.parametrize("name", ["kept", "last", "offloaded", "hybrid", "held"])
+@on_ranks(2)
+def test_whatever_is_set(name: str, tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {}
+    if name == "offloaded":
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if name == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        kwargs["mesh"] = mesh
+    one, other = sharded_pair(**kwargs)
+    pairs = [(one, stock(one)), (other, stock(other))]
+    for model, _ in pairs:
+        if name == "kept":
+            model.set_keep_unsharded_storage(True)
+        if name == "last":
+            model.set_is_last_backward(False)
+    for step in range(3):
+        for model, _ in pairs:
+            backward(model, step)
+        if name == "held":
+            one.inp.unshard()
+        assert bool(gathered_nbytes(one)) == (name in ("kept", "held"))
+        with parked(one, pairs[0][1], folder=tmp_path) as memory:
+            assert memory.parameters > MIN_NBYTES
+            assert gathered_nbytes(one) == 0
+        for model, optimizer in pairs:
+            if name == "last":
+                model.set_is_last_backward(True)
+                backward(model, step)
+                model.set_is_last_backward(False)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_bits(all_values(*pairs[0]), all_values(*pairs[1]))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@on_ranks(2)
+def test_tensor_subclasses(on_device: bool, tmp_path: Path) -> None:
+    with two_tensor_hooks():
+        torch.manual_seed(2)
+        one = two_tensor_mlp(alike=False, dim=160)
+        other = copy.deepcopy(one)
+        pairs = []
+        for model in (one, other):
+            for layer in model:
+                fully_shard(layer)
+            pairs.append((fully_shard(model), torch.optim.SGD(model.parameters(), lr=0.01)))
+        for step in range(2):
+            for model, optimizer in pairs:
+                optimizer.zero_grad()
+                torch.manual_seed(step)
+                model(torch.randn(4, 160)).sum().backward()
+            with moved_as(on_device), parked(*pairs[0], folder=tmp_path) as memory:
+                assert memory.parameters > 2 * MIN_NBYTES
+            for _, optimizer in pairs:
+                optimizer.step()
+        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            inner, expected = mine.to_local(), theirs.to_local()
+            assert torch.equal(inner.a, expected.a) and torch.equal(inner.b, expected.b)
+
+
+# The memory is free -------------------------------------------------------------------------------
+
+
+def resident() -> int:
+    """Return the bytes of memory that is this process's own."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(x.split()[1]) * 1024 for x in lines if x.startswith(("RssAnon", "RssFile")))
+
+
+def test_resident_memory_falls_by_what_is_named(tmp_path: Path) -> None:
+    stop_ranks()  # what earlier tests have left in memory is none of this
+    run_ranks(resident_memory_while_parked, 2, tmp_path)
+
+
+def resident_memory_while_parked(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.register_buffer("table", torch.ones(4, MiB))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.randn(2, 2048)).sum().backward()
+        optimizer.step()
+    shards = sum(group.sharded_nbytes for group in explain(model).groups)
+    assert shards == 4 * 8 * MiB
+    before = resident()
+    with parked(model, optimizer, folder=tmp_path) as memory:
+        free = before - resident()
+        assert os.listdir(tmp_path) == []
+    after = resident()
+    pages = 2 * PAGE
+    assert shards - 4 * pages <= memory.parameters <= shards
+    assert shards - 4 * pages <= memory.gradients <= shards
+    assert 2 * (shards - 4 * pages) <= memory.states <= 2 * shards
+    assert 16 * MiB - pages <= memory.buffers <= 16 * MiB
+    assert memory.left < MiB
+    assert memory.nbytes - memory.shared == pytest.approx(4 * shards + 16 * MiB, abs=MiB)
+    assert free == pytest.approx(memory.nbytes - memory.shared, abs=3 * MiB)
+    assert after == pytest.approx(before, abs=3 * MiB)
+
+
+@on_ranks(2)
+def test_what_others_have_read_is_free(tmp_path: Path) -> None:
+    (model, _) = sharded_pair()
+    backward(model, 0)
+    dist.barrier()
+    with parked(model, folder=tmp_path) as memory:
+        assert return_free_slabs(dist.group.WORLD) == 0
+    assert memory.shared > 2 * MIN_NBYTES
+    backward(model, 0)
+
+
+@on_ranks(1)
+def test_what_is_small_shared_or_of_a_file_stays(tmp_path: Path) -> None:
+    model = nn.Module()
+    file = str(tmp_path / "values")
+    big = 4 * MIN_NBYTES
+    model.register_buffer("small", torch.ones(MIN_NBYTES // 4))
+    model.register_buffer("shared", torch.ones(big // 4).share_memory_())
+    model.register_buffer("mapped", torch.from_file(file, shared=True, size=big // 4))
+    with parked(model, folder=tmp_path) as memory:
+        assert (memory.nbytes, memory.left) == (0, 2 * big + MIN_NBYTES)
+    model.register_buffer("array", torch.from_numpy(torch.ones(big // 4).numpy()))
+    with parked(model, folder=tmp_path) as memory:
+        assert big - 2 * PAGE <= memory.buffers <= big
+
+
+@on_ranks(1)
+def test_a_shard_of_a_device_that_somebody_views_stays(tmp_path: Path) -> None:
+    (model, _) = sharded_pair(mesh=init_device_mesh("cpu", (1,)))
+    view = model.inp.weight.to_local()
+    with moved_as(True), parked(model) as memory:
+        viewed = sum(param.to_local().nbytes for param in model.inp.parameters())
+        assert viewed <= memory.left < viewed + 4096
+        assert model.first.weight.to_local().isnan().all()
+        assert not view.isnan().any()
+    assert view.data_ptr() == model.inp.weight.to_local().data_ptr()
+
+
+# Values that are read, or written, past the errors ------------------------------------------------
+
+
+@on_ranks(2)
+def test_values_are_in_the_file(tmp_path: Path) -> None:
+    model, other = sharded_pair()
+    array = model.first.weight.detach().to_local().numpy()
+    with parked(model, folder=tmp_path):
+        assert torch.equal(model.first.weight.full_tensor(), other.first.weight.full_tensor())
+        with torch.no_grad():
+            model.first.weight.mul_(2)
+            other.first.weight.mul_(2)
+    assert torch.equal(model.first.weight.to_local(), other.first.weight.to_local())
+    assert array.tobytes() == other.first.weight.detach().to_local().numpy().tobytes()
+
+
+# A parked model is not used -----------------------------------------------------------------------
+
+
+def uses(model: Wide, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Callable[[], Any], str]]:
+    loss = model(batch(0)).sum()
+    state = model.state_dict()
+    states = optimizer.state_dict()
+    where = "leave the context of parked() first"
+    root, inner = "the root group", "group 'inp'"
+    adam = (
+        "Expected AdamW in memory for its step or its states, got it parked; leave the context of "
+        "parked() first"
+    )
+
+    def of(label: str, purpose: str) -> str:
+        return f"Expected {label} in memory {purpose}, got it parked; {where}"
+
+    yield loss.backward, of(root, "to be gathered")
+    yield lambda: model(batch(0)), of(root, "to be gathered")
+    yield lambda: model.inp(batch(0)), of(inner, "to be gathered")
+    yield model.inp.unshard, of(inner, "to be gathered")
+    yield model.state_dict, of(inner, "for a state dict")
+    yield lambda: model.load_state_dict(state), of(inner, "to load a state dict")
+    yield lambda: unsharded(model).__enter__(), of(root, "for unsharded()")
+    yield lambda: parked(model, folder=".").__enter__(), of(root, "to be parked")
+    yield optimizer.step, of(inner, "for a step of AdamW")
+    yield optimizer.state_dict, adam
+    yield lambda: optimizer.load_state_dict(states), adam
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    yield other.step, of(inner, "for a step of SGD")
+
+
+def used(folder: str) -> list[str]:
+    model, other = sharded_pair()
+    pairs = [(model, stock(model)), (other, stock(other))]
+    found = []
+    cases = list(uses(*pairs[0]))
+    with parked(*pairs[0], folder=folder):
+        for use, expected in cases:
+            with pytest.raises(ShardError) as caught:
+                use()
+            found.append(str(caught.value))
+            assert str(caught.value) == expected, f"{caught.value} is not {expected}"
+    for step in range(2):  # and afterwards all is well
+        for one, optimizer in pairs:
+            optimizer.zero_grad()
+            backward(one, step)
+            optimizer.step()
+    assert_same_bits(all_values(*pairs[0]), all_values(*pairs[1]))
+    return found
+
+
+def test_using_a_parked_model_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(used, 2, str(tmp_path))
+    assert first == second and len(first) == 12
+
+
+def parked_in_forward(folder: str) -> None:
+    (model, _) = sharded_pair()
+    model.inp.register_forward_hook(lambda *_: parked(model, folder=folder).__enter__())
+    model(batch(0))
+
+
+def parked_when_full(folder: str) -> None:
+    (model, _) = sharded_pair()
+    with unsharded(model), parked(model, folder=folder):
+        raise AssertionError("must not get here")
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (
+            parked_in_forward,
+            "Expected parked() outside of forward and backward, got it in one of the root group; "
+            "use it between iterations",
+        ),
+        (
+            parked_when_full,
+            "Expected parked() outside of unsharded(), got it inside of one of the root group; "
+            "leave that first",
+        ),
+    ],
+)
+def test_when_it_is_refused(fn: Callable[[str], None], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, 2, str(tmp_path))
+    failure = caught.value.agreed()
+    assert (failure.type_name, failure.message) == ("ShardError", message)
+
+
+@on_ranks(1)
+def test_wrong_arguments(tmp_path: Path) -> None:
+    (model, _) = sharded_pair(mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(TypeError) as type_error, parked("model"):  # type: ignore[arg-type]
+        pass
+    assert str(type_error.value) == "Expected model to be an nn.Module, got str"
+    with pytest.raises(TypeError) as type_error, parked(model, ["SGD"]):  # type: ignore[list-item]
+        pass
+    assert str(type_error.value) == (
+        "Expected optimizer to be a torch.optim.Optimizer or several, got str"
+    )
+    with pytest.raises(ValueError) as value_error, parked(model):
+        pass
+    assert str(value_error.value) == (
+        "Expected a folder for a model in memory of the host, got none; pass folder=..., on a disk"
+    )
+
+
+def test_a_system_without_such_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ShardError) as caught:
+        host_pages.HostPages(tmp_path, [])
+    assert str(caught.value) == (
+        "Expected Linux to move memory of the host to a file, got darwin; leave out folder, so "
+        "that only memory of devices is moved"
+    )
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """A disk that fails on one rank, after some bytes."""
+
+    def __init__(self, call: str, rank: int, code: int) -> None:
+        self._call, self._real = call, getattr(os, call)
+        self._fails, self._code, self._count = dist.get_rank() == rank, code, 0
+
+    def __enter__(self) -> None:
+        setattr(host_pages.os, self._call, self)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(host_pages.os, self._call, self._real)
+
+    def __call__(self, *args: Any) -> Any:
+        self._count += 1
+        if self._fails and self._count > 1:
+            raise OSError(self._code, os.strerror(self._code))
+        return self._real(*args)
+
+
+@on_ranks(2)
+def test_a_full_disk_of_one_rank_leaves_all_as_it_was(tmp_path: Path) -> None:
+    model, other = sharded_pair()
+    pairs = [(model, stock(model)), (other, stock(other))]
+    for one, _ in pairs:
+        backward(one, 0)
+    before = what_it_is(*pairs[0])
+    with (
+        Disk("pwrite", 1, errno.ENOSPC),
+        pytest.raises(ShardError) as caught,
+        parked(*pairs[0], folder=tmp_path),
+    ):
+        raise AssertionError("must not get here")
+    assert str(caught.value) == (
+        "Expected all ranks to park the model, got on rank 1: OSError: [Errno 28] No space left on "
+        "device"
+    )
+    assert what_it_is(*pairs[0]) == before and os.listdir(tmp_path) == []
+    for _, optimizer in pairs:
+        optimizer.step()
+    assert_same_bits(all_values(*pairs[0]), all_values(*pairs[1]))
+
+
+@on_ranks(2)
+def test_a_disk_that_does_not_give_back(tmp_path: Path) -> None:
+    (model, _) = sharded_pair()
+    with (
+        pytest.raises(ShardError) as caught,
+        Disk("preadv", 0, errno.EIO),
+        parked(model, folder=tmp_path),
+    ):
+        pass
+    assert str(caught.value) == (
+        "Expected all ranks to have the parked model in memory again, got on rank 0: OSError: "
+        "[Errno 5] Input/output error; it stays parked, so start all ranks again, from a checkpoint"
+    )
+    with pytest.raises(ShardError, match="got it parked"):
+        model(batch(0))
+
+
+@on_ranks(2)
+def test_an_exception_within_wakes_it(tmp_path: Path) -> None:
+    """On one rank alone, which does not wait for the other."""
+    model, other = sharded_pair()
+    if dist.get_rank() == 0:
+        with pytest.raises(KeyError), parked_alone(model, tmp_path):
+            raise KeyError("of the user")
+    else:
+        with parked_alone(model, tmp_path):
+            pass
+    for one in (model, other):
+        backward(one, 0)
+    assert_same_bits(*[all_values(one, stock(one)) for one in (model, other)])
+
+
+@contextlib.contextmanager
+def parked_alone(model: nn.Module, folder: Path) -> Iterator[None]:
+    """Park in groups of one rank, so that nobody waits."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    with parked(model, folder=folder, process_group=alone[dist.get_rank()]):
+        yield
+
+
+# PURE ---------------------------------------------------------------------------------------------
+
+spans = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda x: Span(x[0], x[0] + x[1])),
+    max_size=8,
+)
+
+
+def addresses(found: list[Span]) -> set[int]:
+    return {address for span in found for address in range(span.start, span.end)}
+
+
+@reproducible(200)
+@given(spans, spans, st.integers(1, 9))
+def test_pages(some: list[Span], others: list[Span], page: int) -> None:
+    wanted, within = merged(some), merged(others)
+    assert addresses(wanted) == addresses(some)
+    assert all(one.end < other.start for one, other in pairwise(wanted))
+    found = whole_pages(wanted, within, page)
+    assert all(span.start % page == 0 == span.end % page and span.nbytes for span in found)
+    assert addresses(found) <= addresses(wanted) & addresses(within)
+    for span in wanted:
+        start, end = -(-span.start // page) * page, span.end // page * page
+        inside = set(range(start, end))
+        if inside and inside <= addresses(within):
+            assert inside <= addresses(found)
+
+
+@reproducible(200)
+@given(spans, spans, spans)
+def test_counting_what_is_free(first: list[Span], second: list[Span], freed: list[Span]) -> None:
+    found = parking._count_freed({"a": list(first), "b": second}, freed)
+    a, b, free = addresses(first), addresses(second), addresses(freed)
+    assert found == {"a": len(a & free), "b": len((b - a) & free), "left": len((a | b) - free)}
+    assert device_storages.Span is Span
