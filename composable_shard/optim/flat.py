@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.ties import owner_of_sharded
+from composable_shard.optim.stepping import Factory, Param, States
 
 # Which optimizers treat each element by itself: known, or said, never guessed --------------------
 
@@ -546,3 +547,46 @@ def _are_same(state: dict[str, Any], scalars: dict[str, Any]) -> bool:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# The local shards of a layout ---------------------------------------------------------------------
+
+
+class FlatShards:
+    """The parameters of a layout that are stepped element by element.
+
+    Attributes:
+        params: The parameters.
+        optimizer: Steps them, by flat buffers.
+    """
+
+    def __init__(self, params: Sequence[Param], factory: Factory) -> None:
+        self.params = params
+        stock = factory([{"params": [param.tensor for param in params]}])
+        self.optimizer = flat(stock, elementwise=True)
+
+    def step(self) -> None:
+        """Step what has a gradient.
+
+        Collective: see :meth:`Param.local_grad`.
+        """
+        grads = [param.tensor.grad for param in self.params]
+        for param in self.params:
+            param.tensor.grad = param.sharded_grad()
+        self.optimizer.step()
+        for param, grad in zip(self.params, grads, strict=True):
+            param.tensor.grad = grad
+
+    def save(self) -> list[States]:
+        """Return the states of each parameter, sharded like it."""
+        states = [self.optimizer.state.get(param.tensor, {}) for param in self.params]
+        return [{name: _own(value) for name, value in state.items()} for state in states]
+
+    def load(self, loaded: Sequence[States]) -> None:
+        """Take states as :meth:`save` returns them."""
+        self.optimizer.state = defaultdict(dict)
+        for param, states in zip(self.params, loaded, strict=True):
+            for name, state in states.items():
+                is_like = param.is_like(name, state)
+                value = param.as_sharded(param.local_of(state)) if is_like else state
+                self.optimizer.state[param.tensor][name] = value

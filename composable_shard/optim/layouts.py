@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from composable_shard.core.transport.process_groups import gather_objects, subgr
 from composable_shard.errors import ShardError
 from composable_shard.optim.blocks import Block, Box, blocks_of, choose_owners, cut_buckets, whole
 from composable_shard.optim.exchange import Ranks
-from composable_shard.optim.flat import ELEMENTWISE
+from composable_shard.optim.flat import ELEMENTWISE, FlatShards
+from composable_shard.optim.plan import Action, schedule
 from composable_shard.optim.stepping import (
     Factory,
-    LocalShards,
     OwnedBucket,
     Param,
     States,
@@ -139,7 +140,7 @@ def with_layout(
     Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
         sends the values and the gradient of each matrix to its owner, and the values back, in two
         all-to-alls for a bucket.
-    Memory: the buckets under way: at most three at a time.
+    Memory: the buckets under way: at most two at a time.
     Source: Muon is Scalable for LLM Training (arXiv 2502.16982), which gathers on owners, too.
 
     Example:
@@ -271,12 +272,12 @@ class LayoutOptimizer(Optimizer):
         ]
         super().__init__(groups, {})
         self._is_made = True
-        self._shards: dict[int, LocalShards] = {}
+        self._shards: dict[int, FlatShards] = {}
         self._buckets: list[tuple[int, OwnedBucket]] = []
         meshes = _Meshes()
         for place, (layout, params) in enumerate(rules):
             if isinstance(layout, Sharded):
-                self._shards[place] = LocalShards(params, layout.optimizer)
+                self._shards[place] = FlatShards(params, layout.optimizer)
             else:
                 for ranks, blocks in meshes.buckets(layout, params, bucket_nbytes):
                     bucket = OwnedBucket(params, blocks, ranks, layout.optimizer)
@@ -305,22 +306,28 @@ class LayoutOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._give_values()
-        buckets = [bucket for _, bucket in self._buckets]
-        for bucket in buckets[:1]:
-            bucket.launch()
+        actions = schedule(len(self._buckets))
+        for action, index in islice(actions, 1):
+            self._do(action, index)
         for shards in self._shards.values():
             shards.step()
-        for index, bucket in enumerate(buckets):
-            for after in buckets[index + 1 : index + 2]:
-                after.launch()
-            bucket.compute()
-            for before in buckets[max(0, index - 1) : index]:
-                before.finish()
-        for last in buckets[-1:]:
-            last.finish()
+        for action, index in actions:
+            self._do(action, index)
         self._take_values()
         self._note_states()
         return loss
+
+    def _do(self, action: Action, index: int) -> None:
+        bucket = self._buckets[index][1]
+        match action:
+            case "launch":
+                bucket.launch()
+            case "arrive":
+                bucket.arrive()
+            case "compute":
+                bucket.compute()
+            case "finish":
+                bucket.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states, sharded like the parameters.
