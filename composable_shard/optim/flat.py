@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.ties import owner_of_sharded
+from composable_shard.optim.plan import GroupSteps
 from composable_shard.optim.stepping import Factory, Param, States
 
 # Which optimizers treat each element by itself: known, or said, never guessed --------------------
@@ -70,7 +71,7 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
         ('FlatAdamW', True)
     """
     kind = type(optimizer)
-    if issubclass(kind, _FlatSteps):
+    if issubclass(kind, FlatSteps):
         return optimizer
     if kind not in ELEMENTWISE and not elementwise:
         raise TypeError(
@@ -85,10 +86,15 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     return optimizer
 
 
-class _FlatSteps(Optimizer):
+class FlatSteps(Optimizer):
     """What an optimizer does in place of its class."""
 
+    def num_tensors(self) -> list[int]:
+        """Return, by parameter group, how many tensors a step steps if no gradient is missing."""
+        return self._flat.num_tensors()
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step as the class of the stock optimizer does. Collective: none."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,7 +138,7 @@ _flat_classes: dict[type[Optimizer], type[Optimizer]] = {}
 def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
     if kind not in _flat_classes:
         name, members = f"Flat{kind.__name__}", {"__module__": kind.__module__}
-        _flat_classes[kind] = type(name, (_FlatSteps, kind), members)
+        _flat_classes[kind] = type(name, (FlatSteps, kind), members)
     return _flat_classes[kind]
 
 
@@ -324,6 +330,13 @@ class _Steps:
                 return True
         sharded = _torch.local_tensors(self._sharded)
         return not all(map(is_, sharded, self._locals))
+
+    def num_tensors(self) -> list[int]:
+        """Return how many runs each parameter group has if all gradients lie as parameters do."""
+        stepped = [member for member in self._members if member.param.requires_grad]
+        as_they_are = {id(member) for member in stepped if member.buffer is None}
+        runs = Counter(members[0].group for members in _neighbours(stepped, as_they_are))
+        return [runs[index] for index in range(len(self._groups))]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -564,6 +577,14 @@ class FlatShards:
         self.params = params
         stock = factory([{"params": [param.tensor for param in params]}])
         self.optimizer = flat(stock, elementwise=True)
+
+    def plan(self) -> GroupSteps:
+        """Return what a step does with them."""
+        trained = [param.tensor for param in self.params if param.tensor.requires_grad]
+        assert isinstance(self.optimizer, FlatSteps)
+        num_tensors = sum(self.optimizer.num_tensors())
+        numel = sum(tensor.numel() for tensor in trained)
+        return GroupSteps("Sharded", len(trained), numel, num_tensors)
 
     def step(self) -> None:
         """Step what has a gradient.

@@ -152,3 +152,47 @@ def most_held(buckets: Sequence[BucketPlan]) -> int:
         most = max(most, sum(now) - now[index] + during)
         now[index] = after
     return most
+
+
+@dataclass(frozen=True)
+class GroupSteps:
+    """What a step does with one parameter group, on one rank.
+
+    Attributes:
+        layout: How its parameters are stepped.
+        num_params: How many of them are trained.
+        numel: Their elements.
+        num_tensors: How many tensors the stock optimizer steps on this rank.
+        buckets: What travels.
+    """
+
+    layout: str
+    num_params: int
+    numel: int
+    num_tensors: int
+    buckets: tuple[BucketPlan, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayoutSteps:
+    """What a step of whole matrices and shards does, on one rank.
+
+    Attributes:
+        groups: By parameter group.
+        loads: For each mesh, what the matrices of each of its ranks cost.
+    """
+
+    groups: tuple[GroupSteps, ...]
+    loads: tuple[tuple[int, ...], ...]
+
+    @property
+    def most_held(self) -> int:
+        """The most bytes that buckets occupy at any time."""
+        return most_held([bucket for group in self.groups for bucket in group.buckets])
+
+    @property
+    def imbalance(self) -> float:
+        """What the rank with most to do has to do, by the mean; 1 is best."""
+        return max(
+            (max(load) * len(load) / sum(load) for load in self.loads if any(load)), default=1.0
+        )

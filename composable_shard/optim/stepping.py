@@ -44,6 +44,11 @@ class Param:
     tensor: torch.Tensor
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients."""
+        return self.tensor.requires_grad
+
+    @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh it is sharded over; ``None`` for a plain parameter."""
         return self.tensor.device_mesh if isinstance(self.tensor, DTensor) else None
@@ -52,6 +57,11 @@ class Param:
     def placements(self) -> tuple[Placement, ...]:
         """How it lies on its mesh."""
         return self.tensor.placements if isinstance(self.tensor, DTensor) else ()
+
+    @property
+    def dims(self) -> tuple[int | None, ...]:
+        """The dim that each axis of its mesh shards."""
+        return tuple(p.dim if isinstance(p, Shard) else None for p in self.placements)
 
     def local(self) -> torch.Tensor:
         """Return what this rank holds of it."""
@@ -76,10 +86,10 @@ class Param:
         """Return how it lies on its ranks, or a state of another shape, which is cut by rows."""
         if self.mesh is None:
             return spread_over(self.tensor.shape if shape is None else shape, (), ())
-        dims = [p.dim if isinstance(p, Shard) else None for p in self.placements]
         if shape is None:
-            return spread_over(self.tensor.shape, self.mesh.shape, dims)
-        return spread_over(shape, self.mesh.shape, [None if dim is None else 0 for dim in dims])
+            return spread_over(self.tensor.shape, self.mesh.shape, self.dims)
+        by_rows = [None if dim is None else 0 for dim in self.dims]
+        return spread_over(shape, self.mesh.shape, by_rows)
 
     def as_sharded(self, local: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
         """Wrap this rank's part of a state that is sharded like it, or by rows."""
@@ -99,13 +109,6 @@ class Param:
             return _torch.cut(state, self.tensor.device_mesh, self.placements)
         return _local(state)
 
-    def parcel(self, route: Route, device: torch.device) -> Parcel:
-        """Return what a block of it is on its way, in numbers."""
-        grad, dtype = self.tensor.grad, self.tensor.grad_dtype or self.tensor.dtype
-        local = self.local()
-        itemsize = dtype.itemsize if grad is None else grad.itemsize
-        return Parcel(route, local.itemsize, itemsize, is_away=local.device != device)
-
     def is_like(self, name: str, state: Any) -> bool:
         """Tell whether a state has an element for each of the parameter's: no count of steps."""
         is_alike = isinstance(state, torch.Tensor) and state.shape == self.tensor.shape
@@ -114,6 +117,28 @@ class Param:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return _torch.local_part(tensor).detach()
+
+
+def plan_bucket(
+    params: Sequence[Param], routes: Sequence[Route], device: torch.device
+) -> BucketPlan:
+    """Return what a step sends and occupies, if all that is trained has a gradient.
+
+    Args:
+        params: Those to which blocks refer.
+        routes: The blocks.
+        device: Where they are computed.
+    """
+    parcels = []
+    for route in routes:
+        param = params[route.block.param]
+        if param.is_trained:
+            local, grad = param.local(), param.tensor.grad
+            grad_dtype = param.tensor.grad_dtype if grad is None else grad.dtype
+            grad_itemsize = local.itemsize if grad_dtype is None else grad_dtype.itemsize
+            is_away = local.device != device
+            parcels.append(Parcel(route, local.itemsize, grad_itemsize, is_away))
+    return BucketPlan(tuple(parcels))
 
 
 @dataclass(frozen=True)
@@ -177,12 +202,7 @@ class OwnedBucket:
 
     def plan(self) -> BucketPlan:
         """Return what a step sends and occupies, if all of its parameters have a gradient."""
-        return BucketPlan(
-            tuple(
-                self.params[route.block.param].parcel(route, self.ranks.device)
-                for route in self._routes
-            )
-        )
+        return plan_bucket(self.params, self._routes, self.ranks.device)
 
     # A step: see ``schedule`` for what of other buckets is done in between ---------------------
 
