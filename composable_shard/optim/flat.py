@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from itertools import pairwise
+from operator import attrgetter, is_, sub
 from typing import Any
 
 import torch
@@ -229,8 +230,9 @@ class _Run:
         members: The members, in the order in which they lie.
         tensor: What is stepped, [numel]; the parameter itself if it is stepped as it is.
         is_flat: Whether it is a part of a buffer.
-        indices: The places of the members among all of the optimizer.
         state: The states of the tensor.
+        kept: Those of them that its members have, too.
+        with_elements: The members that have any on this rank.
     """
 
     def __init__(self, members: list[_Member], *, is_flat: bool) -> None:
@@ -238,53 +240,54 @@ class _Run:
         self.members = members
         self.is_flat = is_flat
         self.state: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
         self.start, self.end = first.start, members[-1].end
+        self.with_elements: list[_Member] = []
         if not is_flat or first.buffer is None:
             self.tensor = first.param
             return
         self.tensor = first.buffer[self.start : self.end].detach()
-        self.indices = [member.index for member in members]
-        self._places = [slice(m.start - self.start, m.end - self.start) for m in members]
-        self._with_elements = [i for i, m in enumerate(members) if m.local.numel()]
-        self._offsets = [
-            self._places[index].start * self.tensor.itemsize for index in self._with_elements
-        ]
-        ends = zip(self._places, self._places[1:], strict=False)
-        self._gaps = [slice(a.stop, b.start) for a, b in ends if a.stop < b.start]
+        self._shape, self._strides = (self.end - self.start,), (1,)
+        self.with_elements = [member for member in members if member.local.numel()]
+        starts = [member.start for member in self.with_elements]
+        self._distances = [numel * self.tensor.itemsize for numel in map(sub, starts[1:], starts)]
+        places = [slice(m.start - self.start, m.end - self.start) for m in members]
+        self._gaps = [slice(a.stop, b.start) for a, b in pairwise(places) if a.stop < b.start]
 
-    def take(self, grads: Sequence[torch.Tensor]) -> None:
-        """Let ``grads``, local ones of the members, be the gradient of what is stepped.
+    def take(self, grads: Sequence[torch.Tensor], distances: list[int] | None) -> None:
+        """Let ``grads``, local ones of members with elements, be the gradient of what is stepped.
 
-        Where they lie as the shards do they are one tensor already. What lies in between has no
-        values; zeros there change nothing.
+        Where they lie as the shards do they are one tensor already: what is addressed within the
+        storage of the first one is a part of it. What lies in between has no values; zeros there
+        change nothing.
+
+        Args:
+            grads: The gradients.
+            distances: How many bytes behind the one before each begins; ``None`` if they are not
+                contiguous.
         """
-        some = [grads[index] for index in self._with_elements]
-        if len(grads) == 1 and grads[0].is_contiguous():
-            self.tensor.grad = grads[0].detach().view(-1)
-            return
-        if some and self._offsets == _offsets(some):
-            numel = self.end - self.start
-            whole = some[0].as_strided((numel,), (1,), some[0].storage_offset())
-        else:
-            whole = torch.empty_like(self.tensor)
-            pairs = zip(self._places, grads, strict=True)
-            places = [whole[place].view(grad.shape) for place, grad in pairs]
-            _torch.copy_all_(places, list(grads))
+        whole = self._one_tensor(grads[0]) if grads and distances == self._distances else None
+        if whole is None:
+            whole = self._copied(grads)
         for gap in self._gaps:
             whole[gap].zero_()
         self.tensor.grad = whole
 
+    def _one_tensor(self, first: torch.Tensor) -> torch.Tensor | None:
+        try:
+            return first.as_strided(self._shape, self._strides, first.storage_offset())
+        except RuntimeError:  # it ends beyond the storage
+            return None
 
-def _offsets(grads: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return how many bytes behind the first one each lies; ``None`` unless in one storage."""
-    first, last = grads[0], grads[-1]
-    if _torch.storage_number(first) != _torch.storage_number(last):
-        return None
-    addresses = list(map(torch.Tensor.data_ptr, grads))
-    if not all(map(torch.Tensor.is_contiguous, grads)):
-        return None
-    begin = addresses[0]
-    return [address - begin for address in addresses]
+    def _copied(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = torch.empty_like(self.tensor)
+        places = [
+            whole[member.start - self.start : member.end - self.start].view(grad.shape)
+            for member, grad in zip(self.with_elements, grads, strict=True)
+        ]
+        if places:
+            _torch.copy_all_(places, list(grads))
+        return whole
 
 
 # The steps ---------------------------------------------------------------------------------------
@@ -317,6 +320,9 @@ class _Steps:
         self._buffers: dict[tuple[int, str], torch.Tensor] = {}
         self._num_cohorts = 0
         self._runs: list[_Run] = []
+        self._order: list[int] = []
+        self._stepped: list[list[torch.Tensor]] = []
+        self._run_states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._seen: list[Any] = []
         self._adopt()
 
@@ -347,31 +353,37 @@ class _Steps:
             if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
                 self._arrange(grads)
                 self._seen = seen
-            for run in self._runs:
-                if run.is_flat:
-                    run.take(list(_torch.local_tensors(map(grads.__getitem__, run.indices))))
-        inner = self._inner()
+            self._take(grads)
         try:
-            self._step(inner)
-            self._keep_states(inner)
+            self._step(self._inner())
+            self._keep_states()
         finally:
             for run in self._runs:
                 if run.is_flat:
                     run.tensor.grad = None
 
+    def _take(self, grads: Sequence[torch.Tensor]) -> None:
+        """Let every run have its gradient."""
+        locals_ = list(_torch.local_tensors(map(grads.__getitem__, self._order)))
+        is_contiguous = all(map(torch.Tensor.is_contiguous, locals_))
+        addresses = list(map(torch.Tensor.data_ptr, locals_))
+        distances = list(map(sub, addresses[1:], addresses))
+        start = 0
+        for run in self._runs:
+            if run.is_flat:
+                end = start + len(run.with_elements)
+                between = distances[start : end - 1] if is_contiguous else None
+                run.take(locals_[start:end], between)
+                start = end
+
     def _inner(self) -> Optimizer:
         """Return the second optimizer: the first one, with runs as its parameters."""
         inner: Optimizer = object.__new__(self._kind)
         inner.__dict__.update(self._optimizer.__dict__)
-        tensors: list[list[torch.Tensor]] = [[] for _ in self._groups]
-        inner.state = defaultdict(dict)
-        for run in self._runs:
-            tensors[run.members[0].group].append(run.tensor)
-            if run.state or not run.is_flat:
-                inner.state[run.tensor] = run.state
+        inner.state = self._run_states
         inner.param_groups = [
             {**group, "params": params}
-            for group, params in zip(self._optimizer.param_groups, tensors, strict=True)
+            for group, params in zip(self._optimizer.param_groups, self._stepped, strict=True)
         ]
         return inner
 
@@ -399,6 +411,13 @@ class _Steps:
             self._run(members, is_flat=id(members[0]) not in as_it_is)
             for members in _neighbours(stepped, as_it_is)
         ]
+        self._order = [member.index for run in self._runs for member in run.with_elements]
+        self._stepped = [[] for _ in self._groups]
+        self._run_states = defaultdict(dict)
+        for run in self._runs:
+            self._stepped[run.members[0].group].append(run.tensor)
+            if run.state or not run.is_flat:
+                self._run_states[run.tensor] = run.state
 
     def _part_from_others(self, stepped: Sequence[_Member]) -> None:
         """Give members cohorts of their own if others of theirs are not stepped."""
@@ -419,8 +438,8 @@ class _Steps:
             return run
         for name in first.names:
             run.state[name] = self._buffers[id(first.buffer), name][run.start : run.end]
-        scalars = {name: _own(value) for name, value in first.scalars.items()}
-        self._share(run, scalars)
+        self._share(run, {name: _own(value) for name, value in first.scalars.items()})
+        run.kept = dict(run.state)
         return run
 
     def _share(self, run: _Run, scalars: dict[str, Any]) -> None:
@@ -464,22 +483,21 @@ class _Steps:
             self._buffers[key] = torch.zeros_like(member.buffer, dtype=dtype)
         return self._buffers[key]
 
-    def _keep_states(self, inner: Optimizer) -> None:
+    def _keep_states(self) -> None:
         """Let states that the step has made, or made anew, be parts of flat ones."""
         for run in self._runs:
-            state = inner.state.get(run.tensor)
+            if run.kept and _has_the_same(run.state, run.kept):
+                continue
+            state = self._run_states.get(run.tensor)
             if state is None:
                 continue
             if not run.is_flat:
-                self._state[run.tensor] = state
-                first = run.members[0]
-                if first.buffer is not None:
-                    first.scalars = {k: v for k, v in state.items() if not _is_shown(v)}
+                self._keep_as_it_is(run, state)
                 continue
             scalars = dict[str, Any]()
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == run.tensor.shape:
-                    if run.state.get(name) is not value:
+                    if run.kept.get(name) is not value:
                         self._keep(run, name, value)
                 elif isinstance(value, torch.Tensor) and value.ndim:
                     raise TypeError(
@@ -489,8 +507,16 @@ class _Steps:
                     )
                 else:
                     scalars[name] = value
-            if not _are_same(run.state, scalars):
-                self._share(run, scalars)
+            self._share(run, scalars)
+            self._run_states[run.tensor], run.kept = run.state, dict(run.state)
+
+    def _keep_as_it_is(self, run: _Run, state: dict[str, Any]) -> None:
+        """Let the parameter have the states that the step has made."""
+        first = run.members[0]
+        run.state, run.kept = state, dict(state)
+        self._state[first.param] = state
+        if first.buffer is not None:
+            first.scalars = {k: v for k, v in state.items() if not _is_shown(v)}
 
     def _keep(self, run: _Run, name: str, value: torch.Tensor) -> None:
         """Let a new state of a run be a part of the flat one."""
@@ -554,8 +580,8 @@ def _is_shown(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def _are_same(state: dict[str, Any], scalars: dict[str, Any]) -> bool:
-    return all(state.get(name) is value for name, value in scalars.items())
+def _has_the_same(state: dict[str, Any], kept: dict[str, Any]) -> bool:
+    return len(state) == len(kept) and all(map(is_, state.values(), kept.values()))
 
 
 def _number(value: Any) -> Any:

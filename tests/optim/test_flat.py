@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from training.cases import reproducible
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard.optim import flat
 from composable_shard.testing import fake_ranks, run_ranks
 from composable_shard.train.grad_scaler import ShardedGradScaler
@@ -333,6 +333,24 @@ class Signed(Normed):
                     param.sub_(param.grad.sign(), alpha=group["lr"])
 
 
+class Counting(Normed):
+    """Counts steps by a number of Python's, and makes a state in its second step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] == 2:
+                    state["average"] = param.grad.clone()
+                elif state["count"] > 2:
+                    state["average"] = state["average"].lerp(param.grad, 0.5)  # another tensor
+                param.sub_(param.grad.sign(), alpha=group["lr"] / state["count"])
+
+
 def test_what_is_not_known_to_treat_elements_by_themselves_is_refused() -> None:
     for kind in (Normed, torch.optim.Adafactor):
         optimizer = kind([nn.Parameter(torch.ones(3))])
@@ -361,19 +379,22 @@ def test_states_that_are_not_elementwise_are_refused() -> None:
     assert re.fullmatch(text, str(caught.value))
 
 
-def sign_steps() -> list[str]:
+def steps_of_our_own(kind: Callable[[Any], torch.optim.Optimizer]) -> list[str]:
     nets = []
     for wraps in (lambda one: one, partial(flat, elementwise=True)):
         torch.manual_seed(0)
         net = sharded(Net())
-        optimizer = wraps(Signed(net.parameters()))
-        train(net, optimizer, range(3))
+        optimizer = wraps(kind(net.parameters()))
+        train(net, optimizer, range(5))
         nets.append((net, optimizer))
     return differences(nets)
 
 
-def test_an_optimizer_of_the_users_that_says_so_is_stepped_flat() -> None:
-    assert run_ranks(sign_steps, 2) == [[]] * 2
+@pytest.mark.parametrize("kind", [Signed, Counting])
+def test_an_optimizer_of_the_users_that_says_so_is_stepped_flat(
+    kind: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    assert run_ranks(steps_of_our_own, 2, kind) == [[]] * 2
 
 
 # Without growth ---------------------------------------------------------------------------------
@@ -498,7 +519,20 @@ def with_edits(net: Any, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
+def with_gradients_elsewhere(net: Any, optimizer: Any, step: int) -> None:
+    """Gradients of the same description: side by side in storages of their own, or transposed."""
+    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    for param in net.parameters():
+        local = param.grad.to_local()
+        if step % 2:
+            _torch.set_local_tensor(param.grad, _torch.with_own_storage(local))
+        elif local.ndim == 2:
+            _torch.set_local_tensor(param.grad, local.t().contiguous().t())
+    optimizer.step()
+
+
 WAYS = [
+    with_gradients_elsewhere,
     with_a_closure,
     with_a_scaler,
     with_a_schedule,
