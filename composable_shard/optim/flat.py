@@ -167,6 +167,7 @@ class _Member:
             if it is stepped as it is.
         start: Where it begins there, in elements.
         following: Where the next parameter begins, if one does.
+        multiple: Of how many bytes it must be for another to follow in one tensor.
         index: Its place among all of the optimizer.
         cohort: The same number for parameters that have taken all of their steps together; 0
             before the first.
@@ -180,6 +181,7 @@ class _Member:
     buffer: torch.Tensor | None
     start: int = 0
     following: int | None = None
+    multiple: int = 1
     index: int = 0
     cohort: int = 0
     names: set[str] = field(default_factory=set)
@@ -188,6 +190,16 @@ class _Member:
     @property
     def end(self) -> int:
         return self.start + self.local.numel()
+
+    def goes_on_with(self, other: _Member) -> bool:
+        """Tell whether another one may follow it in one tensor."""
+        return (
+            other.buffer is self.buffer
+            and other.start in (self.start, self.following)
+            and (other.group, other.cohort) == (self.group, self.cohort)
+            and self.local.nbytes % self.multiple == 0
+            and (other.start - self.start) * self.local.itemsize % self.multiple == 0
+        )
 
     def shown(self, flat_state: torch.Tensor) -> torch.Tensor:
         """Return its part of a state of its buffer, [numel], as users see it."""
@@ -201,22 +213,30 @@ def _member(param: torch.Tensor, index: int, group: dict[str, Any]) -> _Member:
     is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
     if not is_plain or not isinstance(param, DTensor) or _is_partial(param):
         return _Member(param, index, local, None)
-    if owner is not None and owner.place is not None and _rounds_alike(local, group):
+    multiple = _joins_in_multiples_of(local, group)
+    if owner is not None and owner.place is not None and multiple is not None:
         buffer, start, following = owner.place
         if local.data_ptr() in (0, buffer.data_ptr() + start * buffer.itemsize):
-            return _Member(param, index, local, buffer, start, following)
+            return _Member(param, index, local, buffer, start, following, multiple)
     return _Member(param, index, local, local.detach().view(-1))
 
 
-def _rounds_alike(local: torch.Tensor, group: dict[str, Any]) -> bool:
-    """Tell whether a result does not depend on where in a tensor an element is.
+LONGEST_VECTOR = 64
+"""Bytes of the longest vectors of a CPU, and of the units that torch gives to threads."""
 
-    On the CPU, kernels that do several things at once round the last elements of a tensor, for
-    which a vector is too long, otherwise than the others.
+
+def _joins_in_multiples_of(local: torch.Tensor, group: dict[str, Any]) -> int | None:
+    """Return of how many bytes a shard must be for others to follow it in one tensor.
+
+    On the CPU, fused kernels compute whole vectors, and the elements behind the last one by
+    themselves, rounded otherwise; so they must stay behind the last one. Operations on dtypes below
+    32 bits do so for each thread, and their shards are never joined: ``None``.
     """
     if local.device.type != "cpu":
-        return True
-    return local.itemsize >= 4 and not group.get("fused")
+        return 1
+    if local.itemsize < torch.float32.itemsize:
+        return None
+    return LONGEST_VECTOR if group.get("fused") else 1
 
 
 def _is_partial(param: DTensor) -> bool:
@@ -307,6 +327,7 @@ class _Steps:
         step: Any = self._kind.step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._are_fused = [group.get("fused") for group in optimizer.param_groups]
         self._members = [
             _member(param, index, group)
             for index, group in enumerate(optimizer.param_groups)
@@ -330,6 +351,8 @@ class _Steps:
         """Tell whether states, parameters or the memory of parameters are others now."""
         groups = self._optimizer.param_groups
         if self._state is not self._optimizer.state or len(groups) != len(self._groups):
+            return True
+        if [group.get("fused") for group in groups] != self._are_fused:
             return True
         for group, params in zip(groups, self._groups, strict=True):
             if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
@@ -563,11 +586,7 @@ def _neighbours(members: Sequence[_Member], alone: set[int]) -> Iterator[list[_M
     others = (member for member in members if id(member) not in alone)
     for member in sorted(others, key=lambda m: (m.group, id(m.buffer), m.start, m.end)):
         last = joined[-1] if joined else None
-        if last is not None and not (
-            member.buffer is last.buffer
-            and member.start in (last.start, last.following)
-            and (member.group, member.cohort) == (last.group, last.cohort)
-        ):
+        if last is not None and not last.goes_on_with(member):
             yield joined
             joined = []
         joined.append(member)

@@ -246,6 +246,43 @@ def test_neighbours_are_stepped_as_one_tensor() -> None:
         assert runs_of_a_step(MAKES["adamw fused"]) == [10, 5, 10]  # on the CPU
 
 
+FUSED = {
+    "adam": partial(optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1, fused=True),
+    "adamw": partial(optim.AdamW, lr=0.01, fused=True),
+    "sgd": partial(optim.SGD, lr=0.003, momentum=0.9, weight_decay=0.1, fused=True),
+    "adagrad": partial(optim.Adagrad, lr=0.1, weight_decay=0.1, fused=True),
+}
+# By ranks, a row each: whole vectors of a CPU, then some more, then too few.
+IN_VECTORS = [(4, 16), (2, 8000), (2, 48), (2, 50016), (2, 33), (2, 64), (2, 5), (2, 16)]
+
+
+def fused_beside_plain(name: str, num_threads: int) -> tuple[bool, list[int]]:
+    """Step shards beside plain tensors; return whether they are equal, and how many there are."""
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(0)
+    net: Any = fully_shard(Sum(IN_VECTORS))
+    optimizer: Any = flat(FUSED[name](net.parameters()))
+    plain = [nn.Parameter(param.to_local().detach().clone()) for param in net.parameters()]
+    stock = FUSED[name](plain)
+    net.used = -1
+    for step in range(4):
+        net(torch.full((2,), 0.1 * step + dist.get_rank())).backward()
+        for param, own in zip(net.parameters(), plain, strict=True):
+            own.grad = param.grad.to_local().clone()
+        optimizer.step()
+        stock.step()
+        optimizer.zero_grad()
+    pairs = zip(net.parameters(), plain, strict=True)
+    return all(torch.equal(p.to_local(), own) for p, own in pairs), optimizer.num_tensors()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_shards_of_whole_vectors_are_one_tensor(name: str, num_threads: int) -> None:
+    """Those behind which there is a rest, of 33 and of 5 elements, are the last of their tensor."""
+    assert run_ranks(fused_beside_plain, 2, name, num_threads) == [(True, [3])] * 2
+
+
 # States ---------------------------------------------------------------------------------------
 
 
@@ -414,7 +451,7 @@ def test_nothing_grows_from_step_to_step() -> None:
 
 @reproducible(12)
 @given(
-    st.sampled_from(["adamw foreach", "momentum", "nadam"]),
+    st.sampled_from(["adamw foreach", "momentum", "nadam", "adamw fused"]),
     st.integers(1, 3),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=6),
     st.lists(st.integers(0, 63), min_size=2, max_size=4),
@@ -526,7 +563,7 @@ def with_gradients_elsewhere(net: Any, optimizer: Any, step: int) -> None:
         local = param.grad.to_local()
         if step % 2:
             _torch.set_local_tensor(param.grad, _torch.with_own_storage(local))
-        elif local.ndim == 2:
+        elif local.ndim == 2 and not optimizer.param_groups[0].get("fused"):  # which misreads them
             _torch.set_local_tensor(param.grad, local.t().contiguous().t())
     optimizer.step()
 
