@@ -114,29 +114,43 @@ class Spread:
         return [rank for rank, part in self.parts(box).items() if part.numel == box.numel]
 
 
-def spread_over(shape: Sequence[int], extents: Sequence[int], dims: Sequence[int | None]) -> Spread:
+def spread_over(
+    shape: Sequence[int],
+    extents: Sequence[int],
+    dims: Sequence[int | None],
+    inner: Sequence[int] = (),
+) -> Spread:
     """Return how a tensor lies on a mesh: the same object for tensors that lie alike.
 
     Args:
         shape: Its global shape.
         extents: Ranks along each axis.
         dims: The dim that each axis shards, axis after axis; ``None`` where it replicates.
+        inner: Axes that shard what the others have left, as data-parallel ones under tensor
+            parallelism of the same dim.
 
     Example:
         >>> [box.starts[0] for box in spread_over((5, 2), (2, 2), (None, 0)).boxes]
         [0, 3, 0, 3]
+        >>> [box.starts[0] for box in spread_over((8, 2), (2, 2), (0, 0), inner=[0]).boxes]
+        [0, 4, 2, 6]
     """
-    return _spread_over(tuple(shape), tuple(extents), tuple(dims))
+    return _spread_over(tuple(shape), tuple(extents), tuple(dims), tuple(inner))
 
 
 @lru_cache(maxsize=256)
 def _spread_over(
-    shape: tuple[int, ...], extents: tuple[int, ...], dims: tuple[int | None, ...]
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    dims: tuple[int | None, ...],
+    inner: tuple[int, ...],
 ) -> Spread:
+    axes = sorted(range(len(extents)), key=lambda axis: axis in inner)
     boxes, replicas = [], []
     for coordinate in product(*map(range, extents)):
         starts, sizes, replica = [0] * len(shape), list(shape), 0
-        for place, extent, dim in zip(coordinate, extents, dims, strict=True):
+        for axis in axes:
+            place, extent, dim = coordinate[axis], extents[axis], dims[axis]
             if dim is None:
                 replica = replica * extent + place
                 continue

@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
 from composable_shard import _torch
@@ -34,7 +33,7 @@ from composable_shard.optim.blocks import (
     whole,
 )
 from composable_shard.optim.exchange import Ranks
-from composable_shard.optim.flat import ELEMENTWISE, FlatShards
+from composable_shard.optim.flat import ELEMENTWISE, FlatShards, FlatSteps
 from composable_shard.optim.plan import Action, BucketPlan, GroupSteps, LayoutSteps, schedule
 from composable_shard.optim.stepping import (
     Factory,
@@ -228,10 +227,10 @@ def _check_owned(layout: Owned, param: Param) -> None:
         raise ValueError(
             f"Expected parameter '{param.name}' to be {misfit}, got shape {list(shape)}"
         )
-    if not all(type(placement) in (Shard, Replicate) for placement in param.placements):
+    if not param.is_in_boxes:
         raise ValueError(
-            f"Expected parameter '{param.name}' to be cut by Shard alone, got {param.placements}; "
-            "only Sharded can step it"
+            f"Expected each rank to have one range of rows and columns of parameter '{param.name}', "
+            f"got {param.placements}; only Sharded can step it"
         )
 
 
@@ -255,7 +254,7 @@ def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[st
             f"partial(torch.optim.AdamW, lr=3e-4), got {type(optimizer).__name__}"
         )
     is_apart = isinstance(layout, Sharded) and not layout.is_elementwise
-    if is_apart and type(optimizer) not in ELEMENTWISE:
+    if is_apart and type(optimizer) not in ELEMENTWISE and not isinstance(optimizer, FlatSteps):
         raise ValueError(
             f"Expected an elementwise optimizer for parameter '{param.name}', got "
             f"{type(optimizer).__name__}, which may need whole tensors; use Owned, or say "

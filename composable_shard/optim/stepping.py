@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from composable_shard import _torch
@@ -61,7 +62,30 @@ class Param:
     @property
     def dims(self) -> tuple[int | None, ...]:
         """The dim that each axis of its mesh shards."""
-        return tuple(p.dim if isinstance(p, Shard) else None for p in self.placements)
+        return tuple(getattr(placement, "dim", None) for placement in self.placements)
+
+    @property
+    def inner_axes(self) -> list[int]:
+        """The axes of its mesh that shard what later ones have left of the same dim."""
+        parts = map(_torch.num_parts_of_strided, self.placements)
+        return [axis for axis, num_parts in enumerate(parts) if num_parts is not None]
+
+    @property
+    def is_in_boxes(self) -> bool:
+        """Whether each rank holds a range of each dim."""
+        for axis, placement in enumerate(self.placements):
+            num_parts, dim = _torch.num_parts_of_strided(placement), self.dims[axis]
+            if type(placement) not in (Shard, Replicate) and num_parts is None:
+                return False
+            later = range(axis + 1, len(self.placements))
+            extents = [self.extent(other) for other in later if self.dims[other] == dim]
+            if num_parts not in (None, prod(extents)):
+                return False
+        return True
+
+    def extent(self, axis: int) -> int:
+        """Return how many ranks an axis of its mesh has."""
+        return 1 if self.mesh is None else self.mesh.size(axis)
 
     def local(self) -> torch.Tensor:
         """Return what this rank holds of it."""
@@ -84,12 +108,11 @@ class Param:
 
     def spread(self, shape: Sequence[int] | None = None) -> Spread:
         """Return how it lies on its ranks, or a state of another shape, which is cut by rows."""
-        if self.mesh is None:
-            return spread_over(self.tensor.shape if shape is None else shape, (), ())
+        extents = () if self.mesh is None else self.mesh.shape
         if shape is None:
-            return spread_over(self.tensor.shape, self.mesh.shape, self.dims)
+            return spread_over(self.tensor.shape, extents, self.dims, self.inner_axes)
         by_rows = [None if dim is None else 0 for dim in self.dims]
-        return spread_over(shape, self.mesh.shape, by_rows)
+        return spread_over(shape, extents, by_rows, self.inner_axes)
 
     def as_sharded(self, local: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
         """Wrap this rank's part of a state that is sharded like it, or by rows."""
@@ -97,7 +120,8 @@ class Param:
             return local
         if shape is None:
             return _torch.local_like(self.tensor, local)
-        placements = tuple(Shard(0) if isinstance(p, Shard) else p for p in self.placements)
+        pairs = zip(self.placements, self.dims, strict=True)
+        placements = tuple(p if dim is None else _torch.with_dim(p, 0) for p, dim in pairs)
         meta = torch.empty(torch.Size(shape), device="meta")
         tensor_meta = _torch.TensorMeta(meta.shape, meta.stride(), local.dtype)
         spec = _torch.make_spec(self.tensor.device_mesh, placements, tensor_meta)
