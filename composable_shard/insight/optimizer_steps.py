@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from composable_shard.insight.group_traffic import Traffic, total
-from composable_shard.insight.report import Section, Sentences, Table, count_text, nbytes_text
+from composable_shard.insight.report import (
+    Report,
+    Section,
+    Sentences,
+    Table,
+    count_text,
+    nbytes_text,
+)
 from composable_shard.optim.flat import FlatSteps
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.optim.plan import BucketPlan, GroupSteps, LayoutSteps
@@ -35,7 +42,7 @@ class OptimizerGroupExplanation:
 
 
 @dataclass(frozen=True)
-class OptimizerExplanation:
+class OptimizerExplanation(Report):
     """One step of an optimizer, if nothing that is trained lacks a gradient.
 
     Attributes:

@@ -150,7 +150,8 @@ def with_layout(
     Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
         sends the values and the gradient of each matrix to its owner, and the values back, in two
         all-to-alls for a bucket.
-    Memory: the buckets under way: at most two at a time.
+    Memory: a rank's part of the buckets under way, of which there are at most two; ``explain`` and
+        ``estimate`` tell how many bytes that is.
     Source: Muon is Scalable for LLM Training (arXiv 2502.16982), which gathers on owners, too.
 
     Example:
@@ -229,8 +230,8 @@ def _check_owned(layout: Owned, param: Param) -> None:
         )
     if not param.is_in_boxes:
         raise ValueError(
-            f"Expected each rank to have one range of rows and columns of parameter '{param.name}', "
-            f"got {param.placements}; only Sharded can step it"
+            "Expected each rank to have one range of rows and columns of parameter "
+            f"'{param.name}', got {param.placements}; only Sharded can step it"
         )
 
 

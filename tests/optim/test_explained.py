@@ -156,7 +156,10 @@ def test_a_step_holds_at_most_two_buckets(num_ranks: int) -> None:
     nbytes = sum(4 * torch.Size(spec.shape).numel() for spec in in_a_bucket)
     for told, held in held_by_each(in_a_bucket * 6, (num_ranks,), nbytes):
         assert told.traffic.launches == 12
-        assert 0 < held <= 2 * nbytes
+        # Updated values, their messages, and those of two times as much to the owners.
+        part = 1 / num_ranks
+        assert held == round(nbytes * (part + 6 * part * (1 - part))) <= 2 * nbytes
+        assert told.held_nbytes == held
 
 
 # Flat steps, and stock ones -----------------------------------------------------------------------
