@@ -130,14 +130,15 @@ class _Params:
         return all(map(is_, params, self._params))
 
 
-_looked_up: weakref.WeakKeyDictionary[Optimizer, _Params] = weakref.WeakKeyDictionary()
+# On the optimizer, which hooks of its parameters may hold: a table would keep both for ever.
+_PARAMS = "_composable_shard_params"
 
 
 def _params_of(optimizer: Optimizer) -> _Params:
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    known = _looked_up.get(optimizer)
+    known = vars(optimizer).get(_PARAMS)
     if known is None or not known.are(params):
-        known = _looked_up[optimizer] = _Params(params)
+        known = vars(optimizer)[_PARAMS] = _Params(params)
     return known
 
 
