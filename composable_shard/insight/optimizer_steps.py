@@ -30,7 +30,8 @@ class OptimizerGroupExplanation:
             layout.
         num_parameters: How many of them are trained.
         numel: Their elements.
-        num_tensors: How many tensors are stepped on this rank.
+        num_tensors: How many tensors are stepped on this rank; in an estimate, of shards as many
+            as there are parameters.
         traffic: What this rank sends in one step; a message goes to one other rank.
     """
 
