@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -36,6 +37,7 @@ class Net(nn.Module):
 def layouts() -> dict[Any, Any]:
     return {
         "split.weight": Rows(momentum, split_sizes=(4, 6)),
+        "up.weight": Rows(muon, split_sizes=(3, 5)),  # of all rows, it would not mind their order
         "*.weight": Owned(muon),
         "*": Sharded(adamw),
     }
@@ -43,18 +45,27 @@ def layouts() -> dict[Any, Any]:
 
 def plain_optimizers(net: Net) -> Callable[[], None]:
     """Return what steps an unsharded net as ``layouts`` do."""
-    blocks = [nn.Parameter(part.clone()) for part in net.split.weight.detach().split((4, 6))]
-    rest = [net.up.bias, net.down.bias]
-    optimizers = [momentum(blocks), muon([net.up.weight, net.down.weight]), adamw(rest)]
+    split = {net.split.weight: (4, 6), net.up.weight: (3, 5)}
+    blocks = {
+        weight: [nn.Parameter(part.clone()) for part in weight.detach().split(sizes)]
+        for weight, sizes in split.items()
+    }
+    optimizers = [
+        momentum(blocks[net.split.weight]),
+        muon([*blocks[net.up.weight], net.down.weight]),
+        adamw([net.up.bias, net.down.bias]),
+    ]
 
     def step() -> None:
-        assert net.split.weight.grad is not None
-        for block, grad in zip(blocks, net.split.weight.grad.split((4, 6)), strict=True):
-            block.grad = grad
+        for weight, parts in blocks.items():
+            assert weight.grad is not None
+            for part, grad in zip(parts, weight.grad.split(split[weight]), strict=True):
+                part.grad = grad
         for optimizer in optimizers:
             optimizer.step()
         with torch.no_grad():
-            net.split.weight.copy_(torch.cat(blocks))
+            for weight, parts in blocks.items():
+                weight.copy_(torch.cat(parts))
 
     return step
 
@@ -120,6 +131,32 @@ def test_rows_that_both_cut(shape: tuple[int, int]) -> None:
     run_ranks(train_in_parallel, shape[0] * shape[1], shape, None)
 
 
+def reload_in_parallel() -> None:
+    """Step twice, or once, save, load, and once again: all ends the same."""
+    ends = []
+    for is_reloaded in (False, True):
+        _, model = parallel()
+        optimizer = with_layout(model, layouts())
+        for step in range(2):
+            if step == 1 and is_reloaded:
+                states = optimizer.state_dict()
+                optimizer = with_layout(model, layouts())
+                optimizer.load_state_dict(states)
+            model(torch.full((2, 6), 0.3 + step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = get_optimizer_state_dict(model, optimizer)["state"]
+        assert saved["up.weight"]["momentum_buffer"].placements == model.up.weight.placements
+        ends.append([full(saved[f"{name}.weight"]["momentum_buffer"]) for name in ("up", "down")])
+        ends[-1] += map(full, model.parameters())
+    assert all(map(torch.equal, *ends))
+    assert all(end.any() for end in ends[0])
+
+
+def test_states_of_rows_that_both_cut() -> None:
+    run_ranks(reload_in_parallel, 4)
+
+
 # Offload, low precision, accumulation -------------------------------------------------------------
 
 
@@ -146,29 +183,25 @@ def test_settings_of_sharding(setting: str, num_ranks: int) -> None:
 # Beside flat steps --------------------------------------------------------------------------------
 
 
-def train_two() -> None:
-    """An optimizer of some matrices beside one of flat buffers, both of one tree."""
+def train_several() -> None:
+    """Optimizers of some matrices beside one of flat buffers, all of one tree."""
     plain, model = nets()
     fully_shard(model.split)
     fully_shard(model)
     matrices = with_layout(nn.ModuleList([model.split]), {"*": Rows(momentum, split_sizes=(4, 6))})
-    weights = {
-        name: p for name, p in model.named_parameters() if name in ("up.weight", "down.weight")
-    }
-    whole = with_layout(
-        nn.ParameterDict(dict(zip("ab", weights.values(), strict=True))), {"*": Owned(muon)}
-    )
+    up = with_layout(nn.ParameterList([model.up.weight]), {"*": Rows(muon, split_sizes=(3, 5))})
+    down = with_layout(nn.ParameterList([model.down.weight]), {"*": Owned(muon)})
     rest = flat(adamw([model.up.bias, model.down.bias]))
 
     def step() -> None:
-        for optimizer in (matrices, whole, rest):
+        for optimizer in (matrices, up, down, rest):
             optimizer.step()
 
     follow(plain, model, step)
 
 
-def test_two_optimizers_of_one_tree() -> None:
-    run_ranks(train_two, 2)
+def test_several_optimizers_of_one_tree() -> None:
+    run_ranks(train_several, 2)
 
 
 def train_flat_within() -> None:
