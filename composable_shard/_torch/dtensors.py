@@ -61,6 +61,11 @@ def shards_dim(placement: Placement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
+def num_parts_of_strided(placement: Placement) -> int | None:
+    """Return of how many parts of a tensor a placement cuts each; ``None`` of one that is plain."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
 def with_dim(placement: Placement, dim: int) -> Placement:
     """Return a placement that cuts ``dim`` as the given one cuts its own."""
     if isinstance(placement, _StridedShard):

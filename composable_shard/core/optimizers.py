@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -37,11 +37,14 @@ from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+_num_watched = 0  # calls of watch_optimizer_steps
 
 
 def watch_optimizer_steps(group: ParamGroup) -> None:
     """Have ``group`` told of every optimizer step on its parameters."""
+    global _num_watched
     watch_optimizers()
+    _num_watched += 1
     for param in group.params:
         _owners[id(param.sharded)] = group
         remember_owner(param)
@@ -102,27 +105,67 @@ def _sharded_entry(entry: Any) -> Any:
     return sharded_form(entry) if isinstance(entry, torch.Tensor) else entry
 
 
+class _Params:
+    """The parameters of an optimizer, and what is looked up for each of them once.
+
+    Attributes:
+        ids: Those of all.
+        scalars: Sharded ones of no dim.
+        num_watched: How many groups were watched when it was looked up.
+    """
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        self._params = params
+        self.ids = set(map(id, params))
+        self.scalars = [p for p in params if isinstance(p, DTensor) and not _torch.spec_of(p).shape]
+        owners = dict.fromkeys(map(_owners.get, map(id, params)))
+        self._groups = [weakref.ref(owner) for owner in owners if owner is not None]
+        self.num_watched = _num_watched
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """Their groups, in an order that is the same on all ranks."""
+        return [group for ref in self._groups if (group := ref()) is not None]
+
+    def are(self, params: list[torch.Tensor]) -> bool:
+        """Tell whether these are the parameters still, and nothing of them is to look up anew."""
+        if self.num_watched != _num_watched or len(params) != len(self._params):
+            return False
+        return all(map(is_, params, self._params))
+
+
+# On the optimizer, which hooks of its parameters may hold: a table would keep both for ever.
+_PARAMS = "_composable_shard_params"
+
+
+def _params_of(optimizer: Optimizer) -> _Params:
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    known = vars(optimizer).get(_PARAMS)
+    if known is None or not known.are(params):
+        known = vars(optimizer)[_PARAMS] = _Params(params)
+    return known
+
+
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    replaced = num_replaced(params)
+    params = _params_of(optimizer)
+    replaced = num_replaced(params.ids)
     if replaced:
         raise ShardError(
             f"Expected {type(optimizer).__name__} to have sharded parameters, got {replaced} that "
             "fully_shard has replaced; build the optimizer after fully_shard"
         )
-    unsharded = num_standing_for_sharded(params)
+    unsharded = num_standing_for_sharded(params.ids)
     if unsharded:
         raise ShardError(
             f"Expected {type(optimizer).__name__} to have sharded parameters, got {unsharded} "
             "unsharded ones, whose changes are lost; build the optimizer, or fill its groups, of "
             "model.parameters() outside of unsharded(), before a forward or after a backward"
         )
-    for owner in _groups_of(params):
+    for owner in params.groups:
         owner.check_awake(f"for a step of {type(optimizer).__name__}")
     host.settle()  # copies of shards that a forward without a backward has launched
-    for param in params:
-        if isinstance(param, DTensor) and not _torch.spec_of(param).shape:
-            _distribute_state(param, optimizer.state.get(param, {}))
+    for param in params.scalars:
+        _distribute_state(param, optimizer.state.get(param, {}))
     warn_of_unsharded(optimizer, _owners.values())
 
 
@@ -137,15 +180,8 @@ def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    stepped = _groups_of(params)
-    for group in stepped:
+    groups = _params_of(optimizer).groups
+    for group in groups:
         group.freshness.note_optimizer_step()
-    for context in {group.context for group in stepped}:
+    for context in {group.context for group in groups}:
         context.show_sharded()
-
-
-def _groups_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
-    """Return the groups that own some of ``params``, in their order."""
-    owners = map(_owners.get, map(id, params))
-    return list(dict.fromkeys(owner for owner in owners if owner is not None))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +61,12 @@ def sharded_form(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if param is None else param.sharded
 
 
-def num_standing_for_sharded(tensors: Iterable[torch.Tensor]) -> int:
-    """Count those that a module holds, or has held, in the place of a sharded parameter."""
-    ids = set(map(id, tensors))
+def num_standing_for_sharded(ids: Set[int]) -> int:
+    """Count those that a module holds, or has held, in the place of a sharded parameter.
+
+    Args:
+        ids: Of some tensors that are alive.
+    """
     return 0 if ids.isdisjoint(_stand_ins) else len(ids & {*_stand_ins})
 
 

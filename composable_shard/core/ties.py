@@ -9,7 +9,7 @@ all places nobody owns it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -194,9 +194,8 @@ def owner_of_sharded(tensor: nn.Parameter) -> ShardedParam | None:
     return param if param is not None and param.sharded is tensor else None
 
 
-def num_replaced(params: Iterable[nn.Parameter]) -> int:
-    """Count the originals whose places sharded parameters have taken."""
-    ids = set(map(id, params))
+def num_replaced(ids: Set[int]) -> int:
+    """Count the originals whose places sharded parameters have taken, of tensors of these ids."""
     if ids.isdisjoint(_known):
         return 0
     known = map(_known.get, ids)

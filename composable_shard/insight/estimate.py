@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard.insight.advice import is_repeated_block
 from composable_shard.insight.group_traffic import StepTraffic, step_traffic, total_traffic
 from composable_shard.insight.live_bytes import OptimizerFactory
+from composable_shard.insight.optimizer_steps import OptimizerExplanation, explain_layouts
 from composable_shard.insight.rehearsal import (
     Loss,
     Question,
@@ -40,6 +41,7 @@ from composable_shard.insight.step_costs import (
     StepTime,
     time_of,
 )
+from composable_shard.optim.layouts import Fits, Layout
 from composable_shard.train.wrap import Policy, apply_fully_shard
 
 # The result of ``estimate``: plain values, and how they are shown ---------------------------------
@@ -57,9 +59,10 @@ class Estimate(Report):
         peak_at: Which moment that is.
         between_steps: What it holds between steps, gradients cleared.
         on_cpu: Bytes on the CPU, if parameters are offloaded.
-        traffic: What a rank sends in a step.
+        traffic: What a rank sends in a step, but for the optimizer.
         flops: Floating-point operations of a rank in forward and backward.
         time: How long that takes, if speeds were given.
+        optimizer: What a step of the optimizer does, if layouts were given.
     """
 
     mesh_shape: tuple[int, int]
@@ -72,6 +75,7 @@ class Estimate(Report):
     traffic: StepTraffic
     flops: int
     time: StepTime | None
+    optimizer: OptimizerExplanation | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -87,7 +91,8 @@ class Estimate(Report):
             f"group{'s' * (self.num_groups != 1)} over {ranks}"
         )
         shown: list[Section] = [self._memory(title), self._communication()]
-        return [*shown, *self._time()]
+        shown += self._time()
+        return shown if self.optimizer is None else [*shown, *self.optimizer.sections()]
 
     def _memory(self, title: str) -> Table:
         names = [field.name for field in fields(MemorySplit)]
@@ -137,7 +142,7 @@ def estimate(
     *,
     shard: Shard | None = None,
     loss: Loss = default_loss,
-    optimizer: OptimizerFactory | None = torch.optim.AdamW,
+    optimizer: OptimizerFactory | Mapping[Fits, Layout] | None = torch.optim.AdamW,
     device: str = "cuda",
     flops: float | None = None,
     bandwidth: float | None = None,
@@ -164,7 +169,8 @@ def estimate(
             of 1 or 2 ranks on each axis.
         loss: Makes a scalar of output and batch; if absent, the ``loss`` of the output if it has
             one, else the sum of its elements.
-        optimizer: Makes the optimizer of some parameters; ``None`` leaves it out.
+        optimizer: Makes the optimizer of some parameters; ``None`` leaves it out. Or the layouts
+            of ``with_layout``: then it is told of the rank that has most matrices to step.
         device: ``"cpu"``, or that of an accelerator.
         flops: Floating-point operations that a device does in a second. With ``bandwidth``, the
             time of a step is estimated.
@@ -255,4 +261,5 @@ def _weigh(rehearsal: Rehearsal, ranks: Ranks) -> Estimate:
         traffic=total_traffic(map(step_traffic, rehearsal.groups)),
         flops=sum(moment.flops for moment in rehearsal.moments),
         time=None,
+        optimizer=None if rehearsal.layouts is None else explain_layouts(rehearsal.layouts),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from torch import nn
+from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
@@ -29,6 +30,7 @@ from composable_shard.insight.group_traffic import (
     step_traffic,
     total,
 )
+from composable_shard.insight.optimizer_steps import OptimizerExplanation, explain_optimizer
 from composable_shard.insight.report import (
     UNKNOWN,
     Report,
@@ -136,14 +138,16 @@ class Explanation(Report):
     Attributes:
         groups: The groups, roots before what lies in them.
         advice: What to look at.
+        optimizer: What a step of the optimizer does, if one was given.
     """
 
     groups: tuple[GroupExplanation, ...]
     advice: tuple[Advice, ...]
+    optimizer: OptimizerExplanation | None = None
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sends in one step."""
+        """What this rank sends in one step, without the optimizer."""
         return total(group.traffic.total for group in self.groups)
 
     def sections(self) -> list[Section]:
@@ -152,6 +156,8 @@ class Explanation(Report):
         shown: list[Section] = [self._overview(alike), self._communication(alike)]
         for groups in alike:
             shown.append(Sentences(_title(groups), _told(groups[0])))
+        if self.optimizer is not None:
+            shown += self.optimizer.sections()
         if self.advice:
             shown.append(Sentences("Worth a look", tuple(map(_advice_text, self.advice))))
         return shown
@@ -248,7 +254,7 @@ def _advice_text(advice: Advice) -> str:
 ROOT = "(root)"
 
 
-def explain(model: nn.Module) -> Explanation:
+def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation:
     """Tell what sharding does to a model: what it keeps, sends, packs, copies and casts, and why.
 
     Read off the layouts, policies and plans that the step will use, for one step in which each
@@ -256,6 +262,8 @@ def explain(model: nn.Module) -> Explanation:
 
     Args:
         model: A sharded module, or one with sharded modules inside.
+        optimizer: Tells of its step, too: how many tensors it steps, and of one that
+            ``with_layout`` made what it sends, what that occupies, and how even the work is.
 
     Returns:
         An :class:`Explanation`: ``print`` it, ask it for ``to_dict()``, or let rich or a notebook
@@ -289,6 +297,7 @@ def explain(model: nn.Module) -> Explanation:
     return Explanation(
         tuple(_explain_group(group, plan, names) for group, plan in read),
         advice_on_groups(model, read),
+        None if optimizer is None else explain_optimizer(optimizer),
     )
 
 

@@ -27,6 +27,7 @@ from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 from composable_shard.insight.events import listening
 from composable_shard.insight.group_plan import Elsewhere, GroupPlan, read_group
+from composable_shard.insight.layout_plan import plan_layouts
 from composable_shard.insight.live_bytes import (
     Live,
     LiveBytes,
@@ -36,6 +37,8 @@ from composable_shard.insight.live_bytes import (
     shards_of,
 )
 from composable_shard.module import group_of
+from composable_shard.optim.layouts import Fits, Layout
+from composable_shard.optim.plan import LayoutSteps
 
 # What is asked of ``estimate``, checked before anything is built ----------------------------------
 
@@ -78,7 +81,7 @@ class Question:
         shard: Applies ``fully_shard`` to it.
         batch: What one rank's forward takes, or a function that makes it.
         loss: Makes a scalar of the output and the batch.
-        optimizer: Makes the optimizer.
+        optimizer: Makes the optimizer, or says how each parameter is stepped.
         device_type: For which devices.
     """
 
@@ -86,7 +89,7 @@ class Question:
     shard: Shard
     batch: Any
     loss: Loss
-    optimizer: OptimizerFactory | None
+    optimizer: OptimizerFactory | Mapping[Fits, Layout] | None
     device_type: str
 
     @property
@@ -182,6 +185,7 @@ class Rehearsal:
         unsharded: Bytes of what is not sharded: parameters, buffers, the batch.
         optimizer: What the optimizer needs for the shards on the device.
         offloaded_optimizer: The same for those on the CPU.
+        layouts: What a step of whole matrices does, if there is one.
     """
 
     moments: tuple[Moment, ...]
@@ -190,6 +194,7 @@ class Rehearsal:
     unsharded: int
     optimizer: OptimizerBytes
     offloaded_optimizer: OptimizerBytes
+    layouts: LayoutSteps | None
 
 
 def rehearse(question: Question, ranks: Ranks) -> Rehearsal:
@@ -296,7 +301,15 @@ def _run(
         question.is_accelerator,
         question.packing,
     )
-    resident, offloaded = _optimizers(question, ranks, used)
+    layouts, nothing = None, OptimizerBytes(0, 0)
+    if isinstance(question.optimizer, Mapping):
+        _refuse_offload(question, groups)
+        lengths = {"shard": ranks.num_shards, "replicate": ranks.num_replicas}
+        at_once = question.is_accelerator
+        layouts, resident = plan_layouts(model, question.optimizer, lengths, at_once=at_once)
+        offloaded = nothing
+    else:
+        resident, offloaded = _optimizers(question, ranks, used)
     return Rehearsal(
         moments,
         tuple(read_group(group, group.name, names, elsewhere) for group in groups),
@@ -304,6 +317,7 @@ def _run(
         sum(tensor.numel() * tensor.itemsize for tensor in lasting),
         resident,
         offloaded,
+        layouts,
     )
 
 
@@ -315,6 +329,16 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def _refuse_offload(question: Question, groups: Sequence[ParamGroup]) -> None:
+    for param in (param for group in groups for param in group.params):
+        if param.offload is not None and question.is_accelerator:
+            raise ValueError(
+                "Expected parameters on the device for an estimate of layouts, got "
+                f"'{param.name}', which is offloaded; leave out the offload_policy, or pass what "
+                "makes an optimizer of parameters"
+            )
+
+
 def _optimizers(
     question: Question, ranks: Ranks, params: Iterable[ShardedParam]
 ) -> tuple[OptimizerBytes, OptimizerBytes]:
@@ -322,7 +346,7 @@ def _optimizers(
     for is_away in (False, True):
         some = [p for p in params if (p.offload is not None and question.is_accelerator) is is_away]
         shards = shards_of(some, ranks.num_shards)
-        if question.optimizer is None or not shards:
+        if question.optimizer is None or isinstance(question.optimizer, Mapping) or not shards:
             found.append(OptimizerBytes(0, 0))
             continue
         at_once = question.is_accelerator and not is_away

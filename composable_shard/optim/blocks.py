@@ -15,9 +15,9 @@ Everything here follows from shapes and placements, so all ranks come to the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
@@ -87,7 +87,7 @@ def blocks_of(shape: Sequence[int], split_sizes: Sequence[int] | None = None) ->
 # Ranks: what each of them holds -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Spread:
     """How a tensor lies on the ranks of a mesh, counted along its last axis first.
 
@@ -103,23 +103,54 @@ class Spread:
         """Return the ranks of the copy that ``owner`` belongs to: together they hold it once."""
         return [rank for rank, r in enumerate(self.replicas) if r == self.replicas[owner]]
 
+    @lru_cache(maxsize=1024)  # noqa: B019
+    def parts(self, box: Box) -> Mapping[int, Box]:
+        """Return what each rank holds of a box, but for those that hold nothing of it."""
+        overlaps = {rank: own.overlap(box) for rank, own in enumerate(self.boxes)}
+        return {rank: part for rank, part in overlaps.items() if part.numel}
 
-def spread_over(shape: Sequence[int], extents: Sequence[int], dims: Sequence[int | None]) -> Spread:
-    """Return how a tensor lies on a mesh.
+    def whole_on(self, box: Box) -> list[int]:
+        """Return the ranks that hold all of a box."""
+        return [rank for rank, part in self.parts(box).items() if part.numel == box.numel]
+
+
+def spread_over(
+    shape: Sequence[int],
+    extents: Sequence[int],
+    dims: Sequence[int | None],
+    inner: Sequence[int] = (),
+) -> Spread:
+    """Return how a tensor lies on a mesh: the same object for tensors that lie alike.
 
     Args:
         shape: Its global shape.
         extents: Ranks along each axis.
         dims: The dim that each axis shards, axis after axis; ``None`` where it replicates.
+        inner: Axes that shard what the others have left, as data-parallel ones under tensor
+            parallelism of the same dim.
 
     Example:
         >>> [box.starts[0] for box in spread_over((5, 2), (2, 2), (None, 0)).boxes]
         [0, 3, 0, 3]
+        >>> [box.starts[0] for box in spread_over((8, 2), (2, 2), (0, 0), inner=[0]).boxes]
+        [0, 4, 2, 6]
     """
+    return _spread_over(tuple(shape), tuple(extents), tuple(dims), tuple(inner))
+
+
+@lru_cache(maxsize=256)
+def _spread_over(
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    dims: tuple[int | None, ...],
+    inner: tuple[int, ...],
+) -> Spread:
+    axes = sorted(range(len(extents)), key=lambda axis: axis in inner)
     boxes, replicas = [], []
     for coordinate in product(*map(range, extents)):
         starts, sizes, replica = [0] * len(shape), list(shape), 0
-        for place, extent, dim in zip(coordinate, extents, dims, strict=True):
+        for axis in axes:
+            place, extent, dim = coordinate[axis], extents[axis], dims[axis]
             if dim is None:
                 replica = replica * extent + place
                 continue
@@ -164,11 +195,9 @@ class Block:
         return self.box.numel * min(self.shape, default=1)
 
     @property
-    def candidates(self) -> list[int]:
+    def candidates(self) -> Sequence[int]:
         """The ranks that hold all of it, to whom nothing need be sent; else all ranks."""
-        held = [box.overlap(self.box).numel for box in self.spread.boxes]
-        whole = [rank for rank, numel in enumerate(held) if numel == self.box.numel]
-        return whole or list(range(len(held)))
+        return self.spread.whole_on(self.box) or range(len(self.spread.boxes))
 
 
 @dataclass(frozen=True)
@@ -197,24 +226,34 @@ class Route:
     is_gathered: bool
     is_returned: bool
 
+    @property
+    def sends_to_owner(self) -> bool:
+        """Whether this rank has a part to send to the owner."""
+        return self.held is not None and self.is_source and not self.is_owner
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of the block."""
+        return self.held is not None and self.held.numel == self.block.box.numel
+
 
 def route_of(block: Block, rank: int) -> Route:
     """Return what ``rank`` does with a block."""
-    own, sources = block.spread.boxes[rank], set(block.spread.sources(block.owner))
-    mine = own.overlap(block.box)
-    held, locally = (mine.within(block.box), mine.within(own)) if mine.numel else (None, None)
-    parts = [(peer, box.overlap(block.box)) for peer, box in enumerate(block.spread.boxes)]
-    others = [
-        (peer, part.within(block.box)) for peer, part in parts if part.numel and peer != block.owner
-    ]
-    given = [(peer, part) for peer, part in others if peer in sources]
-    is_owner = rank == block.owner
+    own, spread, owner = block.spread.boxes[rank], block.spread, block.owner
+    parts = spread.parts(block.box)
+    held, locally = None, None
+    if rank in parts:
+        held, locally = parts[rank].within(block.box), parts[rank].within(own)
+    others = [(peer, part.within(block.box)) for peer, part in parts.items() if peer != owner]
+    replica = spread.replicas[owner]
+    given = [(peer, part) for peer, part in others if spread.replicas[peer] == replica]
+    is_owner = rank == owner
     return Route(
         block=block,
         is_owner=is_owner,
         held=held,
         held_locally=locally,
-        is_source=rank in sources,
+        is_source=spread.replicas[rank] == replica,
         sources=tuple(given) if is_owner else (),
         holders=tuple(others) if is_owner else (),
         is_gathered=bool(given),

@@ -6,12 +6,13 @@ launched. Tensors travel as bytes, so those of several dtypes share a message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from composable_shard import _torch
 from composable_shard.core.transport.failures import watched
 from composable_shard.optim.blocks import Box, Route
 
@@ -40,103 +41,119 @@ class Move:
     Attributes:
         route: The block, and what this rank does with it.
         local: The local shard of the parameter's, or gradient's, that this rank holds.
-        whole: The block as a whole; its owner alone has it.
+        whole: The block as a whole, of the owner; until it arrives there is none.
     """
 
     route: Route
     local: torch.Tensor
-    whole: torch.Tensor | None
+    whole: torch.Tensor | None = None
 
 
 _MOVING = "moving blocks of parameters between their owners and shards"
 
 
-class Pending:
-    """An exchange that has been launched.
+class Exchange:
+    """An all-to-all that has been launched.
 
     Args:
-        ranks: Between whom.
-        out: For each rank, what to send.
-        into: For each rank, where to write what it sends.
+        ranks: Among which.
+        out: What this rank sends to each.
+        nbytes: How much it is sent by each.
         doing: What this is for, for messages.
-
-    Attributes:
-        nbytes: How many bytes this rank sends.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         out: list[list[torch.Tensor]],
-        into: list[list[torch.Tensor]],
+        nbytes: Sequence[int],
         doing: str = _MOVING,
     ) -> None:
         assert ranks.group is not None
-        self._group, self._into, self._doing = ranks.group, into, doing
+        self._group, self._doing = ranks.group, doing
+        sent = [tensor for tensors in out for tensor in tensors]
         counts = [sum(tensor.nbytes for tensor in tensors) for tensors in out]
-        self._counts = [sum(tensor.nbytes for tensor in tensors) for tensors in into]
-        self.nbytes = sum(counts)
-        sent = [_as_bytes(tensor, ranks.device) for tensors in out for tensor in tensors]
-        empty = torch.empty(0, dtype=torch.uint8, device=ranks.device)
-        self._sent = torch.cat(sent) if sent else empty
-        self._received = empty.new_empty(sum(self._counts))
+        self._sent = torch.empty(sum(counts), dtype=torch.uint8, device=ranks.device)
+        _pack(self._sent, sent)
+        self._received = self._sent.new_empty(sum(nbytes))
         with watched(self._group, self._doing):
             self._work = dist.all_to_all_single(
-                self._received, self._sent, self._counts, counts, ranks.group, async_op=True
+                self._received, self._sent, list(nbytes), counts, ranks.group, async_op=True
             )
 
     def wait(self) -> None:
-        """Write what has arrived where it belongs."""
+        """Let go of what was sent; what is received may be read from now on."""
         with watched(self._group, self._doing):
             if self._work is not None:
                 self._work.wait()
-        targets = [tensor for tensors in self._into for tensor in tensors]
-        parts = self._received.split([tensor.nbytes for tensor in targets])
-        for target, part in zip(targets, parts, strict=True):
-            aligned = part if part.storage_offset() % target.itemsize == 0 else part.clone()
-            target.copy_(aligned.view(target.dtype).view(target.shape))
-        self._into = []
-        self._sent = self._received = self._received.new_empty(0)
+        self._work, self._sent = None, self._sent.new_empty(0)
+
+    def write(self, into: list[list[torch.Tensor]]) -> None:
+        """Write what has arrived from each rank where it belongs."""
+        _unpack(self._received, [tensor for tensors in into for tensor in tensors])
+        self._received = self._received.new_empty(0)
 
 
-def launch_to_owners(ranks: Ranks, moves: Sequence[Move]) -> Pending | None:
+def launch_to_owners(ranks: Ranks, moves: Sequence[Move]) -> Exchange | None:
     """Begin to make blocks whole at their owners.
 
     Collective: one all-to-all over the ranks, if anything is to be sent by any of them.
     """
-    out, into = _for_each_rank(ranks), _for_each_rank(ranks)
+    out, nbytes = _for_each_rank(ranks), [0] * ranks.count
     for move in moves:
         route = move.route
-        if route.held is not None and route.held_locally is not None and route.is_source:
+        if route.sends_to_owner and route.held_locally is not None:
+            out[route.block.owner].append(part_of(move.local, route.held_locally))
+        for peer, part in route.sources:
+            nbytes[peer] += part.numel * move.local.itemsize
+    is_needed = any(move.route.is_gathered for move in moves)
+    return Exchange(ranks, out, nbytes) if is_needed else None
+
+
+def arrive_at_owners(ranks: Ranks, exchange: Exchange | None, moves: Sequence[Move]) -> None:
+    """Write blocks that have been waited for, and what their owners hold of them themselves."""
+    into = _for_each_rank(ranks)
+    for move in moves:
+        route = move.route
+        if move.whole is not None and route.held is not None and route.is_source:
+            assert route.held_locally is not None
             own = part_of(move.local, route.held_locally)
-            if move.whole is None:
-                out[route.block.owner].append(own)
-            else:
-                _copy_unless_same(_part_of_block(move, route.held), own)
+            _copy_unless_same(_part_of_block(move, route.held), own)
         for peer, part in route.sources:
             into[peer].append(_part_of_block(move, part))
-    is_needed = any(move.route.is_gathered for move in moves)
-    return Pending(ranks, out, into) if is_needed else None
+    if exchange is not None:
+        exchange.write(into)
 
 
-def launch_to_shards(ranks: Ranks, moves: Sequence[Move]) -> Pending | None:
-    """Begin to give every rank its part of blocks from their owners.
+def launch_to_shards(ranks: Ranks, moves: Sequence[Move]) -> Exchange | None:
+    """Begin to give every rank its part of blocks from their owners, who need them no longer.
 
     Collective: one all-to-all over the ranks, if anything is to be sent by any of them.
     """
-    out, into = _for_each_rank(ranks), _for_each_rank(ranks)
+    out, nbytes = _for_each_rank(ranks), [0] * ranks.count
     for move in moves:
         route = move.route
         if route.held is not None and route.held_locally is not None:
             own = part_of(move.local, route.held_locally)
-            if move.whole is None:
-                into[route.block.owner].append(own)
-            else:
+            if route.is_owner:
                 _copy_unless_same(own, _part_of_block(move, route.held))
+            else:
+                nbytes[route.block.owner] += own.nbytes
         for peer, part in route.holders:
             out[peer].append(_part_of_block(move, part))
     is_needed = any(move.route.is_returned for move in moves)
-    return Pending(ranks, out, into) if is_needed else None
+    return Exchange(ranks, out, nbytes) if is_needed else None
+
+
+def arrive_at_shards(ranks: Ranks, exchange: Exchange | None, moves: Sequence[Move]) -> None:
+    """Write the parts that have come from other owners to the local shards."""
+    into = _for_each_rank(ranks)
+    for move in moves:
+        route = move.route
+        if route.held_locally is not None and not route.is_owner:
+            into[route.block.owner].append(part_of(move.local, route.held_locally))
+    if exchange is not None:
+        exchange.write(into)
 
 
 def _for_each_rank(ranks: Ranks) -> list[list[torch.Tensor]]:
@@ -161,5 +178,37 @@ def _copy_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _as_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device).contiguous().view(-1).view(torch.uint8)
+def _pack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write tensors one behind the other into a message, bytes."""
+    targets, sources = [], []
+    for part, tensor in _parts(message, tensors):
+        if _is_aligned(part, tensor):
+            targets.append(part.view(tensor.dtype).view(tensor.shape))
+            sources.append(tensor)
+        else:
+            part.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    _copy_all(targets, sources)
+
+
+def _unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write what lies one behind the other in a message to tensors."""
+    sources = [
+        (part if _is_aligned(part, tensor) else part.clone()).view(tensor.dtype).view(tensor.shape)
+        for part, tensor in _parts(message, tensors)
+    ]
+    _copy_all(list(tensors), sources)
+
+
+def _parts(
+    message: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(message.split([tensor.nbytes for tensor in tensors]), tensors, strict=True)
+
+
+def _is_aligned(part: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return part.storage_offset() % tensor.itemsize == 0
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        _torch.copy_all_(targets, sources)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from itertools import pairwise
+from operator import attrgetter, is_, sub
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.ties import owner_of_sharded
+from composable_shard.optim.plan import GroupSteps
+from composable_shard.optim.stepping import Factory, Param, States
 
 # Which optimizers treat each element by itself: known, or said, never guessed --------------------
 
@@ -69,7 +72,7 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
         ('FlatAdamW', True)
     """
     kind = type(optimizer)
-    if issubclass(kind, _FlatSteps):
+    if issubclass(kind, FlatSteps):
         return optimizer
     if kind not in ELEMENTWISE and not elementwise:
         raise TypeError(
@@ -84,10 +87,15 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     return optimizer
 
 
-class _FlatSteps(Optimizer):
+class FlatSteps(Optimizer):
     """What an optimizer does in place of its class."""
 
+    def num_tensors(self) -> list[int]:
+        """Return, by parameter group, how many tensors a step steps if no gradient is missing."""
+        return self._flat.num_tensors()
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step as the class of the stock optimizer does. Collective: none."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -137,7 +145,7 @@ _flat_classes: dict[type[Optimizer], type[Optimizer]] = {}
 def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
     if kind not in _flat_classes:
         name, members = f"Flat{kind.__name__}", {"__module__": kind.__module__}
-        _flat_classes[kind] = type(name, (_FlatSteps, kind), members)
+        _flat_classes[kind] = type(name, (FlatSteps, kind), members)
     return _flat_classes[kind]
 
 
@@ -165,6 +173,7 @@ class _Member:
             if it is stepped as it is.
         start: Where it begins there, in elements.
         following: Where the next parameter begins, if one does.
+        multiple: Of how many bytes it must be for another to follow in one tensor.
         index: Its place among all of the optimizer.
         cohort: The same number for parameters that have taken all of their steps together; 0
             before the first.
@@ -178,6 +187,7 @@ class _Member:
     buffer: torch.Tensor | None
     start: int = 0
     following: int | None = None
+    multiple: int = 1
     index: int = 0
     cohort: int = 0
     names: set[str] = field(default_factory=set)
@@ -186,6 +196,16 @@ class _Member:
     @property
     def end(self) -> int:
         return self.start + self.local.numel()
+
+    def goes_on_with(self, other: _Member) -> bool:
+        """Tell whether another one may follow it in one tensor."""
+        return (
+            other.buffer is self.buffer
+            and other.start in (self.start, self.following)
+            and (other.group, other.cohort) == (self.group, self.cohort)
+            and self.local.nbytes % self.multiple == 0
+            and (other.start - self.start) * self.local.itemsize % self.multiple == 0
+        )
 
     def shown(self, flat_state: torch.Tensor) -> torch.Tensor:
         """Return its part of a state of its buffer, [numel], as users see it."""
@@ -199,22 +219,30 @@ def _member(param: torch.Tensor, index: int, group: dict[str, Any]) -> _Member:
     is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
     if not is_plain or not isinstance(param, DTensor) or _is_partial(param):
         return _Member(param, index, local, None)
-    if owner is not None and owner.place is not None and _rounds_alike(local, group):
+    multiple = _joins_in_multiples_of(local, group)
+    if owner is not None and owner.place is not None and multiple is not None:
         buffer, start, following = owner.place
         if local.data_ptr() in (0, buffer.data_ptr() + start * buffer.itemsize):
-            return _Member(param, index, local, buffer, start, following)
+            return _Member(param, index, local, buffer, start, following, multiple)
     return _Member(param, index, local, local.detach().view(-1))
 
 
-def _rounds_alike(local: torch.Tensor, group: dict[str, Any]) -> bool:
-    """Tell whether a result does not depend on where in a tensor an element is.
+LONGEST_VECTOR = 64
+"""Bytes of the longest vectors of a CPU, and of the units that torch gives to threads."""
 
-    On the CPU, kernels that do several things at once round the last elements of a tensor, for
-    which a vector is too long, otherwise than the others.
+
+def _joins_in_multiples_of(local: torch.Tensor, group: dict[str, Any]) -> int | None:
+    """Return of how many bytes a shard must be for others to follow it in one tensor.
+
+    On the CPU, fused kernels compute whole vectors, and the elements behind the last one by
+    themselves, rounded otherwise; so they must stay behind the last one. Operations on dtypes below
+    32 bits do so for each thread, and their shards are never joined: ``None``.
     """
     if local.device.type != "cpu":
-        return True
-    return local.itemsize >= 4 and not group.get("fused")
+        return 1
+    if local.itemsize < torch.float32.itemsize:
+        return None
+    return LONGEST_VECTOR if group.get("fused") else 1
 
 
 def _is_partial(param: DTensor) -> bool:
@@ -228,8 +256,9 @@ class _Run:
         members: The members, in the order in which they lie.
         tensor: What is stepped, [numel]; the parameter itself if it is stepped as it is.
         is_flat: Whether it is a part of a buffer.
-        indices: The places of the members among all of the optimizer.
         state: The states of the tensor.
+        kept: Those of them that its members have, too.
+        with_elements: The members that have any on this rank.
     """
 
     def __init__(self, members: list[_Member], *, is_flat: bool) -> None:
@@ -237,53 +266,54 @@ class _Run:
         self.members = members
         self.is_flat = is_flat
         self.state: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
         self.start, self.end = first.start, members[-1].end
+        self.with_elements: list[_Member] = []
         if not is_flat or first.buffer is None:
             self.tensor = first.param
             return
         self.tensor = first.buffer[self.start : self.end].detach()
-        self.indices = [member.index for member in members]
-        self._places = [slice(m.start - self.start, m.end - self.start) for m in members]
-        self._with_elements = [i for i, m in enumerate(members) if m.local.numel()]
-        self._offsets = [
-            self._places[index].start * self.tensor.itemsize for index in self._with_elements
-        ]
-        ends = zip(self._places, self._places[1:], strict=False)
-        self._gaps = [slice(a.stop, b.start) for a, b in ends if a.stop < b.start]
+        self._shape, self._strides = (self.end - self.start,), (1,)
+        self.with_elements = [member for member in members if member.local.numel()]
+        starts = [member.start for member in self.with_elements]
+        self._distances = [numel * self.tensor.itemsize for numel in map(sub, starts[1:], starts)]
+        places = [slice(m.start - self.start, m.end - self.start) for m in members]
+        self._gaps = [slice(a.stop, b.start) for a, b in pairwise(places) if a.stop < b.start]
 
-    def take(self, grads: Sequence[torch.Tensor]) -> None:
-        """Let ``grads``, local ones of the members, be the gradient of what is stepped.
+    def take(self, grads: Sequence[torch.Tensor], distances: list[int] | None) -> None:
+        """Let ``grads``, local ones of members with elements, be the gradient of what is stepped.
 
-        Where they lie as the shards do they are one tensor already. What lies in between has no
-        values; zeros there change nothing.
+        Where they lie as the shards do they are one tensor already: what is addressed within the
+        storage of the first one is a part of it. What lies in between has no values; zeros there
+        change nothing.
+
+        Args:
+            grads: The gradients.
+            distances: How many bytes behind the one before each begins; ``None`` if they are not
+                contiguous.
         """
-        some = [grads[index] for index in self._with_elements]
-        if len(grads) == 1 and grads[0].is_contiguous():
-            self.tensor.grad = grads[0].detach().view(-1)
-            return
-        if some and self._offsets == _offsets(some):
-            numel = self.end - self.start
-            whole = some[0].as_strided((numel,), (1,), some[0].storage_offset())
-        else:
-            whole = torch.empty_like(self.tensor)
-            pairs = zip(self._places, grads, strict=True)
-            places = [whole[place].view(grad.shape) for place, grad in pairs]
-            _torch.copy_all_(places, list(grads))
+        whole = self._one_tensor(grads[0]) if grads and distances == self._distances else None
+        if whole is None:
+            whole = self._copied(grads)
         for gap in self._gaps:
             whole[gap].zero_()
         self.tensor.grad = whole
 
+    def _one_tensor(self, first: torch.Tensor) -> torch.Tensor | None:
+        try:
+            return first.as_strided(self._shape, self._strides, first.storage_offset())
+        except RuntimeError:  # it ends beyond the storage
+            return None
 
-def _offsets(grads: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return how many bytes behind the first one each lies; ``None`` unless in one storage."""
-    first, last = grads[0], grads[-1]
-    if _torch.storage_number(first) != _torch.storage_number(last):
-        return None
-    addresses = list(map(torch.Tensor.data_ptr, grads))
-    if not all(map(torch.Tensor.is_contiguous, grads)):
-        return None
-    begin = addresses[0]
-    return [address - begin for address in addresses]
+    def _copied(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = torch.empty_like(self.tensor)
+        places = [
+            whole[member.start - self.start : member.end - self.start].view(grad.shape)
+            for member, grad in zip(self.with_elements, grads, strict=True)
+        ]
+        if places:
+            _torch.copy_all_(places, list(grads))
+        return whole
 
 
 # The steps ---------------------------------------------------------------------------------------
@@ -303,6 +333,7 @@ class _Steps:
         step: Any = self._kind.step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._are_fused = [group.get("fused") for group in optimizer.param_groups]
         self._members = [
             _member(param, index, group)
             for index, group in enumerate(optimizer.param_groups)
@@ -316,6 +347,9 @@ class _Steps:
         self._buffers: dict[tuple[int, str], torch.Tensor] = {}
         self._num_cohorts = 0
         self._runs: list[_Run] = []
+        self._order: list[int] = []
+        self._stepped: list[list[torch.Tensor]] = []
+        self._run_states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._seen: list[Any] = []
         self._adopt()
 
@@ -323,6 +357,8 @@ class _Steps:
         """Tell whether states, parameters or the memory of parameters are others now."""
         groups = self._optimizer.param_groups
         if self._state is not self._optimizer.state or len(groups) != len(self._groups):
+            return True
+        if [group.get("fused") for group in groups] != self._are_fused:
             return True
         for group, params in zip(groups, self._groups, strict=True):
             if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
@@ -335,6 +371,13 @@ class _Steps:
         """The flat states, one beside each buffer of parameters for each name."""
         return list(self._buffers.values())
 
+    def num_tensors(self) -> list[int]:
+        """Return how many runs each parameter group has if all gradients lie as parameters do."""
+        stepped = [member for member in self._members if member.param.requires_grad]
+        as_they_are = {id(member) for member in stepped if member.buffer is None}
+        runs = Counter(members[0].group for members in _neighbours(stepped, as_they_are))
+        return [runs[index] for index in range(len(self._groups))]
+
     @torch.no_grad()
     def step(self) -> None:
         """Step what has a gradient."""
@@ -344,31 +387,37 @@ class _Steps:
             if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
                 self._arrange(grads)
                 self._seen = seen
-            for run in self._runs:
-                if run.is_flat:
-                    run.take(list(_torch.local_tensors(map(grads.__getitem__, run.indices))))
-        inner = self._inner()
+            self._take(grads)
         try:
-            self._step(inner)
-            self._keep_states(inner)
+            self._step(self._inner())
+            self._keep_states()
         finally:
             for run in self._runs:
                 if run.is_flat:
                     run.tensor.grad = None
 
+    def _take(self, grads: Sequence[torch.Tensor]) -> None:
+        """Let every run have its gradient."""
+        locals_ = list(_torch.local_tensors(map(grads.__getitem__, self._order)))
+        is_contiguous = all(map(torch.Tensor.is_contiguous, locals_))
+        addresses = list(map(torch.Tensor.data_ptr, locals_))
+        distances = list(map(sub, addresses[1:], addresses))
+        start = 0
+        for run in self._runs:
+            if run.is_flat:
+                end = start + len(run.with_elements)
+                between = distances[start : end - 1] if is_contiguous else None
+                run.take(locals_[start:end], between)
+                start = end
+
     def _inner(self) -> Optimizer:
         """Return the second optimizer: the first one, with runs as its parameters."""
         inner: Optimizer = object.__new__(self._kind)
         inner.__dict__.update(self._optimizer.__dict__)
-        tensors: list[list[torch.Tensor]] = [[] for _ in self._groups]
-        inner.state = defaultdict(dict)
-        for run in self._runs:
-            tensors[run.members[0].group].append(run.tensor)
-            if run.state or not run.is_flat:
-                inner.state[run.tensor] = run.state
+        inner.state = self._run_states
         inner.param_groups = [
             {**group, "params": params}
-            for group, params in zip(self._optimizer.param_groups, tensors, strict=True)
+            for group, params in zip(self._optimizer.param_groups, self._stepped, strict=True)
         ]
         return inner
 
@@ -396,6 +445,13 @@ class _Steps:
             self._run(members, is_flat=id(members[0]) not in as_it_is)
             for members in _neighbours(stepped, as_it_is)
         ]
+        self._order = [member.index for run in self._runs for member in run.with_elements]
+        self._stepped = [[] for _ in self._groups]
+        self._run_states = defaultdict(dict)
+        for run in self._runs:
+            self._stepped[run.members[0].group].append(run.tensor)
+            if run.state or not run.is_flat:
+                self._run_states[run.tensor] = run.state
 
     def _part_from_others(self, stepped: Sequence[_Member]) -> None:
         """Give members cohorts of their own if others of theirs are not stepped."""
@@ -416,8 +472,8 @@ class _Steps:
             return run
         for name in first.names:
             run.state[name] = self._buffers[id(first.buffer), name][run.start : run.end]
-        scalars = {name: _own(value) for name, value in first.scalars.items()}
-        self._share(run, scalars)
+        self._share(run, {name: _own(value) for name, value in first.scalars.items()})
+        run.kept = dict(run.state)
         return run
 
     def _share(self, run: _Run, scalars: dict[str, Any]) -> None:
@@ -461,22 +517,21 @@ class _Steps:
             self._buffers[key] = torch.zeros_like(member.buffer, dtype=dtype)
         return self._buffers[key]
 
-    def _keep_states(self, inner: Optimizer) -> None:
+    def _keep_states(self) -> None:
         """Let states that the step has made, or made anew, be parts of flat ones."""
         for run in self._runs:
-            state = inner.state.get(run.tensor)
+            if run.kept and _has_the_same(run.state, run.kept):
+                continue
+            state = self._run_states.get(run.tensor)
             if state is None:
                 continue
             if not run.is_flat:
-                self._state[run.tensor] = state
-                first = run.members[0]
-                if first.buffer is not None:
-                    first.scalars = {k: v for k, v in state.items() if not _is_shown(v)}
+                self._keep_as_it_is(run, state)
                 continue
             scalars = dict[str, Any]()
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == run.tensor.shape:
-                    if run.state.get(name) is not value:
+                    if run.kept.get(name) is not value:
                         self._keep(run, name, value)
                 elif isinstance(value, torch.Tensor) and value.ndim:
                     raise TypeError(
@@ -486,8 +541,16 @@ class _Steps:
                     )
                 else:
                     scalars[name] = value
-            if not _are_same(run.state, scalars):
-                self._share(run, scalars)
+            self._share(run, scalars)
+            self._run_states[run.tensor], run.kept = run.state, dict(run.state)
+
+    def _keep_as_it_is(self, run: _Run, state: dict[str, Any]) -> None:
+        """Let the parameter have the states that the step has made."""
+        first = run.members[0]
+        run.state, run.kept = state, dict(state)
+        self._state[first.param] = state
+        if first.buffer is not None:
+            first.scalars = {k: v for k, v in state.items() if not _is_shown(v)}
 
     def _keep(self, run: _Run, name: str, value: torch.Tensor) -> None:
         """Let a new state of a run be a part of the flat one."""
@@ -534,11 +597,7 @@ def _neighbours(members: Sequence[_Member], alone: set[int]) -> Iterator[list[_M
     others = (member for member in members if id(member) not in alone)
     for member in sorted(others, key=lambda m: (m.group, id(m.buffer), m.start, m.end)):
         last = joined[-1] if joined else None
-        if last is not None and not (
-            member.buffer is last.buffer
-            and member.start in (last.start, last.following)
-            and (member.group, member.cohort) == (last.group, last.cohort)
-        ):
+        if last is not None and not last.goes_on_with(member):
             yield joined
             joined = []
         joined.append(member)
@@ -551,9 +610,60 @@ def _is_shown(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def _are_same(state: dict[str, Any], scalars: dict[str, Any]) -> bool:
-    return all(state.get(name) is value for name, value in scalars.items())
+def _has_the_same(state: dict[str, Any], kept: dict[str, Any]) -> bool:
+    return len(state) == len(kept) and all(map(is_, state.values(), kept.values()))
 
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# The local shards of a layout ---------------------------------------------------------------------
+
+
+class FlatShards:
+    """The parameters of a layout that are stepped element by element.
+
+    Attributes:
+        params: The parameters.
+        optimizer: Steps them, by flat buffers.
+    """
+
+    def __init__(self, params: Sequence[Param], factory: Factory) -> None:
+        self.params = params
+        stock = factory([{"params": [param.tensor for param in params]}])
+        self.optimizer = flat(stock, elementwise=True)
+
+    def plan(self) -> GroupSteps:
+        """Return what a step does with them."""
+        trained = [param.tensor for param in self.params if param.tensor.requires_grad]
+        assert isinstance(self.optimizer, FlatSteps)
+        num_tensors = sum(self.optimizer.num_tensors())
+        numel = sum(tensor.numel() for tensor in trained)
+        return GroupSteps("Sharded", len(trained), numel, num_tensors)
+
+    def step(self) -> None:
+        """Step what has a gradient.
+
+        Collective: see :meth:`Param.local_grad`.
+        """
+        grads = [param.tensor.grad for param in self.params]
+        for param in self.params:
+            param.tensor.grad = param.sharded_grad()
+        self.optimizer.step()
+        for param, grad in zip(self.params, grads, strict=True):
+            param.tensor.grad = grad
+
+    def save(self) -> list[States]:
+        """Return the states of each parameter, sharded like it."""
+        states = [self.optimizer.state.get(param.tensor, {}) for param in self.params]
+        return [{name: _own(value) for name, value in state.items()} for state in states]
+
+    def load(self, loaded: Sequence[States]) -> None:
+        """Take states as :meth:`save` returns them."""
+        self.optimizer.state = defaultdict(dict)
+        for param, states in zip(self.params, loaded, strict=True):
+            for name, state in states.items():
+                is_like = param.is_like(name, state)
+                value = param.as_sharded(param.local_of(state)) if is_like else state
+                self.optimizer.state[param.tensor][name] = value

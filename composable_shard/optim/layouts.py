@@ -8,27 +8,35 @@ steps it there as a plain tensor, and the updated rows travel back. No rank gath
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.param import sharded_form
 from composable_shard.core.transport.process_groups import gather_objects, subgroup
 from composable_shard.errors import ShardError
-from composable_shard.optim.blocks import Block, Box, blocks_of, choose_owners, cut_buckets, whole
+from composable_shard.optim.blocks import (
+    Block,
+    Box,
+    Spread,
+    blocks_of,
+    choose_owners,
+    cut_buckets,
+    whole,
+)
 from composable_shard.optim.exchange import Ranks
-from composable_shard.optim.flat import ELEMENTWISE
+from composable_shard.optim.flat import ELEMENTWISE, FlatShards, FlatSteps
+from composable_shard.optim.plan import Action, BucketPlan, GroupSteps, LayoutSteps, schedule
 from composable_shard.optim.stepping import (
     Factory,
-    LocalShards,
     OwnedBucket,
     Param,
     States,
@@ -112,12 +120,15 @@ class Rows(Owned):
         return f"a matrix of {sum(self.split_sizes)} rows for split_sizes {self.split_sizes}"
 
 
+BUCKET_NBYTES = 64 * 2**20
+"""How many bytes of parameters travel together if the user does not say."""
+
 Layout = Owned | Sharded
 Fits = str | Callable[[str, torch.Tensor], bool]
 
 
 def with_layout(
-    model: nn.Module, layouts: Mapping[Fits, Layout], *, bucket_nbytes: int = 64 * 2**20
+    model: nn.Module, layouts: Mapping[Fits, Layout], *, bucket_nbytes: int = BUCKET_NBYTES
 ) -> Optimizer:
     """Make one optimizer of stock optimizers that step whole matrices, rows of them, or shards.
 
@@ -139,7 +150,8 @@ def with_layout(
     Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
         sends the values and the gradient of each matrix to its owner, and the values back, in two
         all-to-alls for a bucket.
-    Memory: the buckets under way: at most three at a time.
+    Memory: a rank's part of the buckets under way, of which there are at most two; ``explain`` and
+        ``estimate`` tell how many bytes that is.
     Source: Muon is Scalable for LLM Training (arXiv 2502.16982), which gathers on owners, too.
 
     Example:
@@ -155,18 +167,19 @@ def with_layout(
         >>> [group["lr"] for group in optimizer.param_groups]
         [0.02, 0.0003]
     """
+    return LayoutOptimizer(sort_by_layout(model, layouts), bucket_nbytes)
+
+
+def sort_by_layout(
+    model: nn.Module, layouts: Mapping[Fits, Layout]
+) -> list[tuple[Layout, list[Param]]]:
+    """Return the layouts that fit any parameter, each with its parameters; see with_layout."""
     for fits, layout in layouts.items():
         if not isinstance(layout, (Owned, Sharded)):
             raise TypeError(
                 f"Expected the layout of {fits!r} to be Owned, Rows or Sharded, got "
                 f"{type(layout).__name__}"
             )
-    return LayoutOptimizer(_sorted_by_layout(model, layouts), bucket_nbytes)
-
-
-def _sorted_by_layout(
-    model: nn.Module, layouts: Mapping[Fits, Layout]
-) -> list[tuple[Layout, list[Param]]]:
     names: dict[torch.Tensor, list[str]] = {}
     for name, registered in model.named_parameters(remove_duplicate=False):
         names.setdefault(sharded_form(registered), []).append(name)
@@ -194,7 +207,7 @@ def _does_fit(fits: Fits, names: Sequence[str], param: torch.Tensor) -> bool:
 # Checks, of which all ranks make the same ---------------------------------------------------------
 
 
-def _check(layout: Layout, params: Sequence[Param]) -> dict[str, Any]:
+def check(layout: Layout, params: Sequence[Param]) -> dict[str, Any]:
     """Raise if a parameter does not fit its layout; return the values of the optimizer's group."""
     known: dict[tuple[object, ...], dict[str, Any]] = {}
     for param in params:
@@ -215,10 +228,10 @@ def _check_owned(layout: Owned, param: Param) -> None:
         raise ValueError(
             f"Expected parameter '{param.name}' to be {misfit}, got shape {list(shape)}"
         )
-    if not all(type(placement) in (Shard, Replicate) for placement in param.placements):
+    if not param.is_in_boxes:
         raise ValueError(
-            f"Expected parameter '{param.name}' to be cut by Shard alone, got {param.placements}; "
-            "only Sharded can step it"
+            "Expected each rank to have one range of rows and columns of parameter "
+            f"'{param.name}', got {param.placements}; only Sharded can step it"
         )
 
 
@@ -242,7 +255,7 @@ def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[st
             f"partial(torch.optim.AdamW, lr=3e-4), got {type(optimizer).__name__}"
         )
     is_apart = isinstance(layout, Sharded) and not layout.is_elementwise
-    if is_apart and type(optimizer) not in ELEMENTWISE:
+    if is_apart and type(optimizer) not in ELEMENTWISE and not isinstance(optimizer, FlatSteps):
         raise ValueError(
             f"Expected an elementwise optimizer for parameter '{param.name}', got "
             f"{type(optimizer).__name__}, which may need whole tensors; use Owned, or say "
@@ -265,14 +278,14 @@ class LayoutOptimizer(Optimizer):
         self._rules = rules
         self._bucket_nbytes = bucket_nbytes
         self._is_made = False
-        values = [_check(layout, params) for layout, params in rules]
+        values = [check(layout, params) for layout, params in rules]
         groups = [
             {"params": [param.tensor for param in params], **given}
             for (_, params), given in zip(rules, values, strict=True)
         ]
         super().__init__(groups, {})
         self._is_made = True
-        self._shards: dict[int, LocalShards] = {}
+        self._shards: dict[int, FlatShards] = {}
         self._buckets: list[tuple[int, OwnedBucket]] = []
         self.choose_owners()
 
@@ -282,14 +295,15 @@ class LayoutOptimizer(Optimizer):
         Collective: see :func:`with_layout`.
         """
         self.forget_owners()
-        meshes = _Meshes()
+        ranks_of, self._owners = _RanksOfMeshes(), Owners[Ranks]()
         for place, (layout, params) in enumerate(self._rules):
             if isinstance(layout, Sharded):
-                self._shards[place] = LocalShards(params, layout.optimizer)
-            else:
-                for ranks, blocks in meshes.buckets(layout, params, self._bucket_nbytes):
-                    bucket = OwnedBucket(params, blocks, ranks, layout.optimizer)
-                    self._buckets.append((place, bucket))
+                self._shards[place] = FlatShards(params, layout.optimizer)
+                continue
+            lying = [(ranks_of(param), param.spread()) for param in params]
+            for ranks, blocks in self._owners.buckets(layout, params, lying, self._bucket_nbytes):
+                bucket = OwnedBucket(params, blocks, ranks, layout.optimizer)
+                self._buckets.append((place, bucket))
 
     def forget_owners(self) -> None:
         """Let go of all stock optimizers and their states. Collective: none."""
@@ -318,22 +332,39 @@ class LayoutOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._give_values()
-        buckets = [bucket for _, bucket in self._buckets]
-        for bucket in buckets[:1]:
-            bucket.launch()
+        actions = schedule(len(self._buckets))
+        for action, index in islice(actions, 1):
+            self._do(action, index)
         for shards in self._shards.values():
             shards.step()
-        for index, bucket in enumerate(buckets):
-            for after in buckets[index + 1 : index + 2]:
-                after.launch()
-            bucket.compute()
-            for before in buckets[max(0, index - 1) : index]:
-                before.finish()
-        for last in buckets[-1:]:
-            last.finish()
+        for action, index in actions:
+            self._do(action, index)
         self._take_values()
         self._note_states()
         return loss
+
+    def plan(self) -> LayoutSteps:
+        """Return what a step does on this rank, if all that is trained has a gradient."""
+        groups = []
+        for place, (layout, params) in enumerate(self._rules):
+            if place in self._shards:
+                groups.append(self._shards[place].plan())
+            else:
+                buckets = [bucket.plan() for owner, bucket in self._buckets if owner == place]
+                groups.append(plan_group(layout, params, buckets))
+        return LayoutSteps(tuple(groups), self._owners.loads)
+
+    def _do(self, action: Action, index: int) -> None:
+        bucket = self._buckets[index][1]
+        match action:
+            case "launch":
+                bucket.launch()
+            case "arrive":
+                bucket.arrive()
+            case "compute":
+                bucket.compute()
+            case "finish":
+                bucket.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states, sharded like the parameters.
@@ -429,36 +460,72 @@ class LayoutOptimizer(Optimizer):
         return told
 
 
-class _Meshes:
-    """The ranks of each mesh, and how much each of them has to do."""
+def plan_group(
+    layout: Layout, params: Sequence[Param], buckets: Sequence[BucketPlan]
+) -> GroupSteps:
+    """Return what a step does with parameters that are stepped as whole blocks."""
+    trained = [param.tensor for param in params if param.is_trained]
+    return GroupSteps(
+        type(layout).__name__,
+        len(trained),
+        sum(tensor.numel() for tensor in trained),
+        sum(parcel.route.is_owner for bucket in buckets for parcel in bucket.parcels),
+        tuple(buckets),
+    )
+
+
+Mesh = TypeVar("Mesh", bound=Hashable)
+
+
+class Owners(Generic[Mesh]):
+    """Gives each block to a rank of its mesh, so that all of them have as much to do."""
 
     def __init__(self) -> None:
-        self._ranks: dict[DeviceMesh | torch.device, Ranks] = {}
-        self._loads: dict[Ranks, list[int]] = {}
+        self._loads: dict[Mesh, list[int]] = {}
+
+    @property
+    def loads(self) -> tuple[tuple[int, ...], ...]:
+        """What each rank of each mesh has to do."""
+        return tuple(map(tuple, self._loads.values()))
 
     def buckets(
-        self, layout: Owned, params: Sequence[Param], nbytes: int
-    ) -> list[tuple[Ranks, list[Block]]]:
-        """Return the buckets of a rule, mesh by mesh, with owners."""
-        blocks: dict[Ranks, list[Block]] = {}
-        for place, param in enumerate(params):
-            spread = param.spread()
-            blocks.setdefault(self._ranks_of(param), []).extend(
+        self,
+        layout: Owned,
+        params: Sequence[Param],
+        lying: Sequence[tuple[Mesh, Spread]],
+        nbytes: int,
+    ) -> list[tuple[Mesh, list[Block]]]:
+        """Return the buckets of a rule, mesh by mesh, with owners.
+
+        Args:
+            layout: Says what the blocks are.
+            params: The parameters of the rule.
+            lying: On which mesh each lies, and how.
+            nbytes: The most bytes of a bucket.
+        """
+        blocks: dict[Mesh, list[Block]] = {}
+        for place, (param, (mesh, spread)) in enumerate(zip(params, lying, strict=True)):
+            blocks.setdefault(mesh, []).extend(
                 Block(place, box, spread, number)
                 for number, box in enumerate(layout.blocks(param.tensor.shape))
             )
         found = []
-        for ranks, some in blocks.items():
-            loads = self._loads.setdefault(ranks, [0] * ranks.count)
-            owned = [
-                Block(block.param, block.box, block.spread, block.number, owner)
-                for block, owner in zip(some, choose_owners(some, loads), strict=True)
-            ]
+        for mesh, some in blocks.items():
+            loads = self._loads.setdefault(mesh, [0] * len(some[0].spread.boxes))
+            owners = choose_owners(some, loads)
+            owned = [replace(block, owner=owner) for block, owner in zip(some, owners, strict=True)]
             itemsizes = [params[block.param].tensor.itemsize for block in owned]
-            found += [(ranks, bucket) for bucket in cut_buckets(owned, itemsizes, nbytes)]
+            found += [(mesh, bucket) for bucket in cut_buckets(owned, itemsizes, nbytes)]
         return found
 
-    def _ranks_of(self, param: Param) -> Ranks:
+
+class _RanksOfMeshes:
+    """The ranks of each mesh, whose process group is made once."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[DeviceMesh | torch.device, Ranks] = {}
+
+    def __call__(self, param: Param) -> Ranks:
         key = param.tensor.device if param.mesh is None else param.mesh
         if key not in self._ranks:
             self._ranks[key] = ranks_of(param)

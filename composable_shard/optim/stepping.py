@@ -1,28 +1,32 @@
-"""What a stock optimizer steps on this rank: local shards, or whole blocks that this rank owns."""
+"""Parameters that are stepped as whole blocks, each by the rank that owns it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.errors import ShardError
 from composable_shard.optim.blocks import Block, Box, Route, Spread, route_of, spread_over, whole
 from composable_shard.optim.exchange import (
+    Exchange,
     Move,
-    Pending,
     Ranks,
+    arrive_at_owners,
+    arrive_at_shards,
     launch_to_owners,
     launch_to_shards,
     part_of,
 )
+from composable_shard.optim.plan import BucketPlan, Parcel
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 States = dict[str, Any]
@@ -41,6 +45,11 @@ class Param:
     tensor: torch.Tensor
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients."""
+        return self.tensor.requires_grad
+
+    @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh it is sharded over; ``None`` for a plain parameter."""
         return self.tensor.device_mesh if isinstance(self.tensor, DTensor) else None
@@ -50,28 +59,60 @@ class Param:
         """How it lies on its mesh."""
         return self.tensor.placements if isinstance(self.tensor, DTensor) else ()
 
+    @property
+    def dims(self) -> tuple[int | None, ...]:
+        """The dim that each axis of its mesh shards."""
+        return tuple(getattr(placement, "dim", None) for placement in self.placements)
+
+    @property
+    def inner_axes(self) -> list[int]:
+        """The axes of its mesh that shard what later ones have left of the same dim."""
+        parts = map(_torch.num_parts_of_strided, self.placements)
+        return [axis for axis, num_parts in enumerate(parts) if num_parts is not None]
+
+    @property
+    def is_in_boxes(self) -> bool:
+        """Whether each rank holds a range of each dim."""
+        for axis, placement in enumerate(self.placements):
+            num_parts, dim = _torch.num_parts_of_strided(placement), self.dims[axis]
+            if type(placement) not in (Shard, Replicate) and num_parts is None:
+                return False
+            later = range(axis + 1, len(self.placements))
+            extents = [self.extent(other) for other in later if self.dims[other] == dim]
+            if num_parts not in (None, prod(extents)):
+                return False
+        return True
+
+    def extent(self, axis: int) -> int:
+        """Return how many ranks an axis of its mesh has."""
+        return 1 if self.mesh is None else self.mesh.size(axis)
+
     def local(self) -> torch.Tensor:
         """Return what this rank holds of it."""
         return _local(self.tensor)
 
-    def local_grad(self) -> torch.Tensor | None:
-        """Return what this rank holds of its gradient.
+    def sharded_grad(self) -> torch.Tensor | None:
+        """Return its gradient, which lies as it does.
 
         Collective: the reduction of a gradient that was accumulated without sync.
         """
         grad = self.tensor.grad
         if isinstance(grad, DTensor) and grad.placements != self.placements:
-            grad = grad.redistribute(placements=self.placements)
+            return grad.redistribute(placements=self.placements)
+        return grad
+
+    def local_grad(self) -> torch.Tensor | None:
+        """Return what this rank holds of its gradient; see :meth:`sharded_grad`."""
+        grad = self.sharded_grad()
         return None if grad is None else _local(grad)
 
     def spread(self, shape: Sequence[int] | None = None) -> Spread:
         """Return how it lies on its ranks, or a state of another shape, which is cut by rows."""
-        if self.mesh is None:
-            return spread_over(self.tensor.shape if shape is None else shape, (), ())
-        dims = [p.dim if isinstance(p, Shard) else None for p in self.placements]
+        extents = () if self.mesh is None else self.mesh.shape
         if shape is None:
-            return spread_over(self.tensor.shape, self.mesh.shape, dims)
-        return spread_over(shape, self.mesh.shape, [None if dim is None else 0 for dim in dims])
+            return spread_over(self.tensor.shape, extents, self.dims, self.inner_axes)
+        by_rows = [None if dim is None else 0 for dim in self.dims]
+        return spread_over(shape, extents, by_rows, self.inner_axes)
 
     def as_sharded(self, local: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
         """Wrap this rank's part of a state that is sharded like it, or by rows."""
@@ -79,7 +120,8 @@ class Param:
             return local
         if shape is None:
             return _torch.local_like(self.tensor, local)
-        placements = tuple(Shard(0) if isinstance(p, Shard) else p for p in self.placements)
+        pairs = zip(self.placements, self.dims, strict=True)
+        placements = tuple(p if dim is None else _torch.with_dim(p, 0) for p, dim in pairs)
         meta = torch.empty(torch.Size(shape), device="meta")
         tensor_meta = _torch.TensorMeta(meta.shape, meta.stride(), local.dtype)
         spec = _torch.make_spec(self.tensor.device_mesh, placements, tensor_meta)
@@ -93,59 +135,34 @@ class Param:
 
     def is_like(self, name: str, state: Any) -> bool:
         """Tell whether a state has an element for each of the parameter's: no count of steps."""
-        return _is_like(name, state, self.tensor)
-
-
-def _is_like(name: str, state: Any, tensor: torch.Tensor) -> bool:
-    is_alike = isinstance(state, torch.Tensor) and state.shape == tensor.shape
-    return is_alike and (state.ndim > 0 or name != "step")
+        is_alike = isinstance(state, torch.Tensor) and state.shape == self.tensor.shape
+        return is_alike and (state.ndim > 0 or name != "step")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return _torch.local_part(tensor).detach()
 
 
-class LocalShards:
-    """The parameters of a rule that are stepped element by element, as plain local shards."""
+def plan_bucket(
+    params: Sequence[Param], routes: Sequence[Route], device: torch.device
+) -> BucketPlan:
+    """Return what a step sends and occupies, if all that is trained has a gradient.
 
-    def __init__(self, params: Sequence[Param], factory: Factory) -> None:
-        self.params = params
-        self._shards = [param.local() for param in params]
-        self.optimizer = factory([{"params": list(self._shards)}])
-
-    def step(self) -> None:
-        """Step what has a gradient."""
-        for param, shard in zip(self.params, self._shards, strict=True):
-            grad, local = param.local_grad(), param.local()
-            if shard.data_ptr() != local.data_ptr() or shard.device != local.device:
-                shard.data = local
-            _set_grad(shard, grad)
-        self.optimizer.step()
-        for shard in self._shards:
-            shard.grad = None
-
-    def save(self) -> list[States]:
-        """Return the states of each parameter, sharded like it."""
-        saved = []
-        for param, shard in zip(self.params, self._shards, strict=True):
-            states = self.optimizer.state.get(shard, {})
-            saved.append(
-                {
-                    name: param.as_sharded(state) if _is_like(name, state, shard) else state
-                    for name, state in states.items()
-                }
-            )
-        return saved
-
-    def load(self, loaded: Sequence[States]) -> None:
-        """Take states as :meth:`save` returns them."""
-        self.optimizer.state.clear()
-        for param, shard, states in zip(self.params, self._shards, loaded, strict=True):
-            if states:
-                self.optimizer.state[shard] = {
-                    name: param.local_of(state) if param.is_like(name, state) else state
-                    for name, state in states.items()
-                }
+    Args:
+        params: Those to which blocks refer.
+        routes: The blocks.
+        device: Where they are computed.
+    """
+    parcels = []
+    for route in routes:
+        param = params[route.block.param]
+        if param.is_trained:
+            local, grad = param.local(), param.tensor.grad
+            grad_dtype = param.tensor.grad_dtype if grad is None else grad.dtype
+            grad_itemsize = local.itemsize if grad_dtype is None else grad_dtype.itemsize
+            is_away = local.device != device
+            parcels.append(Parcel(route, local.itemsize, grad_itemsize, is_away))
+    return BucketPlan(tuple(parcels))
 
 
 @dataclass(frozen=True)
@@ -192,75 +209,83 @@ class OwnedBucket:
     ) -> None:
         self.params, self.ranks = params, ranks
         self._routes = [route_of(block, ranks.rank) for block in blocks]
-        self._owned = {
+        self._stand_ins = {
             index: stand_in(params[route.block.param].tensor, route.block.box, ranks.device)
             for index, route in enumerate(self._routes)
             if route.is_owner
         }
+        self._owned = {index: tensor.detach() for index, tensor in self._stand_ins.items()}
         self._strides = {
             index: _strides(params[self._routes[index].block.param].tensor, self._routes[index])
             for index in self._owned
         }
         self.optimizer = factory([{"params": list(self._owned.values())}])
         self._values: list[tuple[int, Move]] = []
-        self._pending: Pending | None = None
+        self._grads: list[Move] = []
+        self._exchange: Exchange | None = None
 
-    # A step: launch, compute, finish; the next bucket is launched in between ------------------
+    def plan(self) -> BucketPlan:
+        """Return what a step sends and occupies, if all of its parameters have a gradient."""
+        return plan_bucket(self.params, self._routes, self.ranks.device)
+
+    # A step: see ``schedule`` for what of other buckets is done in between ---------------------
 
     def launch(self) -> None:
         """Begin to make values and gradients whole at their owners; see ``launch_to_owners``."""
-        self._values, grads = [], []
+        self._values, self._grads = [], []
         local_grads = {
             place: self.params[place].local_grad()
             for place in dict.fromkeys(route.block.param for route in self._routes)
         }
         for index, route in enumerate(self._routes):
             grad = local_grads[route.block.param]
-            if grad is None:
-                continue
-            self._values.append((index, self._move(index, self.params[route.block.param].local())))
-            grads.append(self._move(index, grad))
-        self._pending = launch_to_owners(self.ranks, [m for _, m in self._values] + grads)
-        for (index, value), grad_move in zip(self._values, grads, strict=True):
-            if value.whole is not None and grad_move.whole is not None:
+            if grad is not None:
+                local = self.params[route.block.param].local()
+                self._values.append((index, Move(route, local)))
+                self._grads.append(Move(route, grad))
+        values = [move for _, move in self._values]
+        self._exchange = launch_to_owners(self.ranks, values + self._grads)
+
+    def arrive(self) -> None:
+        """Have values and gradients whole at their owners."""
+        _wait(self._exchange)
+        values = [(index, self._with_whole(index, move)) for index, move in self._values]
+        pairs = zip(self._values, self._grads, strict=True)
+        grads = [self._with_whole(index, move) for (index, _), move in pairs]
+        arrive_at_owners(self.ranks, self._exchange, [move for _, move in values] + grads)
+        for (index, value), grad in zip(values, grads, strict=True):
+            if value.whole is not None and grad.whole is not None:
                 self._owned[index].data = value.whole
-                _set_grad(self._owned[index], grad_move.whole)
+                _set_grad(self._owned[index], grad.whole)
+        self._exchange, self._grads = None, []
 
     def compute(self) -> None:
         """Step the blocks that this rank owns, and begin to send them back."""
-        self._wait()
         if self._values:
             self.optimizer.step()
         for tensor in self._owned.values():
             tensor.grad = None
         back = [replace(move, whole=self._owned.get(index)) for index, move in self._values]
-        self._pending = launch_to_shards(self.ranks, back)
+        self._exchange = launch_to_shards(self.ranks, back)
+        for index, tensor in self._owned.items():
+            tensor.data = self._stand_ins[index]
 
     def finish(self) -> None:
-        """Have the updated rows in the local shards, and let go of the blocks."""
-        self._wait()
-        for index, move in self._values:
-            if move.whole is not None:
-                block, param = move.route.block, self.params[move.route.block.param]
-                self._owned[index].data = stand_in(param.tensor, block.box, self.ranks.device)
-        self._values = []
+        """Have the updated rows in the local shards."""
+        _wait(self._exchange)
+        arrive_at_shards(self.ranks, self._exchange, [move for _, move in self._values])
+        self._values, self._exchange = [], None
 
-    def _wait(self) -> None:
-        pending, self._pending = self._pending, None
-        _wait(pending)
-
-    def _move(self, index: int, local: torch.Tensor) -> Move:
-        """Return how a tensor that lies like the parameter travels."""
-        route = self._routes[index]
+    def _with_whole(self, index: int, move: Move) -> Move:
+        """Give a tensor that lies like the parameter room to be whole, or where it is so."""
+        route, local = move.route, move.local
         if not route.is_owner:
-            return Move(route, local, None)
-        box, held, locally = route.block.box, route.held, route.held_locally
-        is_here = held is not None and held.numel == box.numel
-        if is_here and locally is not None and local.device == self.ranks.device:
-            return Move(route, local, _matrix(part_of(local, locally)))
+            return move
+        if route.is_whole and route.held_locally is not None and local.device == self.ranks.device:
+            return replace(move, whole=_matrix(part_of(local, route.held_locally)))
         shape, strides = route.block.shape, self._strides[index]
-        block = torch.empty_strided(shape, strides, dtype=local.dtype, device=self.ranks.device)
-        return Move(route, local, block)
+        whole = torch.empty_strided(shape, strides, dtype=local.dtype, device=self.ranks.device)
+        return replace(move, whole=whole)
 
     # States -----------------------------------------------------------------------------------
 
@@ -313,7 +338,9 @@ class OwnedBucket:
                     states[key] = self._new_state(param, fact, is_like)
                 route = self._routes[index] if is_like else self._own_route(index, fact.shape)
                 moves.append(Move(route, _local(states[key]), state))
-        _wait(launch_to_shards(self.ranks, moves))
+        exchange = launch_to_shards(self.ranks, moves)
+        _wait(exchange)
+        arrive_at_shards(self.ranks, exchange, moves)
 
     def load(self, loaded: Sequence[States]) -> None:
         """Take states as :meth:`save` returns them; see ``launch_to_owners``.
@@ -331,7 +358,7 @@ class OwnedBucket:
                 if number not in (None, route.block.number):
                     continue
                 if number is None and param.is_like(name, state):
-                    move = self._move(index, param.local_of(state).clone())
+                    move = self._with_whole(index, Move(route, param.local_of(state).clone()))
                 elif isinstance(state, torch.Tensor) and state.ndim:
                     move = self._move_of_own_shape(index, state)
                 else:
@@ -341,7 +368,9 @@ class OwnedBucket:
                 moves.append(move)
             if route.is_owner and states:
                 self.optimizer.state[self._owned[index]] = found
-        _wait(launch_to_owners(self.ranks, moves))
+        exchange = launch_to_owners(self.ranks, moves)
+        _wait(exchange)
+        arrive_at_owners(self.ranks, exchange, moves)
 
     def _new_state(self, param: Param, fact: Told, is_like: bool) -> torch.Tensor:
         """Return what the ranks are about to have of a state, sharded like the parameter."""
@@ -371,9 +400,9 @@ class OwnedBucket:
         return route_of(replace(block, box=whole(shape), spread=spread), self.ranks.rank)
 
 
-def _wait(pending: Pending | None) -> None:
-    if pending is not None:
-        pending.wait()
+def _wait(exchange: Exchange | None) -> None:
+    if exchange is not None:
+        exchange.wait()
 
 
 def stand_in(param: torch.Tensor, box: Box, device: torch.device) -> torch.Tensor:

@@ -244,7 +244,10 @@ class _Move:
                 into[places[piece.source]].append(parts.into(piece))
         device = _torch.device_for(group, torch.device(self._mesh.device_type))
         over = exchange.Ranks(group, places[rank], len(places), device)
-        exchange.Pending(over, out, into, self._ranks.doing).wait()
+        nbytes = [sum(tensor.nbytes for tensor in tensors) for tensors in into]
+        exchanged = exchange.Exchange(over, out, nbytes, self._ranks.doing)
+        exchanged.wait()
+        exchanged.write(into)
 
 
 class _Parts:

@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         default="adamw",
         help="muon steps the matrices of the blocks, and AdamW the rest",
     )
-    training("--lr", type=float, default=3e-3, help="highest learning rate")
+    training("--lr", type=float, default=3e-3, help="highest learning rate of AdamW")
     training("--warmup", type=_positive, default=20, help="steps until it is reached")
     training("--clip", type=float, default=1.0, help="largest norm of the gradient")
     training("--seed", type=int, default=0, help="of the weights, the batches and the sample")

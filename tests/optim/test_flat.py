@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from training.cases import reproducible
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard.optim import flat
 from composable_shard.testing import fake_ranks, run_ranks
 from composable_shard.train.grad_scaler import ShardedGradScaler
@@ -246,6 +246,43 @@ def test_neighbours_are_stepped_as_one_tensor() -> None:
         assert runs_of_a_step(MAKES["adamw fused"]) == [10, 5, 10]  # on the CPU
 
 
+FUSED = {
+    "adam": partial(optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1, fused=True),
+    "adamw": partial(optim.AdamW, lr=0.01, fused=True),
+    "sgd": partial(optim.SGD, lr=0.003, momentum=0.9, weight_decay=0.1, fused=True),
+    "adagrad": partial(optim.Adagrad, lr=0.1, weight_decay=0.1, fused=True),
+}
+# By ranks, a row each: whole vectors of a CPU, then some more, then too few.
+IN_VECTORS = [(4, 16), (2, 8000), (2, 48), (2, 50016), (2, 33), (2, 64), (2, 5), (2, 16)]
+
+
+def fused_beside_plain(name: str, num_threads: int) -> tuple[bool, list[int]]:
+    """Step shards beside plain tensors; return whether they are equal, and how many there are."""
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(0)
+    net: Any = fully_shard(Sum(IN_VECTORS))
+    optimizer: Any = flat(FUSED[name](net.parameters()))
+    plain = [nn.Parameter(param.to_local().detach().clone()) for param in net.parameters()]
+    stock = FUSED[name](plain)
+    net.used = -1
+    for step in range(4):
+        net(torch.full((2,), 0.1 * step + dist.get_rank())).backward()
+        for param, own in zip(net.parameters(), plain, strict=True):
+            own.grad = param.grad.to_local().clone()
+        optimizer.step()
+        stock.step()
+        optimizer.zero_grad()
+    pairs = zip(net.parameters(), plain, strict=True)
+    return all(torch.equal(p.to_local(), own) for p, own in pairs), optimizer.num_tensors()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_shards_of_whole_vectors_are_one_tensor(name: str, num_threads: int) -> None:
+    """Those behind which there is a rest, of 33 and of 5 elements, are the last of their tensor."""
+    assert run_ranks(fused_beside_plain, 2, name, num_threads) == [(True, [3])] * 2
+
+
 # States ---------------------------------------------------------------------------------------
 
 
@@ -333,6 +370,24 @@ class Signed(Normed):
                     param.sub_(param.grad.sign(), alpha=group["lr"])
 
 
+class Counting(Normed):
+    """Counts steps by a number of Python's, and makes a state in its second step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] == 2:
+                    state["average"] = param.grad.clone()
+                elif state["count"] > 2:
+                    state["average"] = state["average"].lerp(param.grad, 0.5)  # another tensor
+                param.sub_(param.grad.sign(), alpha=group["lr"] / state["count"])
+
+
 def test_what_is_not_known_to_treat_elements_by_themselves_is_refused() -> None:
     for kind in (Normed, torch.optim.Adafactor):
         optimizer = kind([nn.Parameter(torch.ones(3))])
@@ -361,19 +416,22 @@ def test_states_that_are_not_elementwise_are_refused() -> None:
     assert re.fullmatch(text, str(caught.value))
 
 
-def sign_steps() -> list[str]:
+def steps_of_our_own(kind: Callable[[Any], torch.optim.Optimizer]) -> list[str]:
     nets = []
     for wraps in (lambda one: one, partial(flat, elementwise=True)):
         torch.manual_seed(0)
         net = sharded(Net())
-        optimizer = wraps(Signed(net.parameters()))
-        train(net, optimizer, range(3))
+        optimizer = wraps(kind(net.parameters()))
+        train(net, optimizer, range(5))
         nets.append((net, optimizer))
     return differences(nets)
 
 
-def test_an_optimizer_of_the_users_that_says_so_is_stepped_flat() -> None:
-    assert run_ranks(sign_steps, 2) == [[]] * 2
+@pytest.mark.parametrize("kind", [Signed, Counting])
+def test_an_optimizer_of_the_users_that_says_so_is_stepped_flat(
+    kind: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    assert run_ranks(steps_of_our_own, 2, kind) == [[]] * 2
 
 
 # Without growth ---------------------------------------------------------------------------------
@@ -393,7 +451,7 @@ def test_nothing_grows_from_step_to_step() -> None:
 
 @reproducible(12)
 @given(
-    st.sampled_from(["adamw foreach", "momentum", "nadam"]),
+    st.sampled_from(["adamw foreach", "momentum", "nadam", "adamw fused"]),
     st.integers(1, 3),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=6),
     st.lists(st.integers(0, 63), min_size=2, max_size=4),
@@ -498,7 +556,20 @@ def with_edits(net: Any, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
+def with_gradients_elsewhere(net: Any, optimizer: Any, step: int) -> None:
+    """Gradients of the same description: side by side in storages of their own, or transposed."""
+    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    for param in net.parameters():
+        local = param.grad.to_local()
+        if step % 2:
+            _torch.set_local_tensor(param.grad, _torch.with_own_storage(local))
+        elif local.ndim == 2 and not optimizer.param_groups[0].get("fused"):  # which misreads them
+            _torch.set_local_tensor(param.grad, local.t().contiguous().t())
+    optimizer.step()
+
+
 WAYS = [
+    with_gradients_elsewhere,
     with_a_closure,
     with_a_scaler,
     with_a_schedule,

@@ -69,7 +69,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         strided,
         ValueError,
-        "Expected parameter 'weight' to be cut by Shard alone, got "
+        "Expected each rank to have one range of rows and columns of parameter 'weight', got "
         "(_StridedShard(dim=0, sf=2), Replicate()); only Sharded can step it",
     ),
     (

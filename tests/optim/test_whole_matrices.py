@@ -24,6 +24,7 @@ from training.cases import reproducible
 from composable_shard.optim import Owned, Sharded, with_layout
 from composable_shard.testing import run_ranks
 from optim.whole import (
+    EXTENTS,
     Oracle,
     Params,
     Spec,
@@ -33,9 +34,11 @@ from optim.whole import (
     local,
     momentum,
     muon,
+    num_ranks_of,
     optimizer_of,
     set_gradients,
     sharded,
+    spec_lists,
 )
 
 SPECS = [
@@ -51,11 +54,6 @@ SPECS = [
     Spec((6,), "sharded"),
     Spec((6, 8)),
 ]
-EXTENTS = [(1,), (2,), (3,), (4,), (2, 2), (2, 1), (1, 3)]
-
-
-def num_ranks_of(extents: Sequence[int]) -> int:
-    return torch.Size(extents).numel()
 
 
 # Bits ----------------------------------------------------------------------------------------
@@ -83,24 +81,6 @@ def train(
 @pytest.mark.parametrize("extents", EXTENTS)
 def test_bits_of_the_unsharded_optimizer(extents: tuple[int, ...]) -> None:
     run_ranks(train, num_ranks_of(extents), SPECS, extents, [1, 300, 2**26])
-
-
-sizes = st.integers(1, 9)
-matrices = st.builds(Spec, st.tuples(sizes, sizes), dim=st.integers(0, 1))
-stacks = st.builds(Spec, st.tuples(st.integers(1, 4), sizes, sizes), dim=st.integers(0, 2))
-rest = st.builds(Spec, st.tuples(sizes, sizes), st.just("sharded"), dim=st.integers(0, 1))
-
-
-@st.composite
-def split_ones(draw: st.DrawFn) -> Spec:
-    split = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    shape = (sum(split), draw(sizes))
-    if draw(st.booleans()):
-        shape = (draw(st.integers(1, 3)), *shape)
-    return Spec(shape, split, dim=draw(st.integers(0, len(shape) - 1)))
-
-
-spec_lists = st.lists(st.one_of(matrices, stacks, rest, split_ones()), min_size=1, max_size=6)
 
 
 @reproducible(16)

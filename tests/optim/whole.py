@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -161,3 +162,30 @@ def assert_states_equal(states: Mapping[str, Any], oracle: Oracle) -> None:
                 continue
             expected = laid_out(oracle.full(index, key), value)
             assert torch.equal(local(value), local(expected)), f"{key} of {name}"
+
+
+# Any parameters on any mesh ----------------------------------------------------------------------
+
+EXTENTS = [(1,), (2,), (3,), (4,), (2, 2), (2, 1), (1, 3)]
+
+
+def num_ranks_of(extents: Sequence[int]) -> int:
+    return torch.Size(extents).numel()
+
+
+sizes = st.integers(1, 9)
+matrices = st.builds(Spec, st.tuples(sizes, sizes), dim=st.integers(0, 1))
+stacks = st.builds(Spec, st.tuples(st.integers(1, 4), sizes, sizes), dim=st.integers(0, 2))
+rest = st.builds(Spec, st.tuples(sizes, sizes), st.just("sharded"), dim=st.integers(0, 1))
+
+
+@st.composite
+def split_ones(draw: st.DrawFn) -> Spec:
+    split = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    shape = (sum(split), draw(sizes))
+    if draw(st.booleans()):
+        shape = (draw(st.integers(1, 3)), *shape)
+    return Spec(shape, split, dim=draw(st.integers(0, len(shape) - 1)))
+
+
+spec_lists = st.lists(st.one_of(matrices, stacks, rest, split_ones()), min_size=1, max_size=6)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +22,10 @@ from training.scenarios import STACK_GROUPS, Stack, loss_of
 from training.trees import inputs_for
 
 from composable_shard import MixedPrecisionPolicy, StaleParameterError, fully_shard
+from composable_shard.core.group import Freshness
 from composable_shard.insight.events import record_events
-from composable_shard.testing import RankError, run_ranks
+from composable_shard.module import group_of
+from composable_shard.testing import RankError, fake_ranks, run_ranks
 
 
 def as_it_is(model: Net) -> None:
@@ -81,6 +85,50 @@ def train_step_of_plain_or_sharded(model: Net, step: int) -> None:
 @pytest.mark.parametrize("change", [as_it_is, assigned, converted_twice, used_before])
 def test_optimizer_steps_are_noticed(change: Change, foreach: bool, num_ranks: int) -> None:
     run_ranks(trained_while_kept, num_ranks, change, foreach)
+
+
+def test_the_groups_of_all_parameters_are_told_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of parameters gathered, added or exchanged between two steps."""
+    told: list[str] = []
+
+    def note(self: Freshness) -> None:
+        told.append(names[self])
+
+    monkeypatch.setattr(Freshness, "note_optimizer_step", note)
+    with fake_ranks(2):
+        models = [fully_shard(nn.Linear(4, 4)) for _ in range(3)]
+        names = {group_of(model).freshness: name for model, name in zip(models, "abc", strict=True)}  # type: ignore[union-attr]
+        optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
+
+        def told_of_a_step() -> str:
+            told.clear()
+            optimizer.step()
+            return "".join(sorted(told))
+
+        models[0](torch.ones(1, 4))
+        assert told_of_a_step() == told_of_a_step() == "a"
+        models[1](torch.ones(1, 4))
+        assert told_of_a_step() == "ab"
+        models[2](torch.ones(1, 4))
+        assert told_of_a_step() == "ab"
+        optimizer.add_param_group({"params": models[2].weight})
+        assert told_of_a_step() == "abc"
+        optimizer.param_groups[0]["params"][:2] = [models[2].bias, models[2].bias]
+        assert told_of_a_step() == "bc"
+
+
+def test_an_optimizer_that_its_parameter_knows_is_let_go() -> None:
+    with fake_ranks(2):
+        model = fully_shard(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 4))
+        model.weight.optimizer = optimizer  # type: ignore[assignment]
+        optimizer.step()
+        kept = weakref.ref(optimizer)
+        del model, optimizer
+        gc.collect()
+    gc.collect()  # of what was held by what was collected before
+    assert kept() is None
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -1,0 +1,289 @@
+"""What ``explain`` says of an optimizer's step is what the step sends, steps and occupies."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.cases import reproducible
+
+from composable_shard import CPUOffloadPolicy, estimate, explain
+from composable_shard.insight.group_traffic import Traffic, total
+from composable_shard.insight.live_bytes import LiveBytes
+from composable_shard.insight.optimizer_steps import OptimizerExplanation
+from composable_shard.optim import Owned, Sharded, flat, with_layout
+from composable_shard.testing import fake_ranks, run_ranks
+from optim.whole import (
+    EXTENTS,
+    Spec,
+    local,
+    num_ranks_of,
+    optimizer_of,
+    set_gradients,
+    sharded,
+    spec_lists,
+)
+from tests.insight.models import Layer, Stack, shard
+
+plain_sgd = partial(torch.optim.SGD, lr=0.1, foreach=False)  # needs no memory of its own
+
+
+class AllToAlls(TorchDispatchMode):
+    """Notes what this rank sends by each all-to-all, and fails at any other collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Traffic] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            assert "alltoall_base" in str(func), func
+            splits = args[4]
+            self.sent.append(Traffic(1, sum(map(bool, splits)), args[1].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def stepped(
+    specs: Sequence[Spec], extents: Sequence[int], bucket_nbytes: int
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model with an optimizer that has its states, and gradients for another step."""
+    model = sharded(specs, extents)
+    optimizer = optimizer_of(model, specs, plain_sgd, bucket_nbytes=bucket_nbytes)
+    set_gradients(model, 0)
+    optimizer.step()
+    set_gradients(model, 1)
+    return model, optimizer
+
+
+def told_and_sent(
+    specs: Sequence[Spec], extents: Sequence[int], bucket_nbytes: int
+) -> tuple[OptimizerExplanation, Traffic]:
+    model, optimizer = stepped(specs, extents, bucket_nbytes)
+    told = explain(model, optimizer).optimizer
+    with AllToAlls() as counted:
+        optimizer.step()
+    assert told is not None and explain(model, optimizer).optimizer == told
+    return told, total(counted.sent)
+
+
+def told_and_held(
+    specs: Sequence[Spec], extents: Sequence[int], bucket_nbytes: int
+) -> tuple[OptimizerExplanation, int]:
+    """Return also the most bytes that a step holds at once, of those that it makes."""
+    model, optimizer = stepped(specs, extents, bucket_nbytes)
+    told, live = explain(model, optimizer).optimizer, LiveBytes()
+    live.ignore([one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)])
+    with live:
+        optimizer.step()
+    assert told is not None
+    return told, live.peak.activations
+
+
+def send_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def held_by_each(
+    specs: Sequence[Spec], extents: Sequence[int], bucket_nbytes: int
+) -> list[tuple[OptimizerExplanation, int]]:
+    """Ask every rank in turn, and send nothing: gloo's worker holds tensors a little longer."""
+    found = []
+    for rank in range(num_ranks_of(extents)):
+        with (
+            fake_ranks(num_ranks_of(extents), rank),
+            mock.patch.object(dist, "all_to_all_single", send_nothing),
+        ):
+            found.append(told_and_held(specs, extents, bucket_nbytes))
+    return found
+
+
+OWNED = [Spec((8, 6)), Spec((5, 7)), Spec((7, 3), dim=1), Spec((12, 4), (4, 4, 4)), Spec((4, 6, 5))]
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 300, 2**26])
+@pytest.mark.parametrize("extents", EXTENTS)
+def test_messages_and_bytes_are_those_of_a_step(
+    extents: tuple[int, ...], bucket_nbytes: int
+) -> None:
+    found = run_ranks(told_and_sent, num_ranks_of(extents), OWNED, extents, bucket_nbytes)
+    assert [told.traffic for told, _ in found] == [sent for _, sent in found]
+    assert len({sent.launches for _, sent in found}) == 1
+
+
+@reproducible(8)
+@given(spec_lists, st.sampled_from(EXTENTS), st.sampled_from([1, 200, 2**26]))
+def test_generated_parameters(
+    specs: list[Spec], extents: tuple[int, ...], bucket_nbytes: int
+) -> None:
+    found = run_ranks(told_and_sent, num_ranks_of(extents), specs, extents, bucket_nbytes)
+    assert [told.traffic for told, _ in found] == [sent for _, sent in found]
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 300, 2**26])
+@pytest.mark.parametrize("extents", EXTENTS)
+def test_memory_is_that_of_a_step(extents: tuple[int, ...], bucket_nbytes: int) -> None:
+    for told, held in held_by_each(OWNED, extents, bucket_nbytes):
+        assert told.held_nbytes == held
+
+
+@reproducible(12)
+@given(spec_lists, st.sampled_from(EXTENTS), st.sampled_from([1, 200, 2**26]))
+def test_memory_of_generated_parameters(
+    specs: list[Spec], extents: tuple[int, ...], bucket_nbytes: int
+) -> None:
+    owned = [spec for spec in specs if spec.layout != "sharded"] or OWNED
+    for told, held in held_by_each(owned, extents, bucket_nbytes):
+        assert told.held_nbytes == held
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_a_step_holds_at_most_two_buckets(num_ranks: int) -> None:
+    """However many there are; values, gradients and messages all counted."""
+    in_a_bucket = [Spec((24, 24)) for _ in range(num_ranks)]
+    nbytes = sum(4 * torch.Size(spec.shape).numel() for spec in in_a_bucket)
+    for told, held in held_by_each(in_a_bucket * 6, (num_ranks,), nbytes):
+        assert told.traffic.launches == 12
+        # Updated values, their messages, and those of two times as much to the owners.
+        part = 1 / num_ranks
+        assert held == round(nbytes * (part + 6 * part * (1 - part))) <= 2 * nbytes
+        assert told.held_nbytes == held
+
+
+# Flat steps, and stock ones -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wraps", "options", "layout", "nums"),
+    [
+        (flat, {"foreach": True}, "flat", [2, 1]),
+        (flat, {"fused": True}, "flat", [4, 1]),  # on the CPU none behind 24 elements
+        (lambda one: one, {}, "stock", [8, 2]),
+    ],
+)
+def test_tensors_are_those_that_are_stepped(
+    wraps: Any, options: dict[str, Any], layout: str, nums: list[int]
+) -> None:
+    with fake_ranks(2):
+        model: Any = shard(Stack(32, 48))
+        model.before.weight.requires_grad_(False)
+        groups = [{"params": model.layers.parameters()}, {"params": model.after.parameters()}]
+        groups[1]["params"] = [model.before.weight, *model.after.parameters()]  # type: ignore[assignment]
+        optimizer = wraps(torch.optim.AdamW(groups, **options))
+        model(torch.ones(2, 32)).sum().backward()
+        stepped: list[int] = []
+        real = torch.optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]
+
+        def count(self: Any, closure: Any = None) -> Any:
+            with_grad = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
+            stepped.extend(map(len, with_grad))
+            return real(self, closure)
+
+        with mock.patch.object(torch.optim.AdamW, "step", count):
+            told = explain(model, optimizer).optimizer
+            optimizer.step()
+    assert told is not None
+    assert [group.num_tensors for group in told.groups] == stepped == nums
+    assert [group.num_parameters for group in told.groups] == [8, 2]
+    assert {group.layout for group in told.groups} == {layout}
+    assert (told.traffic, told.held_nbytes) == (Traffic(), 0)
+
+
+TEXT = """\
+A step of with_layout: tensors that this rank steps, messages and bytes it sends
+  parameter group  as       parameters  elements  tensors  launches  messages    sent
+  0                Owned             4    6.14 k        2         2         2  18 KiB
+  1                Sharded           7    1.45 k        5         0         0     0 B
+
+Optimizer
+  - matrices on their way occupy at most 36 KiB of this rank, in at most two buckets
+  - the rank with most to do has 1 times the work of the mean"""
+
+
+def test_the_text() -> None:
+    with fake_ranks(2):
+        model = shard(Stack(32, 48))
+        optimizer = with_layout(model, LAYOUTS)
+        text = str(explain(model, optimizer))
+        assert "A step of FlatSGD: " in str(explain(model, flat(plain_sgd(model.parameters()))))
+        assert "\n  - shards that lie side by side are stepped as one tensor; nothing is sent" in (
+            str(explain(model, flat(plain_sgd(model.parameters()))))
+        )
+    assert TEXT in text
+
+
+# Estimates ----------------------------------------------------------------------------------------
+
+LAYOUTS: dict[Any, Any] = {
+    "layers.*.weight": Owned(torch.optim.Muon),
+    "*": Sharded(torch.optim.AdamW),
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (1, 7), (3, 2)])
+def test_estimates_are_what_is_explained_on_as_many_ranks(shape: tuple[int, int]) -> None:
+    given = shape if shape[0] > 1 else shape[1]
+    build = partial(Stack, 30, 44, 5)
+    result = estimate(build, given, Layer, torch.empty(2, 30), optimizer=LAYOUTS, device="cpu")
+    names = ("replicate", "shard")
+    with fake_ranks(shape[0] * shape[1]):
+        extents = shape if shape[0] > 1 else shape[1:]
+        mesh = init_device_mesh("cpu", extents, mesh_dim_names=names[-len(extents) :])
+        model = shard(build(), mesh=mesh)
+        optimizer = with_layout(model, LAYOUTS)
+        loads = optimizer.plan().loads[0]
+        assert loads.index(max(loads)) == 0
+        told = explain(model, optimizer).optimizer
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        with mock.patch.object(dist, "all_to_all_single", send_nothing):
+            optimizer.step()
+        states = [state for _, one in optimizer._stock() for state in one.state.values()]
+        kept = sum(local(tensor).nbytes for state in states for tensor in state.values())
+    assert told is not None and result.optimizer is not None
+    assert result.optimizer.groups[0] == told.groups[0]
+    for name in ("traffic", "held_nbytes", "imbalance"):
+        assert getattr(result.optimizer, name) == getattr(told, name), name
+    assert result.between_steps.optimizer == kept
+    if result.peak_at == "optimizer step":
+        assert result.peak.optimizer > kept + told.held_nbytes
+
+
+def test_flat_steps_need_as_much_memory() -> None:
+    def flat_adamw(params: Any) -> torch.optim.Optimizer:
+        return flat(torch.optim.AdamW(params))
+
+    one, other = (
+        estimate(Stack, 4, batch=torch.empty(2, 256), optimizer=make)
+        for make in (flat_adamw, torch.optim.AdamW)
+    )
+    assert one == other
+
+
+def test_layouts_that_do_not_fit_are_refused() -> None:
+    for layouts, options, text in (
+        ({"no.*": Owned(torch.optim.Muon)}, {}, "Expected 'no.*' to fit names of parameters"),
+        ({"*": Owned(torch.optim.Muon)}, {}, "Expected an optimizer that steps parameter 'layers."),
+        (
+            LAYOUTS,
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            "Expected parameters on the device for an estimate of layouts, got 'before.weight', "
+            "which is offloaded; leave out the offload_policy, or pass what makes an optimizer of "
+            "parameters",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            estimate(Stack, 4, batch=torch.empty(2, 256), optimizer=layouts, **options)
+        assert str(caught.value).startswith(text)
