@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from composable_shard.train.unsharded import unsharded
     from composable_shard.train.weights.load import load_sharded
     from composable_shard.train.weights.save import save_full
+    from composable_shard.train.weights.stream import iter_full
     from composable_shard.train.wrap import apply_fully_shard
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "estimate",
     "explain",
     "fully_shard",
+    "iter_full",
     "load_sharded",
     "register_fsdp_forward_method",
     "save_full",
@@ -89,6 +91,7 @@ _MODULES = {
     "train.unsharded": ("unsharded",),
     "train.weights.load": ("load_sharded",),
     "train.weights.save": ("save_full",),
+    "train.weights.stream": ("iter_full",),
     "train.wrap": ("apply_fully_shard",),
 }
 """Where each public name is defined; for type checkers, the imports above say the same."""

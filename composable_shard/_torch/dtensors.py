@@ -76,7 +76,7 @@ def split(numbers: torch.Tensor, placement: Placement, num_parts: int) -> list[t
     """
     assert isinstance(placement, (Shard, _StridedShard))
     parts, _ = placement._split_tensor(numbers, num_parts, with_padding=False, contiguous=False)
-    return cast(list[torch.Tensor], parts)
+    return parts
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:

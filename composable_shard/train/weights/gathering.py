@@ -1,0 +1,400 @@
+"""Full tensors out of the shards of all ranks: what travels together, and how it becomes whole.
+
+The tensors of a model are cut into buckets, in their order. What of a bucket is sharded over the
+same ranks travels in one launch for each axis of the mesh that cuts it: the last axis first, so
+that every byte is sent once to each rank that gets it. A shard is cast before it is sent.
+
+Three tensors over 2 ranks; A is large and its rows are even, so that it arrives in place::
+
+    rank 0   | A0 |   | b0 c0 |      gathered   | A0 A1 |   | b0 c0 | b1 c1 |
+    rank 1   | A1 |   | b1 c1 |                  in place    copied out
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_shard import _torch
+from composable_shard.core.layout import aligned
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.pending import Waitable
+from composable_shard.mesh import axis_of
+from composable_shard.train.unsharded import full_copy
+from composable_shard.train.weights.boxes import Parts, sharded_axes
+from composable_shard.train.weights.entries import Entry
+
+MIN_DIRECT_NBYTES = 1 << 16
+"""Bytes of a shard from which on it travels in a message of its own, straight into place."""
+
+ALIGNMENT_NBYTES = 16
+"""What shards in one message are aligned to: the widest element."""
+
+
+# What travels together ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A tensor that is to be made whole.
+
+    Attributes:
+        names: Under which names it is given away.
+        entry: What it is in the model.
+        dtype: In what dtype.
+        is_plain: Whether a tensor subclass is made a plain tensor, shard by shard.
+    """
+
+    names: tuple[str, ...]
+    entry: Entry
+    dtype: torch.dtype
+    is_plain: bool
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has as a whole."""
+        return self.entry.tensor.numel() * self.dtype.itemsize
+
+    @cached_property
+    def is_whole_by_class(self) -> bool:
+        """Whether only DTensor and its own class know how it becomes whole."""
+        tensor = self.entry.tensor
+        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
+            return True
+        return _torch.is_subclass(self.entry.local) and not self.is_plain
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Over which axes of its mesh it is to be gathered."""
+        tensor = self.entry.tensor
+        if self.is_whole_by_class or not isinstance(tensor, DTensor):
+            return ()
+        return sharded_axes(tensor.device_mesh, tensor.placements)
+
+    def values(self) -> torch.Tensor:
+        """Return what this rank holds, as a plain tensor in whatever dtype."""
+        plain = self.entry.plain
+        if plain is not None:
+            return plain.detach()
+        subclass: Any = self.entry.local.detach()
+        return cast(torch.Tensor, subclass.dequantize())
+
+
+def runs_within(planned: Sequence[Planned], limit: int | None) -> list[list[Planned]]:
+    """Cut tensors into runs of at most some bytes, in their order.
+
+    Args:
+        planned: The tensors.
+        limit: Bytes of a run, but for one that has a larger tensor alone; ``None`` for a single
+            run.
+    """
+    runs: list[list[Planned]] = [[]]
+    nbytes = 0
+    for one in planned:
+        if limit is not None and runs[-1] and nbytes + one.nbytes > limit:
+            runs.append([])
+            nbytes = 0
+        runs[-1].append(one)
+        nbytes += one.nbytes
+    return runs
+
+
+# From whom to whom --------------------------------------------------------------------------------
+
+
+class Route:
+    """The ranks of a mesh over some of whose axes tensors are sharded.
+
+    Attributes:
+        own: The coordinate of this rank.
+        device: Where messages are.
+        channels: The collectives along each of the axes, the last axis first.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> None:
+        self._mesh, self._axes = mesh, axes
+        self.channels = [Channel(axis_of(mesh, axis)) for axis in reversed(axes)]
+        for channel in self.channels:
+            channel.set_label("full weights")
+        self.device = self.channels[0].mesh.device
+        own = mesh.get_coordinate()
+        assert own is not None
+        self.own = tuple(own)
+
+    def everyone(self) -> Iterator[tuple[int, ...]]:
+        """Yield the coordinates of all ranks of the mesh."""
+        yield from product(*(range(self._mesh.size(axis)) for axis in range(self._mesh.ndim)))
+
+    def holders(self) -> Iterator[tuple[int, ...]]:
+        """Yield the coordinates of the ranks that share tensors with this one, in their order."""
+        extents = [
+            range(self._mesh.size(axis)) if axis in self._axes else (self.own[axis],)
+            for axis in range(self._mesh.ndim)
+        ]
+        yield from product(*extents)
+
+    def stages(self, to: int | None) -> list[tuple[Channel, int | None]]:
+        """Return in which gathers this rank takes part, and to whose place in each.
+
+        Args:
+            to: The rank that gets the tensors, of the job; all get them if ``None``.
+        """
+        if to is None:
+            return [(channel, None) for channel in self.channels]
+        found = torch.nonzero(self._mesh.mesh == to).tolist()
+        if not found:
+            return []
+        (target,) = found
+        others = [axis for axis in range(self._mesh.ndim) if axis not in self._axes]
+        if any(self.own[axis] != target[axis] for axis in others):
+            return []
+        stages = []
+        for axis, channel in zip(reversed(self._axes), self.channels, strict=True):
+            stages.append((channel, target[axis]))
+            if self.own[axis] != target[axis]:
+                break
+        return stages
+
+
+class Routes:
+    """The ways that tensors of one model take, and which rank holds what of them."""
+
+    def __init__(self) -> None:
+        self.parts = Parts()
+        self._routes: dict[object, Route] = {}
+
+    def of(self, planned: Planned) -> Route | None:
+        """Return which way a tensor takes; ``None`` if this rank has all of it."""
+        axes = planned.axes
+        if not axes:
+            return None
+        mesh = cast(DTensor, planned.entry.tensor).device_mesh
+        key = mesh, axes
+        if key not in self._routes:
+            self._routes[key] = Route(mesh, axes)
+        return self._routes[key]
+
+
+# On the way ---------------------------------------------------------------------------------------
+
+
+class Message:
+    """What of a bucket takes one route.
+
+    Args:
+        route: The route.
+        planned: The tensors.
+        parts: Knows which rank holds what.
+        to: The rank that gets them, of the job; all do if ``None``.
+    """
+
+    def __init__(
+        self, route: Route, planned: Sequence[Planned], parts: Parts, to: int | None
+    ) -> None:
+        self._route, self._parts = route, parts
+        self._stages = route.stages(to)
+        self._direct = [one for one in planned if _arrives_in_place(one, route)]
+        self._packed = [one for one in planned if not _arrives_in_place(one, route)]
+        self._works: list[Waitable] = []
+        self._inputs: list[torch.Tensor] = []
+        self._outputs: list[list[torch.Tensor]] = []
+        self._whole: dict[Planned, torch.Tensor] = {}
+
+    def prepare(self, *, arrives: bool) -> None:
+        """Copy what is sent and have the memory to receive; nothing is launched yet.
+
+        Args:
+            arrives: Whether this rank gets the tensors.
+        """
+        if not self._stages:
+            return
+        device = self._route.device
+        sent = [one.values().to(device, one.dtype).contiguous() for one in self._direct]
+        self._inputs = [own.view(-1).view(torch.uint8) for own in sent]
+        if arrives:
+            self._whole = {one: self._empty(one) for one in self._direct}
+        direct = [full.view(-1).view(torch.uint8) for full in self._whole.values()]
+        packed_nbytes = self._packed_nbytes()
+        packed = [self._pack(packed_nbytes)] if packed_nbytes else []
+        self._inputs += packed
+        for channel, to in self._stages:
+            outputs: list[torch.Tensor] = []
+            if to is None or to == channel.mesh.shard_rank:
+                packed = [_bytes(channel.mesh.num_shards * one.numel(), device) for one in packed]
+                outputs = direct + packed
+            self._outputs.append(outputs)
+            direct = []
+
+    def launch(self) -> None:
+        """Launch the gather along the first axis."""
+        if self._inputs:
+            self._works = self._launch(0, self._inputs)
+
+    def wait(self) -> None:
+        """Wait for what was launched, and gather along further axes."""
+        for stage in range(len(self._stages) if self._inputs else 0):
+            if stage:
+                self._works = self._launch(stage, self._outputs[stage - 1])
+            while self._works:
+                self._works.pop(0).wait()
+        self._inputs = []
+
+    def _launch(self, stage: int, inputs: list[torch.Tensor]) -> list[Waitable]:
+        (channel, to), outputs = self._stages[stage], self._outputs[stage]
+        if to is None:
+            return channel.gather(outputs, inputs)
+        return channel.gather_to(to, outputs, inputs)
+
+    def copy_out(self) -> dict[Planned, torch.Tensor]:
+        """Return the whole tensors, on a rank that gets them."""
+        whole, self._whole = self._whole, {}
+        whole |= {one: self._empty(one) for one in self._packed}
+        outputs, self._outputs = self._outputs, []
+        if self._packed_nbytes():
+            holders = list(self._route.holders())
+            rows = outputs[-1][-1].view(len(holders), -1)
+            pairs = [
+                (whole[one][box], held[own])
+                for coordinate, row in zip(holders, rows, strict=True)
+                for one, held in self._in_message(row, coordinate)
+                for box, own in self._parts.boxes(one.entry.tensor, coordinate)
+            ]
+            _torch.copy_all_([full for full, _ in pairs], [held for _, held in pairs])
+        return whole
+
+    def _empty(self, one: Planned) -> torch.Tensor:
+        shape = tuple(one.entry.tensor.shape)
+        return _torch.empty(*shape, dtype=one.dtype, device=self._route.device)
+
+    # In one message -------------------------------------------------------------------------
+
+    def _pack(self, nbytes: int) -> torch.Tensor:
+        message = _bytes(nbytes, self._route.device)
+        places = list(self._in_message(message, self._route.own))
+        _torch.copy_all_([place for _, place in places], [one.values() for one, _ in places])
+        return message
+
+    def _in_message(
+        self, message: torch.Tensor, coordinate: Sequence[int]
+    ) -> Iterator[tuple[Planned, torch.Tensor]]:
+        """View the shards in what a rank sends."""
+        start = 0
+        for one in self._packed:
+            shape = self._shard_shape(one, coordinate)
+            nbytes = prod(shape) * one.dtype.itemsize
+            if nbytes:
+                yield one, message[start : start + nbytes].view(one.dtype).view(shape)
+            start += aligned(nbytes, ALIGNMENT_NBYTES)
+
+    def _packed_nbytes(self) -> int:
+        """Return how many bytes each rank sends: as many as the one that has most."""
+        totals = [0]
+        for coordinate in self._route.everyone() if self._packed else ():
+            shards = (
+                prod(self._shard_shape(one, coordinate)) * one.dtype.itemsize
+                for one in self._packed
+            )
+            totals.append(sum(aligned(nbytes, ALIGNMENT_NBYTES) for nbytes in shards))
+        return max(totals)
+
+    def _shard_shape(self, one: Planned, coordinate: Sequence[int]) -> tuple[int, ...]:
+        return self._parts.shape(cast(DTensor, one.entry.tensor), coordinate)
+
+
+def _arrives_in_place(one: Planned, route: Route) -> bool:
+    """Tell whether the shards of a tensor, laid end to end, are the tensor, and large."""
+    if len(route.channels) > 1:
+        return False
+    tensor, (axis,) = cast(DTensor, one.entry.tensor), one.axes
+    placement, num_shards = tensor.placements[axis], route.channels[0].mesh.num_shards
+    is_in_order = type(placement) is Shard and placement.dim == 0
+    is_large = one.nbytes // num_shards >= MIN_DIRECT_NBYTES
+    return is_in_order and is_large and tensor.shape[0] % num_shards == 0
+
+
+def _bytes(numel: int, device: torch.device) -> torch.Tensor:
+    return _torch.empty(numel, dtype=torch.uint8, device=device)
+
+
+class Bucket:
+    """Tensors that become whole together.
+
+    Args:
+        planned: The tensors, in their order.
+        routes: The ways that they take.
+        to: The rank that gets them, of the job; all do if ``None``.
+    """
+
+    def __init__(self, planned: Sequence[Planned], routes: Routes, to: int | None) -> None:
+        self._planned = planned
+        self._arrives = to is None or not dist.is_initialized() or to == dist.get_rank()
+        by_route: dict[Route, list[Planned]] = {}
+        for one in planned:
+            route = routes.of(one)
+            if route is not None:
+                by_route.setdefault(route, []).append(one)
+        self._messages = [Message(*taken, routes.parts, to) for taken in by_route.items()]
+        self._whole: dict[Planned, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the tensors have as a whole."""
+        return sum(one.nbytes for one in self._planned)
+
+    def prepare(self) -> None:
+        """Have what it needs on the way."""
+        for message in self._messages:
+            message.prepare(arrives=self._arrives)
+
+    def launch(self) -> None:
+        """Launch what may be waited for later. Collective: a gather for each route."""
+        for message in self._messages:
+            message.launch()
+
+    def wait(self) -> None:
+        """Wait until everything is there.
+
+        Collective: a gather for each further axis of a route; what makes whole the tensors of which
+            only their class knows how.
+        """
+        for message in self._messages:
+            message.wait()
+        for one in self._planned:
+            if one.is_whole_by_class:
+                full = full_copy(one.entry.tensor)
+                if self._arrives:
+                    self._whole[one] = full
+
+    def whole(self, device: torch.device | None) -> deque[tuple[Planned, torch.Tensor]]:
+        """Return the tensors in memory of their own, where this rank gets them. Collective: none.
+
+        Args:
+            device: Where they are to be; where messages are if absent.
+        """
+        found, self._whole = self._whole, {}
+        tensors: deque[tuple[Planned, torch.Tensor]] = deque()
+        if not self._arrives:
+            return tensors
+        for message in self._messages:
+            found |= message.copy_out()
+        for one in self._planned:
+            full = found.pop(one, None)
+            if full is None:  # all of it is here
+                full = one.values().to(device, one.dtype, copy=True).contiguous()
+            tensors.append((one, full if device is None else full.to(device)))
+        return tensors
