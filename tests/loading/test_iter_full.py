@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,6 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from composable_shard import CPUOffloadPolicy, fully_shard, iter_full
 from composable_shard.core.transport.channel import Channel
 from composable_shard.testing import run_ranks, run_threads
+from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights import gathering
 from composable_shard.train.weights.boxes import Parts
 from loading.comparing import differences
@@ -65,3 +68,215 @@ def test_every_placement(name: str, hidden: int, direct_nbytes: int) -> None:
     num_ranks = CASES[name].num_ranks
     found = run_ranks(over_placements, num_ranks, name, hidden, direct_nbytes)
     assert found == [[[]] * 6] * num_ranks
+
+
+def in_turns(mesh_extents: tuple[int, ...]) -> nn.Module:
+    """Return a model whose parameters are cut otherwise than fully_shard does it."""
+    mesh = init_device_mesh("cpu", mesh_extents, mesh_dim_names=("a", "b"))
+    torch.manual_seed(1)
+    model = nn.Module()
+    places = {
+        "runs": [_StridedShard(0, split_factor=3), Shard(0)],
+        "both": [Shard(0), Shard(1)],
+        "nested": [Shard(1), Shard(1)],
+    }
+    for name, placements in places.items():
+        tensor = distribute_tensor(torch.randn(13, 7), mesh, placements, src_data_rank=None)
+        model.register_parameter(name, nn.Parameter(tensor))
+    return model
+
+
+def several_boxes() -> tuple[list[str], list[int]]:
+    torch.manual_seed(1)
+    wanted = {name: torch.randn(13, 7) for name in ("runs", "both", "nested")}
+    model = in_turns((2, 2))
+    boxes = [len(list(Parts().boxes(param))) for param in model.parameters()]
+    return unlike(dict(iter_full(model)), wanted), boxes
+
+
+def test_what_ranks_hold_in_several_boxes() -> None:
+    """DTensor itself does not put "runs" together again, so the tensors before are the oracle."""
+    found = run_ranks(several_boxes, 4)
+    assert [differing for differing, _ in found] == [[]] * 4
+    assert max(boxes[0] for _, boxes in found) > 1
+
+
+def parts_of_all() -> list[bool]:
+    """Compare what every rank is said to hold with what each has."""
+    model, parts, same = in_turns((2, 2)), Parts(), []
+    for param in model.parameters():
+        mesh, numbers = param.device_mesh, torch.arange(13 * 7).view(13, 7)
+        own = distribute_tensor(numbers, mesh, param.placements, src_data_rank=None).to_local()
+        every = [torch.empty(0)] * 4
+        dist.all_gather_object(every, own)
+        for rank, held in enumerate(every):
+            coordinate = divmod(rank, 2)
+            said = torch.full(parts.shape(param, coordinate), -1)
+            for box, within in parts.boxes(param, coordinate):
+                said[within] = numbers[box]
+            same.append(torch.equal(said, held))
+    return same
+
+
+def test_all_ranks_know_what_each_holds() -> None:
+    assert run_ranks(parts_of_all, 4) == [[True] * 12] * 4
+
+
+# Kinds of tensors -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_parameters_and_buffers_of_every_kind(offloads: bool, rank0_only: bool) -> None:
+    torch.manual_seed(1)
+    whole = Kinds()
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloads else {}
+
+    def check() -> list[str]:
+        model = shard(copy.deepcopy(whole), **options)
+        got = dict(iter_full(model, bucket_bytes=100, rank0_only=rank0_only))
+        if rank0_only and dist.get_rank():
+            assert got == {}
+            return []
+        assert all(full.is_contiguous() for full in got.values())
+        found = unlike(got, dict(whole.state_dict()))
+        for full in got.values():  # the consumer's own, whatever becomes of the model
+            full.zero_()
+        again = dict(iter_full(model)) if not rank0_only else dict(whole.state_dict())
+        return found + unlike(again, dict(whole.state_dict()))
+
+    assert run_threads(check, 3) == [[]] * 3
+
+
+@pytest.mark.parametrize("tied", ["first", "all"])
+def test_tied_names(tied: str) -> None:
+    torch.manual_seed(1)
+    whole = Tied()
+    once = ["embed.weight", "block.weight", "block.bias", "scale"]
+    every = ["scale", "alias", "embed.weight", "head.weight"]
+    every += ["block.weight", "again.weight", "block.bias", "again.bias"]
+
+    def check() -> list[str]:
+        model = copy.deepcopy(whole)
+        for layer in (model.embed, model.block, model.head):
+            fully_shard(layer)
+        fully_shard(model)
+        got = list(iter_full(model, tied=tied))
+        names = [name for name, _ in got]
+        assert sorted(names) == sorted(once if tied == "first" else every)
+        tensors = dict(got)
+        if tied == "all":
+            assert names == every
+            assert tensors["head.weight"] is tensors["embed.weight"]
+        return [name for name in names if not torch.equal(tensors[name], whole.state_dict()[name])]
+
+    assert run_threads(check, 2) == [[], []]
+
+
+def test_names_are_mapped_and_left_out() -> None:
+    whole = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+    def rename(name: str) -> str | None:
+        return None if name.endswith("bias") else f"model.{name}"
+
+    def check() -> dict[str, torch.Tensor]:
+        return dict(iter_full(fully_shard(copy.deepcopy(whole)), rename=rename))
+
+    for got in run_threads(check, 2):
+        assert list(got) == ["model.0.weight", "model.1.weight"]
+        assert torch.equal(got["model.1.weight"], whole[1].weight)
+
+
+class Halves(TwoTensor):
+    """A tensor that is the sum of two."""
+
+    def dequantize(self) -> torch.Tensor:
+        return self.a + self.b
+
+
+def subclasses() -> list[list[str]]:
+    torch.manual_seed(1)
+    halves = Halves(torch.randn(5, 4), torch.randn(5, 4))
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Module()
+    local = halves[:3] if dist.get_rank() == 0 else halves[3:]
+    local = Halves(local.a, local.b)
+    param = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=(5, 4), stride=(4, 1)
+    )
+    model.register_parameter("halves", nn.Parameter(param))
+    fully_shard(inner := nn.Linear(4, 2), mesh=mesh)
+    model.inner = inner
+    ((name, own), *rest) = iter_full(model)
+    found = [[name, *(name for name, _ in rest)]]
+    found.append(differences({"a": own.a, "b": own.b}, {"a": halves.a, "b": halves.b}))
+    plain = dict(iter_full(model, subclasses="plain", dtype=torch.float64))
+    assert type(plain["halves"]) is torch.Tensor
+    wanted = (halves.a + halves.b).double()
+    found.append(differences({"halves": plain["halves"]}, {"halves": wanted}))
+    return found
+
+
+def test_tensor_subclasses_in_their_own_form_or_plain() -> None:
+    names = ["halves", "inner.weight", "inner.bias"]
+    assert run_ranks(subclasses, 2) == [[names, [], []]] * 2
+
+
+# Collectives ------------------------------------------------------------------------------------
+
+
+class Counted(NamedTuple):
+    """What was launched: of each gather the bytes sent and the bytes received; the words said."""
+
+    gathers: list[tuple[int, int]]
+    words: list[int]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counted]:
+    gathers, words = list[tuple[int, int]](), list[int]()
+    gather, gather_to, say = Channel.gather, Channel.gather_to, Ranks.say
+
+    def note(outputs: Any, inputs: Any) -> None:
+        gathers.append((sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)))
+
+    def gather_and_note(self: Channel, outputs: Any, inputs: Any) -> Any:
+        note(outputs, inputs)
+        return gather(self, outputs, inputs)
+
+    def gather_to_and_note(self: Channel, to: int, outputs: Any, inputs: Any) -> Any:
+        note(outputs, inputs)
+        return gather_to(self, to, outputs, inputs)
+
+    def say_and_note(self: Ranks, word: int) -> Any:
+        words.append(word)
+        return say(self, word)
+
+    with (
+        mock.patch.object(Channel, "gather", gather_and_note),
+        mock.patch.object(Channel, "gather_to", gather_to_and_note),
+        mock.patch.object(Ranks, "say", say_and_note),
+    ):
+        yield Counted(gathers, words)
+
+
+def launched(dtype: torch.dtype | None, rank0_only: bool) -> Counted:
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(64, 1024, bias=False))
+    for layer in model:
+        fully_shard(layer)
+    with counted() as found:
+        for _ in iter_full(model, bucket_bytes=2048, dtype=dtype, rank0_only=rank0_only):
+            pass
+    return found
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_collectives_and_bytes(dtype: torch.dtype | None, rank0_only: bool) -> None:
+    """Matrices of 1024 bytes, two in a bucket, and one of 256 KiB alone; half of that as bf16."""
+    shares = [1024, 1024, 131072] if dtype is None else [1024, 65536]
+    for rank, found in enumerate(run_ranks(launched, 2, dtype, rank0_only)):
+        gets = not rank0_only or rank == 0
+        assert found.gathers == [(own, 2 * own * gets) for own in shares]
+        assert found.words == [0] * (len(shares) + 1)

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from composable_shard import fully_shard, load_sharded, save_full
+from composable_shard import fully_shard, iter_full, load_sharded, save_full
 from composable_shard._torch import poisoned_memory
 from composable_shard.testing import run_ranks
 from composable_shard.train.unsharded import full_copy
-from composable_shard.train.weights import save
+from composable_shard.train.weights import gathering, save
 
 MIB = 2**20
 NUM_TENSORS, TENSOR_NBYTES = 12, 8 * MIB
@@ -148,6 +148,27 @@ def held_while_saving(folder: Path) -> list[int]:
     return counts
 
 
+def held_while_streaming(dim: int, rank0_only: bool) -> int:
+    """Return how many bytes there were at most of what was made to send and to receive."""
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    most = 0
+    make = gathering._torch.empty
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal most
+        tensor = make(*args, **kwargs)
+        made.append(weakref.ref(tensor.untyped_storage()))
+        alive = [storage for one in made if (storage := one()) is not None]
+        most = max(most, sum(storage.nbytes() for storage in alive))
+        return tensor
+
+    model = build(False, dim)
+    with mock.patch.object(gathering._torch, "empty", counting):
+        for _, full in iter_full(model, bucket_bytes=TENSOR_NBYTES, rank0_only=rank0_only):
+            del full
+    return most
+
+
 on_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="peaks of memory are read from /proc, which only Linux has"
 )
@@ -162,6 +183,15 @@ def test_memory_grows_by_the_shard_and_one_tensor_at_most(
     grown = run_ranks(growth_while_loading, 2, file, dim, sends)
     assert min(grown) > shard - SLACK_NBYTES, grown  # or this would measure nothing
     assert max(grown) < shard + TENSOR_NBYTES + SLACK_NBYTES, grown
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_a_stream_makes(dim: int) -> None:
+    """Each tensor is a bucket; one that is cut in columns is sent and received beside its place."""
+    both = TENSOR_NBYTES * (5 if dim else 4) // 2
+    sent = TENSOR_NBYTES // 2 if dim else 0
+    assert run_ranks(held_while_streaming, 2, dim, False) == [both, both]
+    assert run_ranks(held_while_streaming, 2, dim, True) == [both, sent]
 
 
 def test_saving_holds_the_tensors_of_one_file_on_the_first_rank_alone(tmp_path: Path) -> None:

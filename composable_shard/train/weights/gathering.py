@@ -172,11 +172,16 @@ class Route:
 
 
 class Routes:
-    """The ways that tensors of one model take, and which rank holds what of them."""
+    """The ways that tensors of one model take, and the memory in which they are on the way.
+
+    Attributes:
+        parts: Knows which rank holds what of them.
+    """
 
     def __init__(self) -> None:
         self.parts = Parts()
         self._routes: dict[object, Route] = {}
+        self._rooms: dict[object, torch.Tensor] = {}
 
     def of(self, planned: Planned) -> Route | None:
         """Return which way a tensor takes; ``None`` if this rank has all of it."""
@@ -189,6 +194,15 @@ class Routes:
             self._routes[key] = Route(mesh, axes)
         return self._routes[key]
 
+    def room(self, key: object, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return bytes to send or to receive: for the same key always the same ones."""
+        room = self._rooms.pop(key, None)
+        if room is None or len(room) < nbytes:
+            room = None  # or both would be held
+            room = _torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._rooms[key] = room
+        return room[:nbytes]
+
 
 # On the way ---------------------------------------------------------------------------------------
 
@@ -199,14 +213,15 @@ class Message:
     Args:
         route: The route.
         planned: The tensors.
-        parts: Knows which rank holds what.
+        routes: All ways, and the memory on them.
         to: The rank that gets them, of the job; all do if ``None``.
     """
 
     def __init__(
-        self, route: Route, planned: Sequence[Planned], parts: Parts, to: int | None
+        self, route: Route, planned: Sequence[Planned], routes: Routes, to: int | None
     ) -> None:
-        self._route, self._parts = route, parts
+        self._route, self._routes, self._parts = route, routes, routes.parts
+        self._to = to
         self._stages = route.stages(to)
         self._direct = [one for one in planned if _arrives_in_place(one, route)]
         self._packed = [one for one in planned if not _arrives_in_place(one, route)]
@@ -232,10 +247,10 @@ class Message:
         packed_nbytes = self._packed_nbytes()
         packed = [self._pack(packed_nbytes)] if packed_nbytes else []
         self._inputs += packed
-        for channel, to in self._stages:
+        for stage, (channel, to) in enumerate(self._stages):
             outputs: list[torch.Tensor] = []
             if to is None or to == channel.mesh.shard_rank:
-                packed = [_bytes(channel.mesh.num_shards * one.numel(), device) for one in packed]
+                packed = [self._room(stage, channel.mesh.num_shards * len(one)) for one in packed]
                 outputs = direct + packed
             self._outputs.append(outputs)
             direct = []
@@ -281,10 +296,17 @@ class Message:
         shape = tuple(one.entry.tensor.shape)
         return _torch.empty(*shape, dtype=one.dtype, device=self._route.device)
 
+    def _room(self, what: object, nbytes: int) -> torch.Tensor:
+        """Return bytes that are free again when the message has been copied out.
+
+        Messages to different ranks may be on the way at the same time.
+        """
+        return self._routes.room((self._route, self._to, what), nbytes, self._route.device)
+
     # In one message -------------------------------------------------------------------------
 
     def _pack(self, nbytes: int) -> torch.Tensor:
-        message = _bytes(nbytes, self._route.device)
+        message = self._room("sent", nbytes)
         places = list(self._in_message(message, self._route.own))
         _torch.copy_all_([place for _, place in places], [one.values() for one, _ in places])
         return message
@@ -327,10 +349,6 @@ def _arrives_in_place(one: Planned, route: Route) -> bool:
     return is_in_order and is_large and tensor.shape[0] % num_shards == 0
 
 
-def _bytes(numel: int, device: torch.device) -> torch.Tensor:
-    return _torch.empty(numel, dtype=torch.uint8, device=device)
-
-
 class Bucket:
     """Tensors that become whole together.
 
@@ -348,7 +366,7 @@ class Bucket:
             route = routes.of(one)
             if route is not None:
                 by_route.setdefault(route, []).append(one)
-        self._messages = [Message(*taken, routes.parts, to) for taken in by_route.items()]
+        self._messages = [Message(*taken, routes, to) for taken in by_route.items()]
         self._whole: dict[Planned, torch.Tensor] = {}
 
     @property
