@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from composable_shard.train.unsharded import unsharded
     from composable_shard.train.weights.load import load_sharded
     from composable_shard.train.weights.save import save_full
+    from composable_shard.train.weights.shards import changed_since, local_shards
     from composable_shard.train.weights.stream import iter_full
     from composable_shard.train.wrap import apply_fully_shard
 
@@ -54,12 +55,14 @@ __all__ = [
     "StaleParameterError",
     "UnshardHandle",
     "apply_fully_shard",
+    "changed_since",
     "clip_grad_norm_",
     "estimate",
     "explain",
     "fully_shard",
     "iter_full",
     "load_sharded",
+    "local_shards",
     "register_fsdp_forward_method",
     "save_full",
     "share_comm_ctx",
@@ -91,6 +94,7 @@ _MODULES = {
     "train.unsharded": ("unsharded",),
     "train.weights.load": ("load_sharded",),
     "train.weights.save": ("save_full",),
+    "train.weights.shards": ("changed_since", "local_shards"),
     "train.weights.stream": ("iter_full",),
     "train.wrap": ("apply_fully_shard",),
 }
