@@ -187,7 +187,7 @@ def show(num_ranks: int, seconds: dict[str, list[float]], nbytes: dict[str, int]
         time_share = statistics.median(mine / theirs for mine, theirs in pairs)
         print(
             f"  {name:24} {statistics.median(seconds[name]):7.3f} s  +{nbytes[name] // MIB} MiB   "
-            f"ours takes {time_share:.2f} of the time, {nbytes[own] / nbytes[name]:.2f} of the memory"
+            f"ours: {time_share:.2f} of the time, {nbytes[own] / nbytes[name]:.2f} of the memory"
         )
 
 
