@@ -34,6 +34,11 @@ class Ranks:
         self.failure: str | None = None
 
     @property
+    def rank(self) -> int:
+        """This global rank."""
+        return 0 if self.group is None else dist.get_rank()
+
+    @property
     def numbers(self) -> list[int]:
         """The global ranks."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)

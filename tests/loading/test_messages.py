@@ -29,6 +29,7 @@ from composable_shard import (
 )
 from composable_shard.testing import run_threads
 from composable_shard.train.weights import files, save
+from composable_shard.train.weights.writing import FileWriter
 
 NUM_RANKS = 2
 
@@ -395,6 +396,23 @@ def test_a_disk_that_fails_while_it_is_written(tmp_path: Path) -> None:
             text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
         assert text == f"Expected to save '{place}', got on rank 0: {full}"
         assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_a_disk_that_fails_on_one_of_the_ranks_that_write(tmp_path: Path, rank: int) -> None:
+    write = FileWriter.write
+
+    def refuse(*args: Any) -> None:
+        if dist.get_rank() == rank:
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    place = tmp_path / "new"
+    with mock.patch.object(FileWriter, "write", refuse):
+        text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
+    full = "OSError: [Errno 28] No space left on device"
+    assert text == f"Expected to save '{place}', got on rank {rank}: {full}"
+    assert list(place.iterdir()) == []
 
 
 @pytest.mark.parametrize("broken", ["all_gather_object", "broadcast_object_list", "broadcast"])

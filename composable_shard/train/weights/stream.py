@@ -117,8 +117,8 @@ class Stream:
         if not any(heard):
             return
         told = zip(self._ranks.numbers, self._ranks.gather(failure), strict=True)
-        got = "; ".join(f"on rank {rank}: {text}" for rank, text in told if text is not None)
-        raise ShardError(f"Expected {self._expected}, got {got}")
+        rank, text = next((rank, text) for rank, text in told if text is not None)
+        raise ShardError(f"Expected {self._expected}, got on rank {rank}: {text}")
 
     def _leave(self, ahead: Sequence[Bucket]) -> None:
         """Wait for what is under way and tell the others that there will be no more."""
