@@ -57,7 +57,7 @@ class Ranks:
         if self.group is None:
             return [word]
         device = _torch.device_for(self.group, torch.device("cpu"))
-        heard = torch.empty(self.group.size(), 1, dtype=torch.int64, device=device)
+        heard = _torch.empty(self.group.size(), 1, dtype=torch.int64, device=device)
         with self.naming_failures():
             _torch.all_gather_rows(heard, torch.tensor([word], device=device), self.group)
         return [int(theirs) for theirs in heard.flatten().tolist()]

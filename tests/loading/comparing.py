@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.train.unsharded import same_bits
+from composable_shard.train.full import same_bits
 
 
 def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:

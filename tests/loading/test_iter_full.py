@@ -15,7 +15,6 @@ from checkpoint.meshes import CASES, Net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import CPUOffloadPolicy, fully_shard, iter_full
@@ -25,7 +24,7 @@ from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights import gathering
 from composable_shard.train.weights.boxes import Parts
 from loading.comparing import differences
-from loading.test_kinds import Kinds, Tied, shard
+from loading.kinds import Kinds, Tied, in_turns, shard
 
 EVERYTHING = 1 << 30
 
@@ -68,22 +67,6 @@ def test_every_placement(name: str, hidden: int, direct_nbytes: int) -> None:
     num_ranks = CASES[name].num_ranks
     found = run_ranks(over_placements, num_ranks, name, hidden, direct_nbytes)
     assert found == [[[]] * 6] * num_ranks
-
-
-def in_turns(mesh_extents: tuple[int, ...]) -> nn.Module:
-    """Return a model whose parameters are cut otherwise than fully_shard does it."""
-    mesh = init_device_mesh("cpu", mesh_extents, mesh_dim_names=("a", "b"))
-    torch.manual_seed(1)
-    model = nn.Module()
-    places = {
-        "runs": [_StridedShard(0, split_factor=3), Shard(0)],
-        "both": [Shard(0), Shard(1)],
-        "nested": [Shard(1), Shard(1)],
-    }
-    for name, placements in places.items():
-        tensor = distribute_tensor(torch.randn(13, 7), mesh, placements, src_data_rank=None)
-        model.register_parameter(name, nn.Parameter(tensor))
-    return model
 
 
 def several_boxes() -> tuple[list[str], list[int]]:

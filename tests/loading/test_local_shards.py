@@ -26,8 +26,7 @@ from composable_shard import (
 from composable_shard.optim import flat
 from composable_shard.testing import run_ranks, run_threads
 from loading.comparing import differences
-from loading.test_iter_full import in_turns
-from loading.test_kinds import Tied
+from loading.kinds import Tied, in_turns
 
 # Boxes ------------------------------------------------------------------------------------------
 

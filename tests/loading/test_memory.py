@@ -154,7 +154,8 @@ def held() -> Iterator[list[int]]:
 
     def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)
-        made.append(weakref.ref(tensor.untyped_storage()))
+        if tensor.nbytes > 1024:  # those of a word are not counted
+            made.append(weakref.ref(tensor.untyped_storage()))
         alive = [storage for one in made if (storage := one()) is not None]
         most[0] = max(most[0], sum(storage.nbytes() for storage in alive))
         return tensor

@@ -23,6 +23,7 @@ from composable_shard import (
     RankMismatchError,
     ShardError,
     fully_shard,
+    iter_full,
     load_sharded,
     save_full,
     unsharded,
@@ -437,3 +438,64 @@ def test_no_memory_is_no_failure_of_communication(whole: Path) -> None:
             lambda: load_sharded(linear(), whole, broadcast_from_rank0=True),
             kind=torch.OutOfMemoryError,
         ) == ("no memory")
+
+
+# Full weights one after another -------------------------------------------------------------------
+
+
+def streams(**kwargs: Any) -> str:
+    return all_say(lambda: list(iter_full(linear(), **kwargs)))
+
+
+def test_arguments_of_iter_full() -> None:
+    for size in (0, -1, "64MB"):
+        assert said(lambda size=size: iter_full(nn.Linear(1, 1), bucket_bytes=size)) == (
+            "ValueError",
+            f"Expected bucket_bytes to be a positive number, got {size!r}",
+        )
+    assert said(lambda: iter_full({})) == (
+        "TypeError",
+        "Expected model to be an nn.Module, got dict",
+    )
+    assert said(lambda: iter_full(nn.Linear(1, 1), tied="last")) == (
+        "ValueError",
+        "Expected tied to be one of ('first', 'all'), got 'last'",
+    )
+    assert said(lambda: iter_full(nn.Linear(1, 1), subclasses=None)) == (
+        "ValueError",
+        "Expected subclasses to be one of ('own', 'plain'), got None",
+    )
+
+
+def test_what_iter_full_cannot_give() -> None:
+    one_name = "Expected tensors with values and names of their own for iter_full(), got "
+    assert streams(rename=lambda _: "x") == f"{one_name}'x' for both 'weight' and 'bias'"
+    with torch.device("meta"):
+        layer = nn.Linear(1, 1, bias=False)
+    assert said(lambda: list(iter_full(layer))) == (
+        "ShardError",
+        f"{one_name}'weight' on the meta device",
+    )
+    plain = all_say(lambda: list(iter_full(two_tensors(), subclasses="plain")))
+    assert plain == f"{one_name}'weight', a TwoTensor without dequantize()"
+
+    def fail(name: str) -> str:
+        if dist.get_rank() == 1:
+            raise KeyError(name)
+        return name
+
+    assert streams(rename=fail) == (
+        "Expected names for iter_full(), got on rank 1: KeyError: 'weight'"
+    )
+
+
+def test_ranks_that_ask_iter_full_for_different_things() -> None:
+    def differ() -> None:
+        list(iter_full(linear(), dtype=(None, torch.bfloat16)[dist.get_rank()]))
+
+    same = "bucket_bytes 67108864, rank0_only False, dtype"
+    rest = "tied first, plain False"
+    assert all_say(differ, kind=RankMismatchError) == (
+        "Expected the same model and arguments of iter_full() on all ranks, got on rank 0: "
+        f"{same} None, {rest}; on rank 1: {same} torch.bfloat16, {rest}"
+    )

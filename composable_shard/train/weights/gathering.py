@@ -30,7 +30,7 @@ from composable_shard.core.layout import aligned
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.mesh import axis_of
-from composable_shard.train.unsharded import full_copy
+from composable_shard.train.full import full_copy
 from composable_shard.train.weights.boxes import Parts, sharded_axes
 from composable_shard.train.weights.entries import Entry
 
@@ -77,6 +77,14 @@ class Planned:
         if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
             return True
         return _torch.is_subclass(self.entry.local) and not self.is_plain
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is made whole."""
+        tensor = self.entry.tensor
+        if isinstance(tensor, DTensor):
+            return torch.device(tensor.device_mesh.device_type)
+        return tensor.device
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -413,6 +421,46 @@ class Bucket:
         for one in self._planned:
             full = found.pop(one, None)
             if full is None:  # all of it is here
-                full = one.values().to(device, one.dtype, copy=True).contiguous()
+                full = one.values().to(device or one.device, one.dtype, copy=True).contiguous()
             tensors.append((one, full if device is None else full.to(device)))
         return tensors
+
+
+# Whole tensors all at once ------------------------------------------------------------------------
+
+BUCKET_NBYTES = 64 * 2**20
+"""How many bytes of full tensors are gathered at once where all of them are kept."""
+
+
+def full_copies(
+    tensors: Sequence[DTensor], *, first_only: bool = False, device: torch.device | None = None
+) -> list[torch.Tensor | None]:
+    """Return full tensors in memory of their own, in the order of their DTensors.
+
+    Args:
+        tensors: The DTensors; all ranks of their meshes give the same ones.
+        first_only: Whether only the first rank of each mesh gets them; the others get ``None``.
+        device: Where they are to be; that of the mesh if absent.
+
+    Collective: for each bucket a gather over the axes that shard; what tensor subclasses and
+        ``Partial`` placements need.
+    Memory: all of them where they are kept; besides, a bucket on its way.
+    """
+    planned = [
+        Planned((str(index),), Entry((str(index),), tensor), tensor.dtype, is_plain=False)
+        for index, tensor in enumerate(tensors)
+    ]
+    routes, found = Routes(), dict[Planned, torch.Tensor]()
+    for run in runs_within(planned, BUCKET_NBYTES):
+        by_target: dict[int | None, list[Planned]] = {}
+        for one in run:
+            ranks = cast(DTensor, one.entry.tensor).device_mesh.mesh
+            to = int(ranks.flatten()[0]) if first_only else None
+            by_target.setdefault(to, []).append(one)
+        for to, several in by_target.items():
+            bucket = Bucket(several, routes, to)
+            bucket.prepare()
+            bucket.launch()
+            bucket.wait()
+            found |= bucket.whole(device)
+    return [found.get(one) for one in planned]

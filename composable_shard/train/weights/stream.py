@@ -291,10 +291,10 @@ def check_planned(planned: Sequence[Planned], what: str) -> None:
             taken[name] = first
         if one.entry.is_meta:
             wrong.append(f"'{first}' on the meta device")
-        elif (
-            one.is_plain and one.entry.plain is None and not hasattr(one.entry.local, "dequantize")
-        ):
-            wrong.append(f"'{first}', a {type(one.entry.local).__name__} without dequantize()")
+        elif one.is_plain and one.entry.plain is None:
+            kind = type(one.entry.local)
+            if kind.dequantize is torch.Tensor.dequantize:  # which is for dtypes, not for classes
+                wrong.append(f"'{first}', a {kind.__name__} without dequantize()")
     if wrong:
         raise ShardError(
             f"Expected tensors with values and names of their own for {what}, got {listed(wrong)}"
