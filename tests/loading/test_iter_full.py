@@ -94,6 +94,8 @@ def parts_of_all() -> list[bool]:
         dist.all_gather_object(every, own)
         for rank, held in enumerate(every):
             coordinate = divmod(rank, 2)
+            pairs = zip(parts.shape(param, coordinate), parts.shape(param, (0, 0)), strict=True)
+            assert all(length <= most for length, most in pairs)
             said = torch.full(parts.shape(param, coordinate), -1)
             for box, within in parts.boxes(param, coordinate):
                 said[within] = numbers[box]

@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import _torch
-from composable_shard.core.layout import aligned
+from composable_shard.core.bucket import matching_pieces
+from composable_shard.core.layout import ParamLayout, aligned
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.mesh import axis_of
@@ -144,9 +145,10 @@ class Route:
         assert own is not None
         self.own = tuple(own)
 
-    def everyone(self) -> Iterator[tuple[int, ...]]:
-        """Yield the coordinates of all ranks of the mesh."""
-        yield from product(*(range(self._mesh.size(axis)) for axis in range(self._mesh.ndim)))
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """The coordinate of the rank that holds most: the first chunks are the longest."""
+        return (0,) * self._mesh.ndim
 
     def holders(self) -> Iterator[tuple[int, ...]]:
         """Yield the coordinates of the ranks that share tensors with this one, in their order."""
@@ -233,6 +235,14 @@ class Message:
         self._stages = route.stages(to)
         self._direct = [one for one in planned if _arrives_in_place(one, route)]
         self._packed = [one for one in planned if not _arrives_in_place(one, route)]
+        self._slots: dict[Planned, slice] = {}
+        self._packed_nbytes = 0
+        for one in self._packed:
+            most = routes.parts.shape(cast(DTensor, one.entry.tensor), route.origin)
+            if prod(most):
+                end = self._packed_nbytes + prod(most) * one.dtype.itemsize
+                self._slots[one] = slice(self._packed_nbytes, end)
+                self._packed_nbytes = aligned(end, ALIGNMENT_NBYTES)
         self._works: list[Waitable] = []
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[list[torch.Tensor]] = []
@@ -252,8 +262,7 @@ class Message:
         if arrives:
             self._whole = {one: self._empty(one) for one in self._direct}
         direct = [full.view(-1).view(torch.uint8) for full in self._whole.values()]
-        packed_nbytes = self._packed_nbytes()
-        packed = [self._pack(packed_nbytes)] if packed_nbytes else []
+        packed = [self._pack()] if self._slots else []
         self._inputs += packed
         for stage, (channel, to) in enumerate(self._stages):
             outputs: list[torch.Tensor] = []
@@ -288,15 +297,9 @@ class Message:
         whole, self._whole = self._whole, {}
         whole |= {one: self._empty(one) for one in self._packed}
         outputs, self._outputs = self._outputs, []
-        if self._packed_nbytes():
-            holders = list(self._route.holders())
-            rows = outputs[-1][-1].view(len(holders), -1)
-            pairs = [
-                (whole[one][box], held[own])
-                for coordinate, row in zip(holders, rows, strict=True)
-                for one, held in self._in_message(row, coordinate)
-                for box, own in self._parts.boxes(one.entry.tensor, coordinate)
-            ]
+        if self._slots:
+            rows = outputs[-1][-1].view(-1, self._packed_nbytes)
+            pairs = [pair for one in self._slots for pair in self._pieces(one, whole[one], rows)]
             _torch.copy_all_([full for full, _ in pairs], [held for _, held in pairs])
         return whole
 
@@ -313,37 +316,37 @@ class Message:
 
     # In one message -------------------------------------------------------------------------
 
-    def _pack(self, nbytes: int) -> torch.Tensor:
-        message = self._room("sent", nbytes)
-        places = list(self._in_message(message, self._route.own))
-        _torch.copy_all_([place for _, place in places], [one.values() for one, _ in places])
+    def _slot(self, one: Planned, message: torch.Tensor) -> torch.Tensor:
+        """View the place of a tensor in messages, [*, nbytes], as the elements of a shard."""
+        place = self._slots[one]
+        return message[..., place.start : place.stop].view(one.dtype)
+
+    def _pack(self) -> torch.Tensor:
+        message = self._room("sent", self._packed_nbytes)
+        into, values = list[torch.Tensor](), list[torch.Tensor]()
+        for one in self._slots:
+            own = one.values()
+            if own.numel():
+                into.append(self._slot(one, message)[: own.numel()].view(own.shape))
+                values.append(own)
+        _torch.copy_all_(into, values)
         return message
 
-    def _in_message(
-        self, message: torch.Tensor, coordinate: Sequence[int]
-    ) -> Iterator[tuple[Planned, torch.Tensor]]:
-        """View the shards in what a rank sends."""
-        start = 0
-        for one in self._packed:
-            shape = self._shard_shape(one, coordinate)
-            nbytes = prod(shape) * one.dtype.itemsize
-            if nbytes:
-                yield one, message[start : start + nbytes].view(one.dtype).view(shape)
-            start += aligned(nbytes, ALIGNMENT_NBYTES)
-
-    def _packed_nbytes(self) -> int:
-        """Return how many bytes each rank sends: as many as the one that has most."""
-        totals = [0]
-        for coordinate in self._route.everyone() if self._packed else ():
-            shards = (
-                prod(self._shard_shape(one, coordinate)) * one.dtype.itemsize
-                for one in self._packed
-            )
-            totals.append(sum(aligned(nbytes, ALIGNMENT_NBYTES) for nbytes in shards))
-        return max(totals)
-
-    def _shard_shape(self, one: Planned, coordinate: Sequence[int]) -> tuple[int, ...]:
-        return self._parts.shape(cast(DTensor, one.entry.tensor), coordinate)
+    def _pieces(
+        self, one: Planned, whole: torch.Tensor, rows: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair views of a whole tensor with views of what all ranks have sent of it."""
+        tensor, shards = cast(DTensor, one.entry.tensor), self._slot(one, rows)
+        placement = tensor.placements[one.axes[0]]
+        if len(one.axes) == 1 and type(placement) is Shard:
+            layout = ParamLayout(tuple(tensor.shape), placement.dim, len(rows))
+            yield from matching_pieces(layout, whole.view(-1), shards)
+            return
+        for coordinate, shard in zip(self._route.holders(), shards, strict=True):
+            shape = self._parts.shape(tensor, coordinate)
+            held = shard[: prod(shape)].view(shape)
+            for box, own in self._parts.boxes(tensor, coordinate):
+                yield whole[box], held[own]
 
 
 def _arrives_in_place(one: Planned, route: Route) -> bool:
