@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -199,12 +201,14 @@ def subclasses() -> list[list[str]]:
     assert type(plain["halves"]) is torch.Tensor
     wanted = (halves.a + halves.b).double()
     found.append(differences({"halves": plain["halves"]}, {"halves": wanted}))
+    made = dict(iter_full(model, subclasses=lambda shard: shard.a - shard.b))
+    found.append(differences({"halves": made["halves"]}, {"halves": halves.a - halves.b}))
     return found
 
 
 def test_tensor_subclasses_in_their_own_form_or_plain() -> None:
     names = ["halves", "inner.weight", "inner.bias"]
-    assert run_ranks(subclasses, 2) == [[names, [], []]] * 2
+    assert run_ranks(subclasses, 2) == [[names, [], [], []]] * 2
 
 
 # Collectives ------------------------------------------------------------------------------------
@@ -265,3 +269,21 @@ def test_collectives_and_bytes(dtype: torch.dtype | None, rank0_only: bool) -> N
         gets = not rank0_only or rank == 0
         assert found.gathers == [(own, 2 * own * gets) for own in shares]
         assert found.words == [0] * (len(shares) + 1)
+
+
+def quantized(name: str) -> list[bool]:
+    torchao_layers = importlib.import_module("subclasses.torchao_layers")
+    torch.manual_seed(1)
+    layer = getattr(torchao_layers, name)(nn.Linear(128, 64, bias=False))
+    weight = layer.weight.detach()
+    by_hand: Any = "get_original_weight" if name == "nf4_weight" else "dequantize"
+    wanted = getattr(weight, by_hand)()
+    make = operator.methodcaller(by_hand) if name == "nf4_weight" else "plain"
+    model = fully_shard(layer)
+    made = dict(iter_full(model, subclasses=make, dtype=torch.bfloat16))["weight"]
+    return [torch.equal(made, wanted.bfloat16()), type(made) is torch.Tensor]
+
+
+@pytest.mark.parametrize("name", ["nf4_weight", "int8_weight_only"])
+def test_quantized_weights_of_torchao_are_made_plain(name: str) -> None:
+    assert run_ranks(quantized, 2, name) == [[True, True]] * 2

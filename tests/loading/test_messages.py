@@ -463,7 +463,7 @@ def test_arguments_of_iter_full() -> None:
     )
     assert said(lambda: iter_full(nn.Linear(1, 1), subclasses=None)) == (
         "ValueError",
-        "Expected subclasses to be one of ('own', 'plain'), got None",
+        "Expected subclasses to be 'own', 'plain' or a function, got None",
     )
 
 
@@ -478,6 +478,14 @@ def test_what_iter_full_cannot_give() -> None:
     )
     plain = all_say(lambda: list(iter_full(two_tensors(), subclasses="plain")))
     assert plain == f"{one_name}'weight', a TwoTensor without dequantize()"
+
+    text = all_say(lambda: list(iter_full(two_tensors(), subclasses=lambda shard: shard + 1)))
+    got = (
+        "Expected a plain tensor of shape [2, 2] of the TwoTensor 'weight', got a TwoTensor of "
+        "shape [2, 2]"
+    )
+    going = "Expected all ranks to go through iter_full() to its end"
+    assert text == f"{going}, got on rank 0: TypeError: {got}"
 
     def fail(name: str) -> str:
         if dist.get_rank() == 1:
@@ -494,7 +502,7 @@ def test_ranks_that_ask_iter_full_for_different_things() -> None:
         list(iter_full(linear(), dtype=(None, torch.bfloat16)[dist.get_rank()]))
 
     same = "bucket_bytes 67108864, rank0_only False, dtype"
-    rest = "tied first, plain False"
+    rest = "tied first, subclasses own"
     assert all_say(differ, kind=RankMismatchError) == (
         "Expected the same model and arguments of iter_full() on all ranks, got on rank 0: "
         f"{same} None, {rest}; on rank 1: {same} torch.bfloat16, {rest}"

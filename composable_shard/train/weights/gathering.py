@@ -13,12 +13,12 @@ Three tensors over 2 ranks; A is large and its rows are even, so that it arrives
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ ALIGNMENT_NBYTES = 16
 """What shards in one message are aligned to: the widest element."""
 
 
+MakePlain = Callable[[torch.Tensor], torch.Tensor]
+
+
 # What travels together ----------------------------------------------------------------------------
 
 
@@ -53,13 +56,14 @@ class Planned:
         names: Under which names it is given away.
         entry: What it is in the model.
         dtype: In what dtype.
-        is_plain: Whether a tensor subclass is made a plain tensor, shard by shard.
+        make_plain: Makes a plain tensor of a shard that is a tensor subclass of several tensors;
+            ``None`` to leave such ones in their own form.
     """
 
     names: tuple[str, ...]
     entry: Entry
     dtype: torch.dtype
-    is_plain: bool
+    make_plain: MakePlain | None
 
     @property
     def name(self) -> str:
@@ -77,7 +81,7 @@ class Planned:
         tensor = self.entry.tensor
         if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
             return True
-        return _torch.is_subclass(self.entry.local) and not self.is_plain
+        return _torch.is_subclass(self.entry.local) and self.make_plain is None
 
     @property
     def device(self) -> torch.device:
@@ -100,8 +104,16 @@ class Planned:
         plain = self.entry.plain
         if plain is not None:
             return plain.detach()
-        subclass: Any = self.entry.local.detach()
-        return cast(torch.Tensor, subclass.dequantize())
+        assert self.make_plain is not None
+        subclass = self.entry.local.detach()
+        made = self.make_plain(subclass)
+        if _torch.is_subclass(made) or made.shape != subclass.shape:
+            raise TypeError(
+                f"Expected a plain tensor of shape {list(subclass.shape)} of the "
+                f"{type(subclass).__name__} '{self.entry.names[0]}', got a {type(made).__name__} "
+                f"of shape {list(made.shape)}"
+            )
+        return made
 
 
 def runs_within(planned: Sequence[Planned], limit: int | None) -> list[list[Planned]]:
@@ -450,7 +462,7 @@ def full_copies(
     Memory: all of them where they are kept; besides, a bucket on its way.
     """
     planned = [
-        Planned((str(index),), Entry((str(index),), tensor), tensor.dtype, is_plain=False)
+        Planned((str(index),), Entry((str(index),), tensor), tensor.dtype, make_plain=None)
         for index, tensor in enumerate(tensors)
     ]
     routes, found = Routes(), dict[Planned, torch.Tensor]()

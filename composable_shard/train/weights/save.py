@@ -379,7 +379,7 @@ def _planned(
             wrong.append(f"'{first}', a {kind} of several tensors")
         own = entry.tensor.dtype
         cast = dtype if dtype and own.is_floating_point else own
-        planned[name] = Planned((name,), entry, cast, is_plain=True)
+        planned[name] = Planned((name,), entry, cast, make_plain=torch.Tensor.dequantize)
     if wrong:
         raise ShardError(
             f"Expected plain tensors with values and names of their own for '{output.place}', "

@@ -19,7 +19,13 @@ from torch import nn
 from composable_shard.errors import ShardError
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed
-from composable_shard.train.weights.gathering import Bucket, Planned, Routes, runs_within
+from composable_shard.train.weights.gathering import (
+    Bucket,
+    MakePlain,
+    Planned,
+    Routes,
+    runs_within,
+)
 
 # Buckets one after another, with the next one under way -------------------------------------------
 
@@ -133,7 +139,7 @@ class Stream:
 BUCKET_NBYTES = 64 * 2**20
 
 Tied = Literal["first", "all"]
-Subclasses = Literal["own", "plain"]
+Subclasses = Literal["own", "plain"] | MakePlain
 
 
 def iter_full(
@@ -172,8 +178,9 @@ def iter_full(
             and end when that of the first rank does.
         tied: Whether a tensor that is tied comes under its ``"first"`` name, or under ``"all"`` of
             them, one after another, as the same object.
-        subclasses: Whether tensor subclasses come in their ``"own"`` form, or as the ``"plain"``
-            tensors that their ``dequantize()`` makes of each shard.
+        subclasses: Whether tensor subclasses come in their ``"own"`` form, as ``full_tensor()``
+            gathers them, or as the ``"plain"`` tensors that their ``dequantize()`` makes of each
+            shard; or a function that is given a shard and makes a plain tensor of it.
         process_group: The ranks that hold this model; all of them if absent.
 
     Raises:
@@ -205,12 +212,12 @@ def iter_full(
         raise TypeError(f"Expected model to be an nn.Module, got {type(model).__name__}")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"Expected bucket_bytes to be a positive number, got {bucket_bytes!r}")
-    for name, value, kinds in (
-        ("tied", tied, get_args(Tied)),
-        ("subclasses", subclasses, get_args(Subclasses)),
-    ):
-        if value not in kinds:
-            raise ValueError(f"Expected {name} to be one of {kinds}, got {value!r}")
+    if tied not in get_args(Tied):
+        raise ValueError(f"Expected tied to be one of {get_args(Tied)}, got {tied!r}")
+    if subclasses not in ("own", "plain") and not callable(subclasses):
+        raise ValueError(
+            f"Expected subclasses to be 'own', 'plain' or a function, got {subclasses!r}"
+        )
     place = None if device is None else torch.device(device)
     ranks = Ranks(process_group, "gathering full weights")
     asked = _Asked(dtype, rename, tied, subclasses)
@@ -224,11 +231,19 @@ class _Asked:
         self, dtype: torch.dtype | None, rename: Rename | None, tied: Tied, subclasses: Subclasses
     ) -> None:
         self._dtype, self._rename, self._tied = dtype, rename, tied
-        self._is_plain = subclasses == "plain"
+        self._subclasses = subclasses
 
     def fact(self) -> str:
         """Describe what must be the same on all ranks."""
-        return f"dtype {self._dtype}, tied {self._tied}, plain {self._is_plain}"
+        return f"dtype {self._dtype}, tied {self._tied}, subclasses {self._kind()}"
+
+    def _kind(self) -> str:
+        return "by a function" if callable(self._subclasses) else self._subclasses
+
+    def _make_plain(self, entry: Entry) -> MakePlain | None:
+        if callable(self._subclasses):
+            return self._subclasses
+        return type(entry.local).dequantize if self._subclasses == "plain" else None
 
     def planned(self, entries: Sequence[Entry]) -> list[Planned]:
         """Name the tensors that are not left out."""
@@ -240,7 +255,7 @@ class _Asked:
             own = entry.tensor.dtype
             dtype = self._dtype if self._dtype and own.is_floating_point else own
             if names:
-                found.append(Planned(names, entry, dtype, self._is_plain))
+                found.append(Planned(names, entry, dtype, self._make_plain(entry)))
         return found
 
 
@@ -291,10 +306,9 @@ def check_planned(planned: Sequence[Planned], what: str) -> None:
             taken[name] = first
         if one.entry.is_meta:
             wrong.append(f"'{first}' on the meta device")
-        elif one.is_plain and one.entry.plain is None:
-            kind = type(one.entry.local)
-            if kind.dequantize is torch.Tensor.dequantize:  # which is for dtypes, not for classes
-                wrong.append(f"'{first}', a {kind.__name__} without dequantize()")
+        elif one.entry.plain is None and one.make_plain is torch.Tensor.dequantize:
+            # which is for quantized dtypes, not for classes
+            wrong.append(f"'{first}', a {type(one.entry.local).__name__} without dequantize()")
     if wrong:
         raise ShardError(
             f"Expected tensors with values and names of their own for {what}, got {listed(wrong)}"
