@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 import operator
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoint.meshes import CASES, Net
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from composable_shard import CPUOffloadPolicy, fully_shard, iter_full
-from composable_shard.core.transport.channel import Channel
+from composable_shard import CPUOffloadPolicy, fully_shard, iter_full, save_full, unsharded
+from composable_shard.compat.fsdp1 import FullyShardedDataParallel
 from composable_shard.testing import run_ranks, run_threads
-from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights import gathering
 from composable_shard.train.weights.boxes import Parts
 from loading.comparing import differences
+from loading.counting import Counted, counted
 from loading.kinds import Kinds, Tied, in_turns, shard
 
 EVERYTHING = 1 << 30
@@ -214,41 +214,6 @@ def test_tensor_subclasses_in_their_own_form_or_plain() -> None:
 # Collectives ------------------------------------------------------------------------------------
 
 
-class Counted(NamedTuple):
-    """What was launched: of each gather the bytes sent and the bytes received; the words said."""
-
-    gathers: list[tuple[int, int]]
-    words: list[int]
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Counted]:
-    gathers, words = list[tuple[int, int]](), list[int]()
-    gather, gather_to, say = Channel.gather, Channel.gather_to, Ranks.say
-
-    def note(outputs: Any, inputs: Any) -> None:
-        gathers.append((sum(t.nbytes for t in inputs), sum(t.nbytes for t in outputs)))
-
-    def gather_and_note(self: Channel, outputs: Any, inputs: Any) -> Any:
-        note(outputs, inputs)
-        return gather(self, outputs, inputs)
-
-    def gather_to_and_note(self: Channel, to: int, outputs: Any, inputs: Any) -> Any:
-        note(outputs, inputs)
-        return gather_to(self, to, outputs, inputs)
-
-    def say_and_note(self: Ranks, word: int) -> Any:
-        words.append(word)
-        return say(self, word)
-
-    with (
-        mock.patch.object(Channel, "gather", gather_and_note),
-        mock.patch.object(Channel, "gather_to", gather_to_and_note),
-        mock.patch.object(Ranks, "say", say_and_note),
-    ):
-        yield Counted(gathers, words)
-
-
 def launched(dtype: torch.dtype | None, rank0_only: bool) -> Counted:
     layers = [nn.Linear(16, 16, bias=False) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(64, 1024, bias=False))
@@ -287,3 +252,58 @@ def quantized(name: str) -> list[bool]:
 @pytest.mark.parametrize("name", ["nf4_weight", "int8_weight_only"])
 def test_quantized_weights_of_torchao_are_made_plain(name: str) -> None:
     assert run_ranks(quantized, 2, name) == [[True, True]] * 2
+
+
+# Ranks ------------------------------------------------------------------------------------------
+
+
+def in_stages(folder: str) -> list[list[str]]:
+    """Stream and save two models at the same time, each over two ranks."""
+    stage = dist.get_rank() // 2
+    group, _ = dist.new_subgroups(2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    torch.manual_seed(stage)
+    whole = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2 + stage)))
+    model = copy.deepcopy(whole)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    wanted = dict(whole.state_dict())
+    got = dict(iter_full(model, bucket_bytes=100, process_group=group))
+    first = dict(iter_full(model, rank0_only=True, process_group=group))
+    place = Path(folder) / str(stage)
+    save_full(model, place, max_shard_size=150, process_group=group)
+    saved: dict[str, torch.Tensor] = {}
+    for file in sorted(place.glob("*.safetensors")):
+        saved |= load_file(file)
+    is_first = dist.get_rank() % 2 == 0
+    return [
+        unlike(got, wanted),
+        unlike(first, wanted if is_first else {}),
+        differences(saved, wanted),
+        [] if len(list(place.iterdir())) == 2 * len(model) + 1 else ["files"],
+    ]
+
+
+def test_two_models_at_the_same_time(tmp_path: Path) -> None:
+    assert run_ranks(in_stages, 4, str(tmp_path)) == [[[], [], [], []]] * 4
+
+
+def unsharded_and_state_dict() -> list[int]:
+    torch.manual_seed(1)
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    model = nn.Sequential(*copy.deepcopy(layers))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    counts = []
+    with counted() as found, unsharded(model):
+        counts.append(len(found.gathers))
+        assert unlike(dict(model.state_dict()), dict(nn.Sequential(*layers).state_dict())) == []
+    wrapped = FullyShardedDataParallel(nn.Sequential(*layers), device_id=torch.device("cpu"))
+    with counted() as found:
+        wrapped.state_dict()
+    return [*counts, len(found.gathers)]
+
+
+def test_full_parameters_and_state_dicts_come_in_one_gather() -> None:
+    assert run_ranks(unsharded_and_state_dict, 2) == [[1, 1]] * 2
