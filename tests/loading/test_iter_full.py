@@ -61,7 +61,6 @@ def over_placements(name: str, hidden: int, direct_nbytes: int) -> list[list[str
     return found
 
 
-@pytest.mark.brief(4)
 @pytest.mark.parametrize("direct_nbytes", [0, 1 << 16])
 @pytest.mark.parametrize("hidden", [8, 10])
 @pytest.mark.parametrize("name", CASES)
