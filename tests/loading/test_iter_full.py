@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint.meshes import CASES, Net
+from near import Apart
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,6 +69,29 @@ def test_every_placement(name: str, hidden: int, direct_nbytes: int) -> None:
     num_ranks = CASES[name].num_ranks
     found = run_ranks(over_placements, num_ranks, name, hidden, direct_nbytes)
     assert found == [[[]] * 6] * num_ranks
+
+
+def to_each_in_turn(folder: str) -> list[str]:
+    """Gather on every rank, on all, and train: what ranks count is still the same."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    wanted = whole_by_torch(model)
+    save_full(model, folder, max_shard_size=70000)
+    saved: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        saved |= load_file(file)
+    found = differences(saved, wanted) + unlike(dict(iter_full(model)), wanted)
+    model(torch.ones(1, 128)).sum().backward()
+    first = dict(iter_full(model, rank0_only=True, bucket_bytes=1))
+    return found + unlike(first, wanted if dist.get_rank() == 0 else {})
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_ranks_that_cannot_read_each_other_send(tmp_path: Path, steps: int | None) -> None:
+    """Nobody shares memory; or each rank does with its neighbours only."""
+    assert run_ranks(Apart(to_each_in_turn, steps), 4, str(tmp_path)) == [[]] * 4
 
 
 def several_boxes() -> tuple[list[str], list[int]]:

@@ -87,12 +87,13 @@ class DirectGather(GatherLaunch):
             for own in shards:
                 messages.send(own, to)
         works: list[Waitable] = [messages]
-        if near and to not in far:
-            form = Form(tuple(own.numel() for own in shards), tuple(own.dtype for own in shards), 1)
+        if near:  # all of them take part, so that they count alike
+            published = [] if to in far else shards
+            form = Form(tuple(t.numel() for t in published), tuple(t.dtype for t in published), 1)
 
             def fill(addresses: list[int]) -> None:
                 if rank != to:
-                    for address, own in zip(addresses, shards, strict=True):
+                    for address, own in zip(addresses, published, strict=True):
                         copy_bytes(own.data_ptr(), own.nbytes, address)
 
             exchange = Exchange(group, tag, near, form, fill)
