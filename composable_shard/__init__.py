@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from composable_shard.train.unsharded import unsharded
     from composable_shard.train.weights.load import load_sharded
     from composable_shard.train.weights.save import save_full
+    from composable_shard.train.weights.shards import changed_since, local_shards
+    from composable_shard.train.weights.stream import iter_full
     from composable_shard.train.wrap import apply_fully_shard
 
 __all__ = [
@@ -57,11 +59,14 @@ __all__ = [
     "StaleParameterError",
     "UnshardHandle",
     "apply_fully_shard",
+    "changed_since",
     "clip_grad_norm_",
     "estimate",
     "explain",
     "fully_shard",
+    "iter_full",
     "load_sharded",
+    "local_shards",
     "move",
     "parked",
     "register_fsdp_forward_method",
@@ -101,6 +106,8 @@ _MODULES = {
     "train.unsharded": ("unsharded",),
     "train.weights.load": ("load_sharded",),
     "train.weights.save": ("save_full",),
+    "train.weights.shards": ("changed_since", "local_shards"),
+    "train.weights.stream": ("iter_full",),
     "train.wrap": ("apply_fully_shard",),
 }
 """Where each public name is defined; for type checkers, the imports above say the same."""

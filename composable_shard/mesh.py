@@ -260,6 +260,16 @@ def started_process_group() -> dist.ProcessGroup | None:
     return next((group for group, process in _started if process == os.getpid()), None)
 
 
+def axis_of(mesh: DeviceMesh, axis: int) -> ShardMesh:
+    """Return the ranks along one axis of a mesh, as those that share a parameter.
+
+    Raises:
+        ValueError: If this process cannot use the devices of the mesh.
+    """
+    group, rank = mesh.get_group(axis), mesh.get_local_rank(axis)
+    return ShardMesh(mesh, group, mesh.size(axis), rank, None, 1, _device_of(mesh))
+
+
 def _default_mesh() -> DeviceMesh:
     accelerator = _accelerator()
     device_type = "cpu" if accelerator is None else accelerator

@@ -380,3 +380,41 @@ def test_examples_in_docstrings(name: str) -> None:
 def test_a_table_without_rich_is_laid_out_with_spaces() -> None:
     table = report.plain_table("t", ["name", "ms"], [["a", "10.0"], ["longer", "5"]])
     assert table == "t\nname      ms\na       10.0\nlonger     5"
+
+
+# Weights out ------------------------------------------------------------------------------------
+
+
+def test_full_weights_beside_those_of_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights_out = importlib.import_module("weights_out")
+    sizes = ["--width", "64", "--blocks", "2", "--bucket-mib", "1", "--rounds", "3"]
+    figures = main(weights_out, tmp_path, "--ranks", "2", *sizes)["2"]
+    names = ["iter_full", "full_tensor of each", "full state dict of DCP"]
+    assert list(figures["seconds"]) == list(figures["nbytes"]) == names
+    assert [len(times) for times in figures["seconds"].values()] == [3, 3, 3]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2 ranks"
+    for line, name in zip(lines[1:], names, strict=True):
+        median = statistics.median(figures["seconds"][name])
+        assert line.split(name)[1].split()[0] == f"{median:.3f}"
+    own, *others = figures["seconds"].values()
+    for line, other in zip(lines[2:], others, strict=True):
+        share = statistics.median(mine / theirs for mine, theirs in zip(own, other, strict=True))
+        assert f"ours: {share:.2f} of the time" in line
+
+
+def test_all_contestants_give_the_same_weights() -> None:
+    assert run_ranks(weights_of_all, 2) == [[True, True]] * 2
+
+
+def weights_of_all() -> list[bool]:
+    weights_out = importlib.import_module("weights_out")
+    torch.manual_seed(1)
+    model = weights_out.build(16, 2)
+    ours = list(weights_out.ours(model, 1))
+    return [
+        len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+        for theirs in (list(weights_out.each(model)), list(weights_out.at_once(model)))
+    ]

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import demo
 import pytest
@@ -97,6 +98,47 @@ def test_the_example_of_a_subclass_passes_the_kit_and_learns(
     for rank, match in enumerate(losses):
         assert match is not None and int(match[1]) == rank
         assert float(match[2]) > 1 and float(match[3]) < 0.1
+
+
+@pytest.mark.brief(1)
+@pytest.mark.parametrize(("num_trainers", "num_engines"), [(3, 2), (2, 3)])
+def test_an_engine_gets_the_weights_of_a_training(
+    tmp_path: Path, num_trainers: int, num_engines: int
+) -> None:
+    """What it holds is bitwise equal, and each byte that it needs has come once, in buckets."""
+    engine = importlib.import_module("weights_to_engine")
+    options = ["--engine", str(num_engines), "--check", "--updates", "6", "--json", str(tmp_path)]
+    num_ranks, bucket_nbytes = num_trainers + num_engines, 16384
+    options += ["--bucket-bytes", str(bucket_nbytes)]
+    demo.launch(num_ranks, "examples/weights_to_engine.py", *options)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    texts = [line["text"] for line in found[num_trainers]]
+    assert texts[0] != texts[-1] == 2 * engine.TEXT
+    assert len(set(texts)) > 2
+    for lines in found[:num_trainers]:
+        assert [line["nbytes"] for line in lines] == [0] * 6
+    parts = [nbytes_of_part(engine, place, num_engines) for place in range(num_engines)]
+    embedding = engine.VOCABULARY * engine.WIDTH * 4  # is not trained, and not sent again
+    for lines, nbytes in zip(found[num_trainers:], parts, strict=True):
+        assert [line["text"] for line in lines] == texts
+        assert all(line["equal"] for line in lines)
+        assert [line["nbytes"] for line in lines] == [nbytes] + [nbytes - embedding] * 5
+        assert [line["largest"] for line in lines] == [embedding] + [lines[1]["largest"]] * 5
+        assert lines[1]["largest"] <= min(bucket_nbytes, (nbytes - embedding) // 2)
+
+
+def nbytes_of_part(engine: Any, place: int, count: int) -> int:
+    """Return the bytes of a tensor-parallel rank, whose first places have the shorter parts."""
+    total = 0
+    for name, tensor in engine.Model().state_dict().items():
+        dim = engine.cut_dim(name)
+        if dim is None:
+            total += tensor.nbytes
+        else:
+            length = tensor.shape[dim]
+            own = length * (place + 1) // count - length * place // count
+            total += tensor.nbytes // length * own
+    return total
 
 
 def test_the_contestants_of_the_benchmark_train_alike(capsys: pytest.CaptureFixture[str]) -> None:

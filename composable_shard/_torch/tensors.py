@@ -58,7 +58,8 @@ def chunk_cat_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 def copy_all_(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors into others of the same shapes, in one call; casts."""
-    torch._foreach_copy_(into, sources)
+    if into:
+        torch._foreach_copy_(into, sources)
 
 
 def zero_all_(tensors: list[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,10 +27,10 @@ from composable_shard.core.root import context_of
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.module import group_of
+from composable_shard.train.full import distributed, full_copy, same_bits
+from composable_shard.train.weights.gathering import full_copies
 
 # From sharded parameters to full ones and back: what ``unsharded`` is made of ---------------------
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Slot(NamedTuple):
@@ -72,7 +73,7 @@ class FullParams:
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     def register_full(self) -> None:
-        """Register full copies. Collective: an all-gather of each."""
+        """Register full copies. Collective: see :meth:`_kept`."""
         for param, slots in self._slots.items():
             if _torch.local_tensor(param).is_meta:
                 raise MaterializationError(
@@ -81,9 +82,12 @@ class FullParams:
                 )
         watch_optimizers()
         with torch.inference_mode(False), torch.no_grad():
-            for param, slots in self._slots.items():
-                full = self._kept(param, param)
-                grad = self._kept(param, param.grad) if self._with_grads else None
+            grads = [param.grad for param in self._slots if self._with_grads]
+            fulls = iter(self._kept([*self._slots, *(g for g in grads if g is not None)]))
+            of_params = [next(fulls) for _ in self._slots]
+            of_grads = [None if grad is None else next(fulls) for grad in grads]
+            kept = zip_longest(self._slots.items(), of_params, of_grads)
+            for (param, slots), full, grad in kept:
                 if full is None:
                     continue
                 copy = nn.Parameter(full, requires_grad=param.requires_grad)
@@ -158,17 +162,14 @@ class FullParams:
 
     # Which rank has the full values ---------------------------------------------------------
 
-    def _kept(self, param: nn.Parameter, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the full values of a parameter or its gradient, where this rank is to have them.
+    def _kept(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the full values of parameters and gradients, where this rank is to have them.
 
-        Collective: an all-gather, or a reduction of what is pending.
+        Collective: a gather for each bucket of them, and a reduction of what is pending.
         """
-        if tensor is None:
-            return None
-        full = full_copy(tensor)
-        if self._rank0_only and not _is_first(_mesh_of(param)):
-            return None
-        return full.cpu() if self._to_cpu else full
+        device = torch.device("cpu") if self._to_cpu else None
+        sharded = cast(Sequence[DTensor], tensors)
+        return full_copies(sharded, first_only=self._rank0_only, device=device)
 
     def _full(
         self,
@@ -199,20 +200,6 @@ class FullParams:
 # One tensor -----------------------------------------------------------------------------------
 
 
-def full_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full values of a DTensor in memory of their own, on the device of compute."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    mesh, placements, local = tensor.device_mesh, tensor.placements, _torch.local_tensor(tensor)
-    whole = cast(DTensor, tensor.detach())
-    if local.device.type != mesh.device_type:
-        whole = _distributed(local.detach().to(mesh.device_type), tensor, placements)
-    full = whole.full_tensor()
-    is_local = all(p.is_replicate() or mesh.size(axis) == 1 for axis, p in enumerate(placements))
-    # The inner tensors of a subclass may still be under way: copying waits for them.
-    return full.clone() if is_local or _torch.is_wrapper_subclass(full) else full
-
-
 def _shard_of(like: DTensor, full: torch.Tensor) -> torch.Tensor:
     """Cut this rank's part out of a full tensor; may be a view. Collective: none."""
     mesh = like.device_mesh
@@ -238,30 +225,7 @@ def _write_grad(param: nn.Parameter, full: torch.Tensor) -> None:
         _overwrite(present, full)
         return
     local = _shard_of(sharded, full).clone().to(_torch.local_tensor(param).device)
-    assign_grad(param, _distributed(local, sharded, sharded.placements))
-
-
-def _distributed(local: torch.Tensor, like: DTensor, placements: Sequence[Any]) -> DTensor:
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of one shape and dtype hold the same, also for NaN and -0."""
-    pairs = zip(_torch.leaves(one), _torch.leaves(other), strict=True)
-    return all(torch.equal(_bits(mine), _bits(theirs)) for mine, theirs in pairs)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
+    assign_grad(param, distributed(local, sharded, sharded.placements))
 
 
 # The first rank of a mesh ---------------------------------------------------------------------
@@ -333,10 +297,11 @@ def unsharded(
         ValueError: If a parameter has another shape at the end; with ``rank0_only`` on all ranks.
         MaterializationError: If parameters are on the meta device.
 
-    Collective: one all-gather of each parameter, and of each gradient with ``with_grads``; none for
-        the writeback, but with ``rank0_only`` one broadcast of each.
+    Collective: one all-gather of each bucket of 64 MiB of parameters, and of gradients with
+        ``with_grads``; a gather to the first rank with ``rank0_only``. None for the writeback, but
+        with ``rank0_only`` one broadcast of each.
     Memory: all full parameters (and gradients) at a time, on the first rank alone with
-        ``rank0_only``; besides, one of them on the device of compute.
+        ``rank0_only``; besides, a bucket of them on the device of compute.
     Source: ``FullyShardedDataParallel.summon_full_params`` (FSDP1).
 
     Example:

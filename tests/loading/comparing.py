@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable_shard.train.full import same_bits
+
 
 def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what this rank holds of each parameter and buffer."""
@@ -23,5 +25,5 @@ def differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
         for name in wanted
         if got[name].shape != wanted[name].shape
         or got[name].dtype != wanted[name].dtype
-        or not torch.equal(got[name], wanted[name])
+        or not same_bits(got[name], wanted[name])
     ]

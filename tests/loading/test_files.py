@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 from contextlib import redirect_stderr
 from pathlib import Path
 from unittest import mock
@@ -15,10 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from composable_shard import ShardError, fully_shard, load_sharded, save_full
-from composable_shard.testing import run_threads
+from composable_shard import CommunicationError, ShardError, fully_shard, load_sharded, save_full
+from composable_shard.testing import RankError, run_ranks, run_threads
 from composable_shard.train.weights import save
 from composable_shard.train.weights.save import num_bytes
+from composable_shard.train.weights.writing import FileWriter
 
 INDEX = "model.safetensors.index.json"
 
@@ -162,17 +165,90 @@ class stopped_after:
 
 def test_nobody_sees_a_file_before_it_is_complete(tmp_path: Path) -> None:
     seen = []
+    write = FileWriter.write
 
-    def look(*args: object, **kwargs: object) -> None:
+    def look(*args: object) -> None:
         seen.append(names_in(tmp_path))
-        return save(*args, **kwargs)
+        write(*args)
 
-    save = save_file
-    with mock.patch("safetensors.torch.save_file", look):
+    with mock.patch.object(FileWriter, "write", look):
         run_threads(lambda: save_full(fully_shard(layers(1)), tmp_path, max_shard_size=100), 2)
-    parts = [f".{name}.part" for name in SHARDS]
-    assert seen == [[], parts[:1], parts[:2]]
+    assert len(seen) == 3
+    assert {name for names in seen for name in names} == {f".{name}.part" for name in SHARDS}
     assert names_in(tmp_path) == [*SHARDS, INDEX]
+
+
+def saved_by(folder: str, limit: int, elsewhere: tuple[int, ...] = ()) -> list[str]:
+    """Save; return which files this rank has written. Some ranks do not see the folder."""
+    here = os.getcwd()
+    rank = dist.get_rank()
+    place = Path(folder) / (f"of {rank}" if rank in elsewhere else "shared")
+    place.mkdir(exist_ok=True)
+    os.chdir(place)
+    begun = []
+    begin = FileWriter.__init__
+
+    def note(self: FileWriter, place: Path, tensors: object) -> None:
+        begun.append(place.name)
+        begin(self, place, tensors)
+
+    try:
+        with mock.patch.object(FileWriter, "__init__", note):
+            save_full(fully_shard(layers(rank + 1)), "weights", max_shard_size=limit)
+    finally:
+        os.chdir(here)
+    return begun
+
+
+def parts(*numbers: int) -> list[str]:
+    return [f".{SHARDS[number]}.part" for number in numbers]
+
+
+def test_every_rank_writes_files_of_its_own(tmp_path: Path) -> None:
+    assert run_ranks(saved_by, 2, str(tmp_path), 100) == [parts(0, 2), parts(1)]
+    folder = tmp_path / "shared" / "weights"
+    assert names_in(folder) == [*SHARDS, INDEX]
+    assert values_at(folder) == {1.0, 2.0}  # rows of both ranks
+    assert run_ranks(saved_by, 2, str(tmp_path / "shared"), 1000) == [
+        [".model.safetensors.part"],
+        [],
+    ]
+
+
+def test_a_rank_that_does_not_see_the_folder_writes_nothing(tmp_path: Path) -> None:
+    assert run_ranks(saved_by, 3, str(tmp_path), 100, (1,)) == [parts(0, 2), [], parts(1)]
+    assert names_in(tmp_path / "shared" / "weights") == [*SHARDS, INDEX]
+    assert names_in(tmp_path / "of 1") == []
+    assert values_at(tmp_path / "shared" / "weights") == {1.0, 2.0}  # rank 2 has no rows
+
+
+def killed(folder: str, rank: int) -> None:
+    """Kill a rank while it writes its first file."""
+    write = FileWriter.write
+
+    def die(*args: object) -> None:
+        write(*args)
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with mock.patch.object(FileWriter, "write", die):
+            save_full(fully_shard(layers(1, 8)), folder, max_shard_size=64)
+    except CommunicationError as error:
+        (Path(folder).parent / f"told {dist.get_rank()}").write_text(str(error))
+        raise
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_leaves_no_weights(tmp_path: Path, rank: int) -> None:
+    folder = tmp_path / "weights"
+    with pytest.raises(RankError):
+        run_ranks(killed, 3, str(folder), rank, timeout=60)
+    hidden = [f".model-0000{rank + 1}-of-00008.safetensors.part"]  # of that rank, which cannot
+    assert names_in(folder) == (hidden if rank == 0 else [])
+    for other in {0, 1, 2} - {rank}:
+        text = (tmp_path / f"told {other}").read_text()
+        assert text.startswith(f"Rank {other} failed while saving '{folder}': ")
 
 
 def test_the_bar_counts_bytes_on_the_first_rank_alone(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -21,56 +20,9 @@ from composable_shard import CPUOffloadPolicy, fully_shard, load_sharded, save_f
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel
 from composable_shard.testing import run_threads
 from loading.comparing import differences, locals_of
+from loading.kinds import Kinds, Tied, kinds, shard
 
 NUM_RANKS = 3
-
-
-class Kinds(nn.Module):
-    """Parameters of many shapes, dtypes and strides, and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, tensor in self.tensors():
-            self.register_parameter(
-                name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-            )
-        self.norm = nn.BatchNorm1d(5)
-        self.register_buffer("mask", torch.rand(4) > 0.5)
-        self.register_buffer("table", torch.arange(3.0), persistent=False)
-        self.absent = nn.Linear(2, 2, bias=False)
-        self.absent.register_parameter("weight", None)
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "even", torch.randn(6, 2)
-        yield "uneven", torch.randn(7, 3)
-        yield "one_row", torch.randn(1, 4)
-        yield "no_rows", torch.randn(0, 4)
-        yield "scalar", torch.randn(())
-        yield "inner", torch.randn(2, 7)
-        yield "transposed", torch.randn(5, 4).t()
-        yield "image", torch.randn(3, 2, 2, 2).to(memory_format=torch.channels_last)
-        yield "low", torch.randn(4, 2).bfloat16()
-        yield "fp16", torch.randn(4).half()
-        yield "fp64", torch.randn(4).double()
-        yield "small", torch.randn(6, 2).to(torch.float8_e4m3fn)
-        yield "integer", torch.randint(99, (5,))
-        yield "byte", torch.randint(99, (5,), dtype=torch.uint8)
-        yield "complex", torch.randn(5, dtype=torch.complex64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x)
-
-
-def shard(model: nn.Module, **kwargs: object) -> nn.Module:
-    inner = model.inner
-    return fully_shard(
-        model, shard_placement_fn=lambda param: Shard(1) if param is inner else None, **kwargs
-    )
-
-
-def kinds(seed: int) -> Kinds:
-    torch.manual_seed(seed)
-    return Kinds()
 
 
 @pytest.mark.parametrize("sends", [False, True])
@@ -155,23 +107,6 @@ def test_dtypes_of_the_model_and_of_the_file(tmp_path: Path) -> None:
 
 
 # Tied -------------------------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    """Weights of two groups that are one, and a module that is registered twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.block = nn.Linear(4, 4)
-        self.again = self.block
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.rand(2))
-        self.register_buffer("alias", self.scale)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.again(self.block(self.embed(x))))
 
 
 ONCE = ["block.bias", "block.weight", "embed.weight", "scale"]

@@ -20,11 +20,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from composable_shard import fully_shard, load_sharded, save_full
+from composable_shard import fully_shard, iter_full, load_sharded, save_full
 from composable_shard._torch import poisoned_memory
 from composable_shard.testing import run_ranks
-from composable_shard.train.unsharded import full_copy
-from composable_shard.train.weights import save
+from composable_shard.train.weights import gathering, save
 
 MIB = 2**20
 NUM_TENSORS, TENSOR_NBYTES = 12, 8 * MIB
@@ -131,21 +130,38 @@ def growth_while_loading(file: Path, dim: int, sends: bool) -> int:
     return found[0]
 
 
-def held_while_saving(folder: Path) -> list[int]:
-    """Return how many full tensors there were after each was gathered."""
-    made: list[weakref.ref[torch.Tensor]] = []
-    counts: list[int] = []
+def held_while_streaming(dim: int, rank0_only: bool) -> int:
+    model = build(False, dim)
+    with held() as most:
+        for _, full in iter_full(model, bucket_bytes=TENSOR_NBYTES, rank0_only=rank0_only):
+            del full
+    return most[0]
 
-    def counting(tensor: torch.Tensor) -> torch.Tensor:
-        full = full_copy(tensor)
-        made.append(weakref.ref(full))
-        counts.append(sum(one() is not None for one in made))
-        return full
 
-    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6))))
-    with mock.patch.object(save, "full_copy", counting):
-        save_full(model, folder, max_shard_size=128)  # each weight has 64 bytes
-    return counts
+def held_while_saving(folder: Path, limit: int) -> int:
+    model = build(False, dim=1)
+    with mock.patch.object(save, "BUCKET_NBYTES", TENSOR_NBYTES), held() as most:
+        save_full(model, folder, max_shard_size=limit)
+    return most[0]
+
+
+@contextlib.contextmanager
+def held() -> Iterator[list[int]]:
+    """Count how many bytes there are at most of what is made to send and to receive."""
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    most = [0]
+    make = gathering._torch.empty
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        if tensor.nbytes > 1024:  # those of a word are not counted
+            made.append(weakref.ref(tensor.untyped_storage()))
+        alive = [storage for one in made if (storage := one()) is not None]
+        most[0] = max(most[0], sum(storage.nbytes() for storage in alive))
+        return tensor
+
+    with mock.patch.object(gathering._torch, "empty", counting):
+        yield most
 
 
 on_linux = pytest.mark.skipif(
@@ -164,5 +180,18 @@ def test_memory_grows_by_the_shard_and_one_tensor_at_most(
     assert max(grown) < shard + TENSOR_NBYTES + SLACK_NBYTES, grown
 
 
-def test_saving_holds_the_tensors_of_one_file_on_the_first_rank_alone(tmp_path: Path) -> None:
-    assert run_ranks(held_while_saving, 2, tmp_path) == [[1, 2, 1, 2, 1, 2], [1, 1, 1, 1, 1, 1]]
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_a_stream_makes(dim: int) -> None:
+    """Each tensor is a bucket; one that is cut in columns is sent and received beside its place."""
+    both = TENSOR_NBYTES * (5 if dim else 4) // 2
+    sent = TENSOR_NBYTES // 2 if dim else 0
+    assert run_ranks(held_while_streaming, 2, dim, False) == [both, both]
+    assert run_ranks(held_while_streaming, 2, dim, True) == [both, sent]
+
+
+def test_saving_holds_a_bucket_and_not_a_file(tmp_path: Path) -> None:
+    """Of 12 tensors, each a bucket: one file, by rank 0, or two at once, by both ranks."""
+    sent, received = TENSOR_NBYTES // 2, 2 * TENSOR_NBYTES
+    assert run_ranks(held_while_saving, 2, tmp_path / "1", 1 << 30) == [sent + received, sent]
+    both = [2 * sent + received] * 2
+    assert run_ranks(held_while_saving, 2, tmp_path / "2", 6 * TENSOR_NBYTES) == both

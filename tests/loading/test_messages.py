@@ -23,12 +23,14 @@ from composable_shard import (
     RankMismatchError,
     ShardError,
     fully_shard,
+    iter_full,
     load_sharded,
     save_full,
     unsharded,
 )
 from composable_shard.testing import run_threads
 from composable_shard.train.weights import files, save
+from composable_shard.train.weights.writing import FileWriter
 
 NUM_RANKS = 2
 
@@ -397,6 +399,23 @@ def test_a_disk_that_fails_while_it_is_written(tmp_path: Path) -> None:
         assert list(place.iterdir()) == []
 
 
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_a_disk_that_fails_on_one_of_the_ranks_that_write(tmp_path: Path, rank: int) -> None:
+    write = FileWriter.write
+
+    def refuse(*args: Any) -> None:
+        if dist.get_rank() == rank:
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    place = tmp_path / "new"
+    with mock.patch.object(FileWriter, "write", refuse):
+        text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
+    full = "OSError: [Errno 28] No space left on device"
+    assert text == f"Expected to save '{place}', got on rank {rank}: {full}"
+    assert list(place.iterdir()) == []
+
+
 @pytest.mark.parametrize("broken", ["all_gather_object", "broadcast_object_list", "broadcast"])
 def test_a_collective_that_fails(whole: Path, broken: str) -> None:
     failing = mock.Mock(side_effect=RuntimeError("Connection closed by peer"))
@@ -419,3 +438,72 @@ def test_no_memory_is_no_failure_of_communication(whole: Path) -> None:
             lambda: load_sharded(linear(), whole, broadcast_from_rank0=True),
             kind=torch.OutOfMemoryError,
         ) == ("no memory")
+
+
+# Full weights one after another -------------------------------------------------------------------
+
+
+def streams(**kwargs: Any) -> str:
+    return all_say(lambda: list(iter_full(linear(), **kwargs)))
+
+
+def test_arguments_of_iter_full() -> None:
+    for size in (0, -1, "64MB"):
+        assert said(lambda size=size: iter_full(nn.Linear(1, 1), bucket_bytes=size)) == (
+            "ValueError",
+            f"Expected bucket_bytes to be a positive number, got {size!r}",
+        )
+    assert said(lambda: iter_full({})) == (
+        "TypeError",
+        "Expected model to be an nn.Module, got dict",
+    )
+    assert said(lambda: iter_full(nn.Linear(1, 1), tied="last")) == (
+        "ValueError",
+        "Expected tied to be one of ('first', 'all'), got 'last'",
+    )
+    assert said(lambda: iter_full(nn.Linear(1, 1), subclasses=None)) == (
+        "ValueError",
+        "Expected subclasses to be 'own', 'plain' or a function, got None",
+    )
+
+
+def test_what_iter_full_cannot_give() -> None:
+    one_name = "Expected tensors with values and names of their own for iter_full(), got "
+    assert streams(rename=lambda _: "x") == f"{one_name}'x' for both 'weight' and 'bias'"
+    with torch.device("meta"):
+        layer = nn.Linear(1, 1, bias=False)
+    assert said(lambda: list(iter_full(layer))) == (
+        "ShardError",
+        f"{one_name}'weight' on the meta device",
+    )
+    plain = all_say(lambda: list(iter_full(two_tensors(), subclasses="plain")))
+    assert plain == f"{one_name}'weight', a TwoTensor without dequantize()"
+
+    text = all_say(lambda: list(iter_full(two_tensors(), subclasses=lambda shard: shard + 1)))
+    got = (
+        "Expected a plain tensor of shape [2, 2] of the TwoTensor 'weight', got a TwoTensor of "
+        "shape [2, 2]"
+    )
+    going = "Expected all ranks to go through iter_full() to its end"
+    assert text == f"{going}, got on rank 0: TypeError: {got}"
+
+    def fail(name: str) -> str:
+        if dist.get_rank() == 1:
+            raise KeyError(name)
+        return name
+
+    assert streams(rename=fail) == (
+        "Expected names for iter_full(), got on rank 1: KeyError: 'weight'"
+    )
+
+
+def test_ranks_that_ask_iter_full_for_different_things() -> None:
+    def differ() -> None:
+        list(iter_full(linear(), dtype=(None, torch.bfloat16)[dist.get_rank()]))
+
+    same = "bucket_bytes 67108864, rank0_only False, dtype"
+    rest = "tied first, subclasses own"
+    assert all_say(differ, kind=RankMismatchError) == (
+        "Expected the same model and arguments of iter_full() on all ranks, got on rank 0: "
+        f"{same} None, {rest}; on rank 1: {same} torch.bfloat16, {rest}"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.train.unsharded import full_copy
+from composable_shard.train.weights.gathering import full_copies
 
 # State dicts of a wrapped model: full, sharded or local, under the names of the plain model -------
 
@@ -168,16 +168,26 @@ def is_first_rank(module: nn.Module) -> bool:
 
 
 def converted(
-    value: torch.Tensor,
+    values: Sequence[torch.Tensor],
     kind: StateDictType,
     config: StateDictConfig | OptimStateDictConfig,
-) -> torch.Tensor:
-    """Return what a state dict of a kind holds for a tensor. Collective: its gather, if full."""
-    if isinstance(value, DTensor) and kind is StateDictType.FULL_STATE_DICT:
-        value = full_copy(value)
-    elif isinstance(value, DTensor) and kind is StateDictType.LOCAL_STATE_DICT:
-        value = _torch.local_tensor(value).detach()
-    return value.cpu() if config.offload_to_cpu else value
+) -> list[torch.Tensor | None]:
+    """Return what a state dict of a kind holds for tensors.
+
+    Full ones are ``None`` on ranks that are not to have them.
+
+    Collective: for full tensors their gathers.
+    """
+    device = torch.device("cpu") if config.offload_to_cpu else None
+    found: dict[int, torch.Tensor | None] = {}
+    if kind is StateDictType.FULL_STATE_DICT:
+        sharded = {id(value): value for value in values if isinstance(value, DTensor)}
+        fulls = full_copies(list(sharded.values()), first_only=is_rank0_only(config), device=device)
+        found.update(zip(sharded, fulls, strict=True))
+    elif kind is StateDictType.LOCAL_STATE_DICT:
+        found = {id(v): _torch.local_tensor(v).detach() for v in values if isinstance(v, DTensor)}
+    kept = [found.get(id(value), value) for value in values]
+    return [one if one is None or device is None else one.to(device) for one in kept]
 
 
 def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
@@ -357,15 +367,14 @@ def _after_save(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: o
     settings = wrapper.fsdp_state_dict_settings
     kind, config = settings.state_dict_type, settings.state_dict_config
     params = {prefix + n: id(p) for n, p in wrapper.named_parameters(remove_duplicate=False)}
-    done: dict[int, torch.Tensor] = {}
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        value = state_dict[key]
-        if not isinstance(value, torch.Tensor):
-            continue
-        param = params.get(key)
-        if param not in done or param is None:
-            value = converted(value, kind, config)
-        state_dict[key] = value if param is None else done.setdefault(param, value)
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    keys = [key for key in keys if isinstance(state_dict[key], torch.Tensor)]
+    values: dict[int | str, torch.Tensor] = {}
+    for key in keys:  # what is tied is one tensor under several names
+        values.setdefault(params.get(key, key), state_dict[key])
+    found = dict(zip(values, converted(list(values.values()), kind, config), strict=True))
+    for key in keys:
+        state_dict[key] = found[params.get(key, key)]
     if is_rank0_only(config) and not is_first_rank(wrapper):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             del state_dict[key]
@@ -416,7 +425,7 @@ def optim_state_dict(
     Raises:
         ValueError: If the optimizer has a parameter that is not of ``model``.
 
-    Collective: for full tensors, a gather of each.
+    Collective: for full tensors, a gather for each bucket of 64 MiB of them.
 
     Example:
         >>> from composable_shard.compat.fsdp1 import FullyShardedDataParallel
@@ -435,12 +444,14 @@ def optim_state_dict(
     states = optim.state_dict() if optim_state_dict is None else optim_state_dict
     names = _names(model, optim)
     named: dict[str, Any] = {"state": {}, "param_groups": []}
+    places: list[tuple[dict[str, Any], str]] = []
     for index, name in enumerate(names):
         if index in states["state"]:
-            named["state"][name] = {
-                key: converted(value, kind, config) if isinstance(value, torch.Tensor) else value
-                for key, value in states["state"][index].items()
-            }
+            own = named["state"][name] = dict(states["state"][index])
+            places += [(own, key) for key, value in own.items() if isinstance(value, torch.Tensor)]
+    found = converted([own[key] for own, key in places], kind, config)
+    for (own, key), value in zip(places, found, strict=True):
+        own[key] = value
     for own in states["param_groups"]:
         named["param_groups"].append({**own, "params": [names[i] for i in own["params"]]})
     if is_rank0_only(config) and not is_first_rank(model):

@@ -18,6 +18,8 @@ from composable_shard.core.transport.collectives import (
     CoalescedReduceScatter,
     CustomAllGather,
     CustomReduceScatter,
+    EachGather,
+    GatherLaunch,
     Memory,
     ReduceScatter,
     ReduceScatterIn,
@@ -35,7 +37,11 @@ from composable_shard.core.transport.failures import (
     watched,
 )
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.core.transport.point_to_point import DirectAllGather, DirectReduceScatter
+from composable_shard.core.transport.point_to_point import (
+    DirectAllGather,
+    DirectGather,
+    DirectReduceScatter,
+)
 from composable_shard.core.transport.process_groups import subgroup, subgroups_of
 from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
@@ -57,6 +63,7 @@ class Channel:
         self.mesh = mesh
         self.all_gather: AllGatherLaunch
         self.reduce_scatter: ReduceScatterLaunch
+        self._gather: GatherLaunch
         self._use_fastest()
         self._reduce_group = mesh.shard_group
         self.tags = 0, 1
@@ -79,7 +86,9 @@ class Channel:
         backend = None if group is None else _torch.backend_name(group, device)
         if backend == "gloo" and not _torch.has_streams(device):
             self.all_gather, self.reduce_scatter = DirectAllGather(), DirectReduceScatter()
+            self._gather = DirectGather()
         else:
+            self._gather = EachGather()
             self.all_gather = CoalescedAllGather()
             self.reduce_scatter = CoalescedReduceScatter(reads_padding=may_read_padding(device))
 
@@ -138,6 +147,19 @@ class Channel:
         """Gather every input from the ranks that share the parameters."""
         assert self.mesh.shard_group is not None
         return self._gather_from(self.mesh.shard_group, outputs, inputs)
+
+    def gather_to(self, to: int, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
+        """Gather every input on one of the ranks that share the parameters.
+
+        Args:
+            to: Which of them.
+            outputs: What to write; of that rank alone.
+            inputs: What to send.
+        """
+        group = self.mesh.shard_group
+        assert group is not None
+        launch = partial(self._gather.launch, outputs, inputs, group, self.tags[0], to)
+        return self._launch(launch, group, self.gathering)
 
     def prepare_regather(self, num_ranks: int) -> None:
         """Have the process group of ``num_ranks`` neighbours, before one of them may fail.

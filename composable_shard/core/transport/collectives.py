@@ -42,6 +42,23 @@ class AllGatherLaunch(Protocol):
         """
 
 
+class GatherLaunch(Protocol):
+    """Gathers many tensors at once on one rank."""
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int, to: int
+    ) -> list[Waitable]:
+        """Launch the gather of each input [n] into its output [N * n] on one rank.
+
+        Args:
+            outputs: What to write; of that rank alone.
+            inputs: What to send.
+            group: The ranks.
+            tag: See all-gather.
+            to: Which of them.
+        """
+
+
 class ReduceScatterLaunch(Protocol):
     """Reduces many tensors at once.
 
@@ -105,6 +122,20 @@ class CoalescedAllGather(AllGatherLaunch):
         if len({tensor.dtype for tensor in inputs}) > 1:
             outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
         return [_torch.all_gather_flat(outputs, inputs, group)]
+
+
+class EachGather(GatherLaunch):
+    """One c10d launch for each tensor."""
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int, to: int
+    ) -> list[Waitable]:
+        works: list[Waitable] = []
+        for index, own in enumerate(inputs):
+            rows = list(outputs[index].view(group.size(), -1)) if outputs else None
+            work = dist.gather(own, rows, group=group, group_dst=to, async_op=True)
+            works += [] if work is None else [work]
+        return works
 
 
 class CoalescedReduceScatter(ReduceScatterLaunch):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.transport.collectives import (
     AllGatherLaunch,
+    GatherLaunch,
     ReduceScatterLaunch,
     Tensors,
     sum_dtype,
@@ -63,6 +64,44 @@ class DirectAllGather(AllGatherLaunch):
         else:
             for place, own in zip(places, shards, strict=True):
                 copy_bytes(own.data_ptr(), own.nbytes, place[rank].data_ptr())
+        return works
+
+
+class DirectGather(GatherLaunch):
+    """One rank gets the shard of every other, straight into place; the others get nothing."""
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int, to: int
+    ) -> list[Waitable]:
+        rank, num_ranks = group.rank(), group.size()
+        shards = _sendable(inputs)
+        near, far = _peers_of(group)
+        messages = _Messages(group, tag)
+        places = [out.view(num_ranks, -1) for out in _sendable(outputs)] if rank == to else []
+        for place, own in zip(places, shards if places else [], strict=True):
+            copy_bytes(own.data_ptr(), own.nbytes, place[rank].data_ptr())
+        for peer in far if rank == to else []:
+            for place in places:
+                messages.receive(place[peer], peer)
+        if to in far:
+            for own in shards:
+                messages.send(own, to)
+        works: list[Waitable] = [messages]
+        if near:  # all of them take part, so that they count alike
+            published = [] if to in far else shards
+            form = Form(tuple(t.numel() for t in published), tuple(t.dtype for t in published), 1)
+
+            def fill(addresses: list[int]) -> None:
+                if rank != to:
+                    for address, own in zip(addresses, published, strict=True):
+                        copy_bytes(own.data_ptr(), own.nbytes, address)
+
+            exchange = Exchange(group, tag, near, form, fill)
+            if rank == to:
+                members = {peer: [place[peer] for place in places] for peer in near}
+                works.append(_Reading(exchange, members))
+            else:
+                exchange.finish()  # what the others publish is not for this one
         return works
 
 

@@ -1,1 +1,1 @@
-"""Weights in safetensors files, as one file or as a folder: read into shards and written back."""
+"""Weights out of a model and into it: safetensors files, whole tensors one by one, and shards."""

@@ -14,8 +14,9 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.errors import ShardError
+from composable_shard.train.full import same_bits
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.unsharded import same_bits
+from composable_shard.train.weights.boxes import Box, Parts
 from composable_shard.train.weights.entries import (
     RENAMED,
     Contents,
@@ -28,8 +29,6 @@ from composable_shard.train.weights.entries import (
     materialize,
 )
 from composable_shard.train.weights.files import (
-    Box,
-    Parts,
     Reader,
     Stored,
     library,

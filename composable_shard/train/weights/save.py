@@ -2,61 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from composable_shard import _torch
 from composable_shard.errors import ShardError
 from composable_shard.train.checkpoint import sync_folder
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.unsharded import full_copy
 from composable_shard.train.weights.entries import RENAMED, Entry, Rename, contents_of, listed
 from composable_shard.train.weights.files import INDEX, SHARD, SINGLE, library, progress_bar
+from composable_shard.train.weights.gathering import Bucket, Planned, Routes, runs_within
+from composable_shard.train.weights.stream import Stream
+from composable_shard.train.weights.writing import FileWriter
 
 # Files of full tensors: planned beforehand, filled tensor by tensor, named when complete ----------
 
-METADATA = {"format": "pt"}
-
-
-class Planned(NamedTuple):
-    """A tensor that is to be written: under which name and in what dtype."""
-
-    name: str
-    entry: Entry
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it has in the file."""
-        return self.entry.tensor.numel() * self.dtype.itemsize
-
-
-def plan_files(planned: Sequence[Planned], limit: int | None) -> list[list[Planned]]:
-    """Spread tensors over files of at most ``limit`` bytes, in their order.
-
-    Args:
-        planned: The tensors.
-        limit: Bytes of tensors in a file, but for one that has a larger one alone; ``None`` for a
-            single file.
-    """
-    files: list[list[Planned]] = [[]]
-    nbytes = 0
-    for one in planned:
-        if limit is not None and files[-1] and nbytes + one.nbytes > limit:
-            files.append([])
-            nbytes = 0
-        files[-1].append(one)
-        nbytes += one.nbytes
-    return files
+BUCKET_NBYTES = 32 * 2**20
+"""How many bytes of full tensors are gathered at once for each rank that writes."""
 
 
 class Output:
@@ -132,58 +102,86 @@ class Output:
 
 
 class Writing:
-    """Gathers and writes what was planned.
+    """Gathers and writes what was planned: each file by one rank, several files at a time.
 
     Args:
         output: Where to.
         files: What is in each file; the same on all ranks.
-        ranks: The ranks that gather, of which the first one writes.
+        ranks: The ranks that gather.
+        writers: Those that write, by their numbers in the job; the same on all ranks.
 
     Attributes:
         nbytes: How many bytes the tensors have.
     """
 
-    def __init__(self, output: Output, files: Sequence[Sequence[Planned]], ranks: Ranks) -> None:
-        self._output, self._files, self._ranks = output, files, ranks
+    def __init__(
+        self,
+        output: Output,
+        files: Sequence[Sequence[Planned]],
+        ranks: Ranks,
+        writers: Sequence[int],
+    ) -> None:
+        self._output, self._files, self._ranks, self._writers = output, files, ranks, writers
         self._names = output.file_names(len(files))
-        self.nbytes = sum(one.nbytes for file in files for one in file)
+        self._homes = {one: index for index, file in enumerate(files) for one in file}
+        self._open: dict[int, FileWriter] = {}
+        self.nbytes = sum(one.nbytes for one in self._homes)
 
     def run(self, advance: Callable[[int], object]) -> None:
-        """Write all files, then name them.
+        """Write all files, then name them; leave none if something goes wrong.
 
         Raises:
-            ShardError: On all ranks, if the first one cannot write.
+            ShardError: On all ranks, if one cannot write.
 
-        Collective: an all-gather of each DTensor; a small object after each file.
+        Collective: those of a :class:`Stream`; two small objects at the end.
         """
-        for name, file in zip(self._names, self._files, strict=True):
-            tensors = self._gathered(file, advance)
-            self._on_first(partial(self._write, name, tensors))
-            del tensors
+        expected = f"to save '{self._output.place}'"
+        stream = Stream(self._rounds(), self._ranks, expected, torch.device("cpu"))
+        try:
+            with contextlib.closing(stream.run(advance)) as arriving:
+                for one, full in arriving:
+                    with self._ranks.noting_failure():
+                        self._write(one, full)
+                    del one, full  # or they would be held while the next bucket is finished
+            with self._ranks.noting_failure():
+                self._write_empty()
             self._agree()
-        self._on_first(self._publish)
-        self._agree()
+            if self._ranks.is_first:
+                with self._ranks.noting_failure():
+                    self._publish()
+            self._agree()
+        except BaseException:
+            self._discard()
+            raise
 
-    def _gathered(
-        self, file: Sequence[Planned], advance: Callable[[int], object]
-    ) -> dict[str, torch.Tensor]:
-        """Return the full tensors of a file, on the first rank."""
-        tensors: dict[str, torch.Tensor] = {}
-        for one in file:
-            tensor = one.entry.tensor
-            if isinstance(tensor, DTensor) or self._ranks.is_first:
-                with self._ranks.naming_failures():
-                    (full,) = _torch.leaves(full_copy(tensor))
-                if self._ranks.is_first:
-                    tensors[one.name] = full.to("cpu", one.dtype).contiguous()
-                del full  # or it would be held while the next one is gathered
-            advance(one.nbytes)
-        return tensors
+    def _rounds(self) -> list[list[Bucket]]:
+        """Let all who write get a bucket at a time, each of the file that it is at."""
+        routes, rounds, count = Routes(), list[list[Bucket]](), len(self._writers)
+        for start in range(0, len(self._files), count):
+            wave = [runs_within(file, BUCKET_NBYTES) for file in self._files[start : start + count]]
+            for runs in zip_longest(*wave, fillvalue=()):
+                pairs = zip(self._writers, runs, strict=False)
+                rounds.append([Bucket(run, routes, to) for to, run in pairs if run])
+        return rounds
 
-    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        part = self._output.part(name)
-        library("safetensors.torch").save_file(tensors, part, metadata=METADATA)
-        _sync(part)
+    def _write(self, one: Planned, full: torch.Tensor) -> None:
+        if self._ranks.failure is not None:
+            return
+        index = self._homes[one]
+        if index not in self._open:
+            self._open[index] = self._begin(index)
+        self._open[index].write(one.name, full)
+        if self._open[index].is_complete:
+            self._open.pop(index).close()
+
+    def _begin(self, index: int) -> FileWriter:
+        shapes = {one.name: (one.dtype, one.entry.tensor.shape) for one in self._files[index]}
+        return FileWriter(self._output.part(self._names[index]), shapes)
+
+    def _write_empty(self) -> None:
+        """Write the file of a model without tensors."""
+        if self._ranks.is_first and not self._homes:
+            self._begin(0).close()
 
     def _publish(self) -> None:
         names = list(self._names)
@@ -195,23 +193,24 @@ class Writing:
         self._output.publish(names)
 
     def _index(self) -> dict[str, dict[str, int] | dict[str, str]]:
-        homes = zip(self._names, self._files, strict=True)
-        weight_map = {one.name: name for name, file in homes for one in file}
+        weight_map = {one.name: self._names[index] for one, index in self._homes.items()}
         return {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
 
     def _agree(self) -> None:
         said = self._ranks.agree([], "files")
-        if said is None:
-            return
-        if self._ranks.is_first:
-            for name in (*self._names, INDEX):
-                self._output.part(name).unlink(missing_ok=True)
-        raise ShardError(f"Expected to save '{self._output.place}', got {said}")
+        if said is not None:
+            raise ShardError(f"Expected to save '{self._output.place}', got {said}")
 
-    def _on_first(self, act: Callable[[], None]) -> None:
-        if self._ranks.is_first:
-            with self._ranks.noting_failure():
-                act()
+    def _discard(self) -> None:
+        """Remove what this rank has written, and on the first one what anybody has."""
+        for writer in self._open.values():
+            with contextlib.suppress(OSError):
+                writer.close()
+        writes = {to: self._names[at :: len(self._writers)] for at, to in enumerate(self._writers)}
+        names = self._names if self._ranks.is_first else writes.get(self._ranks.rank, [])
+        for name in (*names, INDEX):
+            with contextlib.suppress(OSError):
+                self._output.part(name).unlink(missing_ok=True)
 
 
 def _sync(file: Path) -> None:
@@ -241,9 +240,10 @@ def save_full(
 ) -> None:
     """Write the full parameters and persistent buffers of a sharded model as safetensors.
 
-    They are gathered one by one, and written by the first rank. A checkpoint has its name only when
-    it is complete. Any program reads it that reads safetensors files, :func:`load_sharded` among
-    them. Needs the extra ``weights``.
+    They are gathered bucket by bucket. A single file is written by the first rank, several files at
+    the same time, each by one of the ranks that see the folder of the first. A checkpoint has its
+    name only when it is complete. Any program reads it that reads safetensors files,
+    :func:`load_sharded` among them. Needs the extra ``weights``.
 
     Args:
         model: The model, sharded or not, the same on all ranks. What is tied in it is written once,
@@ -263,13 +263,14 @@ def save_full(
         ValueError: If ``max_shard_size`` is not positive, or is a text of another form.
         ShardError: On all ranks: if there are weights already, if a tensor is on the meta device or
             is a tensor subclass of several tensors, if rename gives two of them one name, if the
-            first rank cannot write or lacks a library for it. In a forward or backward.
+            a rank cannot write, or the first one lacks a library for it. In a forward or backward.
         RankMismatchError: On all ranks, if their models differ, or what ``rename`` returns.
         CommunicationError: If a rank has ended or does not answer within the time-out.
 
-    Collective: an all-gather of each parameter; a small object before, and after each file.
-    Memory: one full tensor on each rank; on the first one those of one file besides, which for a
-        single file is the whole model.
+    Collective: for each bucket, of 32 MiB or of a larger tensor, a gather to the rank that writes
+        it, and 8 bytes to all; a few small objects before and after.
+    Memory: two buckets on a rank that writes, or twice the largest tensor; on each rank its own
+        parts of the buckets that are under way, one for each rank that writes.
 
     Example:
         >>> import tempfile
@@ -290,10 +291,38 @@ def save_full(
     planned = _planned(entries, rename, dtype, output)
     if rename is not None:
         ranks.agree([f"'{one.name}' of '{one.entry.names[0]}'" for one in planned], RENAMED)
-    files = plan_files(planned, None if output.is_file else limit)
-    writing = Writing(output, files, ranks)
+    files = runs_within(planned, None if output.is_file else limit)
+    writing = Writing(output, files, ranks, _writers(ranks, output, len(files)))
     with progress_bar(f"saving {output.name}", writing.nbytes, shown=shows) as advance:
         writing.run(advance)
+
+
+def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
+    """Return the ranks that write: the first, and for several files those that see its folder.
+
+    Collective: a broadcast and an all-gather of a small object, for several files.
+    """
+    if num_files == 1 or len(ranks.numbers) == 1:
+        return ranks.numbers[:1]
+    token = ranks.from_first(f".{output.name}.{uuid4().hex}")
+    path = output.folder / token
+    with contextlib.suppress(OSError):  # then nobody sees it, and the first rank says what is wrong
+        if ranks.is_first:
+            path.touch()
+    ranks.say(0)
+    writes = ranks.gather(ranks.is_first or (_can_write() and path.exists()))
+    if ranks.is_first:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    return [rank for rank, does in zip(ranks.numbers, writes, strict=True) if does]
+
+
+def _can_write() -> bool:
+    try:
+        library("safetensors")
+    except ImportError:
+        return False
+    return True
 
 
 def num_bytes(asked: int | str) -> int:
@@ -349,7 +378,8 @@ def _planned(
             kind = type(entry.local).__name__
             wrong.append(f"'{first}', a {kind} of several tensors")
         own = entry.tensor.dtype
-        planned[name] = Planned(name, entry, dtype if dtype and own.is_floating_point else own)
+        cast = dtype if dtype and own.is_floating_point else own
+        planned[name] = Planned((name,), entry, cast, make_plain=torch.Tensor.dequantize)
     if wrong:
         raise ShardError(
             f"Expected plain tensors with values and names of their own for '{output.place}', "

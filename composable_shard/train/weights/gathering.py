@@ -1,0 +1,481 @@
+"""Full tensors out of the shards of all ranks: what travels together, and how it becomes whole.
+
+The tensors of a model are cut into buckets, in their order. What of a bucket is sharded over the
+same ranks travels in one launch for each axis of the mesh that cuts it: the last axis first, so
+that every byte is sent once to each rank that gets it. A shard is cast before it is sent.
+
+Three tensors over 2 ranks; A is large and its rows are even, so that it arrives in place::
+
+    rank 0   | A0 |   | b0 c0 |      gathered   | A0 A1 |   | b0 c0 | b1 c1 |
+    rank 1   | A1 |   | b1 c1 |                  in place    copied out
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_shard import _torch
+from composable_shard.core.bucket import matching_pieces
+from composable_shard.core.layout import ParamLayout, aligned
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.pending import Waitable
+from composable_shard.mesh import axis_of
+from composable_shard.train.full import full_copy
+from composable_shard.train.weights.boxes import Parts, sharded_axes
+from composable_shard.train.weights.entries import Entry
+
+MIN_DIRECT_NBYTES = 1 << 16
+"""Bytes of a shard from which on it travels in a message of its own, straight into place."""
+
+ALIGNMENT_NBYTES = 16
+"""What shards in one message are aligned to: the widest element."""
+
+
+MakePlain = Callable[[torch.Tensor], torch.Tensor]
+
+
+# What travels together ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A tensor that is to be made whole.
+
+    Attributes:
+        names: Under which names it is given away.
+        entry: What it is in the model.
+        dtype: In what dtype.
+        make_plain: Makes a plain tensor of a shard that is a tensor subclass of several tensors;
+            ``None`` to leave such ones in their own form.
+    """
+
+    names: tuple[str, ...]
+    entry: Entry
+    dtype: torch.dtype
+    make_plain: MakePlain | None
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has as a whole."""
+        return self.entry.tensor.numel() * self.dtype.itemsize
+
+    @cached_property
+    def is_whole_by_class(self) -> bool:
+        """Whether only DTensor and its own class know how it becomes whole."""
+        tensor = self.entry.tensor
+        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
+            return True
+        return _torch.is_subclass(self.entry.local) and self.make_plain is None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is made whole."""
+        tensor = self.entry.tensor
+        if isinstance(tensor, DTensor):
+            return torch.device(tensor.device_mesh.device_type)
+        return tensor.device
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Over which axes of its mesh it is to be gathered."""
+        tensor = self.entry.tensor
+        if self.is_whole_by_class or not isinstance(tensor, DTensor):
+            return ()
+        return sharded_axes(tensor.device_mesh, tensor.placements)
+
+    def values(self) -> torch.Tensor:
+        """Return what this rank holds, as a plain tensor in whatever dtype."""
+        plain = self.entry.plain
+        if plain is not None:
+            return plain.detach()
+        assert self.make_plain is not None
+        subclass = self.entry.local.detach()
+        made = self.make_plain(subclass)
+        if _torch.is_subclass(made) or made.shape != subclass.shape:
+            raise TypeError(
+                f"Expected a plain tensor of shape {list(subclass.shape)} of the "
+                f"{type(subclass).__name__} '{self.entry.names[0]}', got a {type(made).__name__} "
+                f"of shape {list(made.shape)}"
+            )
+        return made
+
+
+def runs_within(planned: Sequence[Planned], limit: int | None) -> list[list[Planned]]:
+    """Cut tensors into runs of at most some bytes, in their order.
+
+    Args:
+        planned: The tensors.
+        limit: Bytes of a run, but for one that has a larger tensor alone; ``None`` for a single
+            run.
+    """
+    runs: list[list[Planned]] = [[]]
+    nbytes = 0
+    for one in planned:
+        if limit is not None and runs[-1] and nbytes + one.nbytes > limit:
+            runs.append([])
+            nbytes = 0
+        runs[-1].append(one)
+        nbytes += one.nbytes
+    return runs
+
+
+# From whom to whom --------------------------------------------------------------------------------
+
+
+class Route:
+    """The ranks of a mesh over some of whose axes tensors are sharded.
+
+    Attributes:
+        own: The coordinate of this rank.
+        device: Where messages are.
+        channels: The collectives along each of the axes, the last axis first.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> None:
+        self._mesh, self._axes = mesh, axes
+        self.channels = [Channel(axis_of(mesh, axis)) for axis in reversed(axes)]
+        for channel in self.channels:
+            channel.set_label("full weights")
+        self.device = self.channels[0].mesh.device
+        own = mesh.get_coordinate()
+        assert own is not None
+        self.own = tuple(own)
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """The coordinate of the rank that holds most: the first chunks are the longest."""
+        return (0,) * self._mesh.ndim
+
+    def holders(self) -> Iterator[tuple[int, ...]]:
+        """Yield the coordinates of the ranks that share tensors with this one, in their order."""
+        extents = [
+            range(self._mesh.size(axis)) if axis in self._axes else (self.own[axis],)
+            for axis in range(self._mesh.ndim)
+        ]
+        yield from product(*extents)
+
+    def stages(self, to: int | None) -> list[tuple[Channel, int | None]]:
+        """Return in which gathers this rank takes part, and to whose place in each.
+
+        Args:
+            to: The rank that gets the tensors, of the job; all get them if ``None``.
+        """
+        if to is None:
+            return [(channel, None) for channel in self.channels]
+        found = torch.nonzero(self._mesh.mesh == to).tolist()
+        if not found:
+            return []
+        (target,) = found
+        others = [axis for axis in range(self._mesh.ndim) if axis not in self._axes]
+        if any(self.own[axis] != target[axis] for axis in others):
+            return []
+        stages = []
+        for axis, channel in zip(reversed(self._axes), self.channels, strict=True):
+            stages.append((channel, target[axis]))
+            if self.own[axis] != target[axis]:
+                break
+        return stages
+
+
+class Routes:
+    """The ways that tensors of one model take, and the memory in which they are on the way.
+
+    Attributes:
+        parts: Knows which rank holds what of them.
+    """
+
+    def __init__(self) -> None:
+        self.parts = Parts()
+        self._routes: dict[object, Route] = {}
+        self._rooms: dict[object, torch.Tensor] = {}
+
+    def of(self, planned: Planned) -> Route | None:
+        """Return which way a tensor takes; ``None`` if this rank has all of it."""
+        axes = planned.axes
+        if not axes:
+            return None
+        mesh = cast(DTensor, planned.entry.tensor).device_mesh
+        key = mesh, axes
+        if key not in self._routes:
+            self._routes[key] = Route(mesh, axes)
+        return self._routes[key]
+
+    def room(self, key: object, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return bytes to send or to receive: for the same key always the same ones."""
+        room = self._rooms.pop(key, None)
+        if room is None or len(room) < nbytes:
+            room = None  # or both would be held
+            room = _torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._rooms[key] = room
+        return room[:nbytes]
+
+
+# On the way ---------------------------------------------------------------------------------------
+
+
+class Message:
+    """What of a bucket takes one route.
+
+    Args:
+        route: The route.
+        planned: The tensors.
+        routes: All ways, and the memory on them.
+        to: The rank that gets them, of the job; all do if ``None``.
+    """
+
+    def __init__(
+        self, route: Route, planned: Sequence[Planned], routes: Routes, to: int | None
+    ) -> None:
+        self._route, self._routes, self._parts = route, routes, routes.parts
+        self._to = to
+        self._stages = route.stages(to)
+        self._direct = [one for one in planned if _arrives_in_place(one, route)]
+        self._packed = [one for one in planned if not _arrives_in_place(one, route)]
+        self._slots: dict[Planned, slice] = {}
+        self._packed_nbytes = 0
+        for one in self._packed:
+            most = routes.parts.shape(cast(DTensor, one.entry.tensor), route.origin)
+            if prod(most):
+                end = self._packed_nbytes + prod(most) * one.dtype.itemsize
+                self._slots[one] = slice(self._packed_nbytes, end)
+                self._packed_nbytes = aligned(end, ALIGNMENT_NBYTES)
+        self._works: list[Waitable] = []
+        self._inputs: list[torch.Tensor] = []
+        self._outputs: list[list[torch.Tensor]] = []
+        self._whole: dict[Planned, torch.Tensor] = {}
+
+    def prepare(self, *, arrives: bool) -> None:
+        """Copy what is sent and have the memory to receive; nothing is launched yet.
+
+        Args:
+            arrives: Whether this rank gets the tensors.
+        """
+        if not self._stages:
+            return
+        device = self._route.device
+        sent = [one.values().to(device, one.dtype).contiguous() for one in self._direct]
+        self._inputs = [own.view(-1).view(torch.uint8) for own in sent]
+        if arrives:
+            self._whole = {one: self._empty(one) for one in self._direct}
+        direct = [full.view(-1).view(torch.uint8) for full in self._whole.values()]
+        packed = [self._pack()] if self._slots else []
+        self._inputs += packed
+        for stage, (channel, to) in enumerate(self._stages):
+            outputs: list[torch.Tensor] = []
+            if to is None or to == channel.mesh.shard_rank:
+                packed = [self._room(stage, channel.mesh.num_shards * len(one)) for one in packed]
+                outputs = direct + packed
+            self._outputs.append(outputs)
+            direct = []
+
+    def launch(self) -> None:
+        """Launch the gather along the first axis."""
+        if self._inputs:
+            self._works = self._launch(0, self._inputs)
+
+    def wait(self) -> None:
+        """Wait for what was launched, and gather along further axes."""
+        for stage in range(len(self._stages) if self._inputs else 0):
+            if stage:
+                self._works = self._launch(stage, self._outputs[stage - 1])
+            while self._works:
+                self._works.pop(0).wait()
+        self._inputs = []
+
+    def _launch(self, stage: int, inputs: list[torch.Tensor]) -> list[Waitable]:
+        (channel, to), outputs = self._stages[stage], self._outputs[stage]
+        if to is None:
+            return channel.gather(outputs, inputs)
+        return channel.gather_to(to, outputs, inputs)
+
+    def copy_out(self) -> dict[Planned, torch.Tensor]:
+        """Return the whole tensors, on a rank that gets them."""
+        whole, self._whole = self._whole, {}
+        whole |= {one: self._empty(one) for one in self._packed}
+        outputs, self._outputs = self._outputs, []
+        if self._slots:
+            rows = outputs[-1][-1].view(-1, self._packed_nbytes)
+            pairs = [pair for one in self._slots for pair in self._pieces(one, whole[one], rows)]
+            _torch.copy_all_([full for full, _ in pairs], [held for _, held in pairs])
+        return whole
+
+    def _empty(self, one: Planned) -> torch.Tensor:
+        shape = tuple(one.entry.tensor.shape)
+        return _torch.empty(*shape, dtype=one.dtype, device=self._route.device)
+
+    def _room(self, what: object, nbytes: int) -> torch.Tensor:
+        """Return bytes that are free again when the message has been copied out.
+
+        Messages to different ranks may be on the way at the same time.
+        """
+        return self._routes.room((self._route, self._to, what), nbytes, self._route.device)
+
+    # In one message -------------------------------------------------------------------------
+
+    def _slot(self, one: Planned, message: torch.Tensor) -> torch.Tensor:
+        """View the place of a tensor in messages, [*, nbytes], as the elements of a shard."""
+        place = self._slots[one]
+        return message[..., place.start : place.stop].view(one.dtype)
+
+    def _pack(self) -> torch.Tensor:
+        message = self._room("sent", self._packed_nbytes)
+        into, values = list[torch.Tensor](), list[torch.Tensor]()
+        for one in self._slots:
+            own = one.values()
+            if own.numel():
+                into.append(self._slot(one, message)[: own.numel()].view(own.shape))
+                values.append(own)
+        _torch.copy_all_(into, values)
+        return message
+
+    def _pieces(
+        self, one: Planned, whole: torch.Tensor, rows: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair views of a whole tensor with views of what all ranks have sent of it."""
+        tensor, shards = cast(DTensor, one.entry.tensor), self._slot(one, rows)
+        placement = tensor.placements[one.axes[0]]
+        if len(one.axes) == 1 and type(placement) is Shard:
+            layout = ParamLayout(tuple(tensor.shape), placement.dim, len(rows))
+            yield from matching_pieces(layout, whole.view(-1), shards)
+            return
+        for coordinate, shard in zip(self._route.holders(), shards, strict=True):
+            shape = self._parts.shape(tensor, coordinate)
+            held = shard[: prod(shape)].view(shape)
+            for box, own in self._parts.boxes(tensor, coordinate):
+                yield whole[box], held[own]
+
+
+def _arrives_in_place(one: Planned, route: Route) -> bool:
+    """Tell whether the shards of a tensor, laid end to end, are the tensor, and large."""
+    if len(route.channels) > 1:
+        return False
+    tensor, (axis,) = cast(DTensor, one.entry.tensor), one.axes
+    placement, num_shards = tensor.placements[axis], route.channels[0].mesh.num_shards
+    is_in_order = type(placement) is Shard and placement.dim == 0
+    is_large = one.nbytes // num_shards >= MIN_DIRECT_NBYTES
+    return is_in_order and is_large and tensor.shape[0] % num_shards == 0
+
+
+class Bucket:
+    """Tensors that become whole together.
+
+    Args:
+        planned: The tensors, in their order.
+        routes: The ways that they take.
+        to: The rank that gets them, of the job; all do if ``None``.
+    """
+
+    def __init__(self, planned: Sequence[Planned], routes: Routes, to: int | None) -> None:
+        self._planned = planned
+        self._arrives = to is None or not dist.is_initialized() or to == dist.get_rank()
+        by_route: dict[Route, list[Planned]] = {}
+        for one in planned:
+            route = routes.of(one)
+            if route is not None:
+                by_route.setdefault(route, []).append(one)
+        self._messages = [Message(*taken, routes, to) for taken in by_route.items()]
+        self._whole: dict[Planned, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the tensors have as a whole."""
+        return sum(one.nbytes for one in self._planned)
+
+    def prepare(self) -> None:
+        """Have what it needs on the way."""
+        for message in self._messages:
+            message.prepare(arrives=self._arrives)
+
+    def launch(self) -> None:
+        """Launch what may be waited for later. Collective: a gather for each route."""
+        for message in self._messages:
+            message.launch()
+
+    def wait(self) -> None:
+        """Wait until everything is there.
+
+        Collective: a gather for each further axis of a route; what makes whole the tensors of which
+            only their class knows how.
+        """
+        for message in self._messages:
+            message.wait()
+        for one in self._planned:
+            if one.is_whole_by_class:
+                full = full_copy(one.entry.tensor)
+                if self._arrives:
+                    self._whole[one] = full
+
+    def whole(self, device: torch.device | None) -> deque[tuple[Planned, torch.Tensor]]:
+        """Return the tensors in memory of their own, where this rank gets them. Collective: none.
+
+        Args:
+            device: Where they are to be; where messages are if absent.
+        """
+        found, self._whole = self._whole, {}
+        tensors: deque[tuple[Planned, torch.Tensor]] = deque()
+        if not self._arrives:
+            return tensors
+        for message in self._messages:
+            found |= message.copy_out()
+        for one in self._planned:
+            full = found.pop(one, None)
+            if full is None:  # all of it is here
+                full = one.values().to(device or one.device, one.dtype, copy=True).contiguous()
+            tensors.append((one, full if device is None else full.to(device)))
+        return tensors
+
+
+# Whole tensors all at once ------------------------------------------------------------------------
+
+BUCKET_NBYTES = 64 * 2**20
+"""How many bytes of full tensors are gathered at once where all of them are kept."""
+
+
+def full_copies(
+    tensors: Sequence[DTensor], *, first_only: bool = False, device: torch.device | None = None
+) -> list[torch.Tensor | None]:
+    """Return full tensors in memory of their own, in the order of their DTensors.
+
+    Args:
+        tensors: The DTensors; all ranks of their meshes give the same ones.
+        first_only: Whether only the first rank of each mesh gets them; the others get ``None``.
+        device: Where they are to be; that of the mesh if absent.
+
+    Collective: for each bucket a gather over the axes that shard; what tensor subclasses and
+        ``Partial`` placements need.
+    Memory: all of them where they are kept; besides, a bucket on its way.
+    """
+    planned = [
+        Planned((str(index),), Entry((str(index),), tensor), tensor.dtype, make_plain=None)
+        for index, tensor in enumerate(tensors)
+    ]
+    routes, found = Routes(), dict[Planned, torch.Tensor]()
+    for run in runs_within(planned, BUCKET_NBYTES):
+        by_target: dict[int | None, list[Planned]] = {}
+        for one in run:
+            ranks = cast(DTensor, one.entry.tensor).device_mesh.mesh
+            to = int(ranks.flatten()[0]) if first_only else None
+            by_target.setdefault(to, []).append(one)
+        for to, several in by_target.items():
+            bucket = Bucket(several, routes, to)
+            bucket.prepare()
+            bucket.launch()
+            bucket.wait()
+            found |= bucket.whole(device)
+    return [found.get(one) for one in planned]

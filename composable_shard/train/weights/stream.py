@@ -1,0 +1,315 @@
+"""Full tensors of a sharded model, one after another, to whoever wants the weights.
+
+Before a bucket is launched each rank says a word to all others: that it has the bucket before and
+goes on, that it has left, or that it has failed. So nothing is launched that a rank does not take
+part in, and a rank that goes away is an error on the others at their next bucket, not a wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard.errors import ShardError
+from composable_shard.train.ranks import Ranks
+from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed
+from composable_shard.train.weights.gathering import (
+    Bucket,
+    MakePlain,
+    Planned,
+    Routes,
+    runs_within,
+)
+
+# Buckets one after another, with the next one under way -------------------------------------------
+
+_GOES_ON, _LEFT, _FAILED = range(3)
+
+Arrived = tuple[Planned, torch.Tensor]
+
+
+class Stream:
+    """Gathers rounds of buckets; while the tensors of one round are used, the next is under way.
+
+    Args:
+        rounds: The buckets of each round; the same on all ranks.
+        ranks: The ranks that take part. What is noted there as a failure ends it on all of them.
+        expected: What should happen, for messages.
+        device: Where tensors are to be; ``None`` for where they are gathered.
+    """
+
+    def __init__(
+        self,
+        rounds: Sequence[Sequence[Bucket]],
+        ranks: Ranks,
+        expected: str,
+        device: torch.device | None,
+    ) -> None:
+        self._rounds = rounds
+        self._ranks = ranks
+        self._expected = expected
+        self._device = device
+        self._last = "nothing"
+
+    def run(self, advance: Callable[[int], object] = lambda _: None) -> Generator[Arrived]:
+        """Yield the tensors that this rank gets.
+
+        Args:
+            advance: Told how many bytes have become whole.
+
+        Raises:
+            ShardError: On all ranks, if one has left or has failed.
+            CommunicationError: If a rank has ended or does not answer within the time-out.
+
+        Collective: those of the buckets; before each round, and after the last one, 8 bytes.
+        """
+        ahead = self._prepared(0)
+        self._go_on()
+        self._launch(ahead)
+        for index, under_way in enumerate(self._rounds):
+            self._wait(ahead)
+            tensors = self._arrived(under_way)
+            ahead = self._prepared(index + 1)
+            self._go_on()
+            self._launch(ahead)
+            advance(sum(bucket.nbytes for bucket in under_way))
+            try:
+                while tensors:
+                    self._last = f"'{tensors[0][0].name}'"
+                    yield tensors.popleft()
+            except BaseException:
+                self._leave(ahead)
+                raise
+
+    # One round ------------------------------------------------------------------------------
+
+    def _prepared(self, index: int) -> Sequence[Bucket]:
+        """Have what the buckets of a round need, if there is such a round."""
+        buckets = self._rounds[index] if index < len(self._rounds) else ()
+        with self._ranks.noting_failure(), torch.no_grad():
+            for bucket in buckets:
+                bucket.prepare()
+        return buckets
+
+    def _launch(self, buckets: Sequence[Bucket]) -> None:
+        with self._ranks.naming_failures():
+            for bucket in buckets:
+                bucket.launch()
+
+    def _wait(self, buckets: Sequence[Bucket]) -> None:
+        with self._ranks.naming_failures(), torch.no_grad():
+            for bucket in buckets:
+                bucket.wait()
+
+    def _arrived(self, buckets: Sequence[Bucket]) -> deque[Arrived]:
+        tensors = deque[Arrived]()
+        with self._ranks.noting_failure(), torch.no_grad():
+            for bucket in buckets:
+                tensors += bucket.whole(self._device)
+        return tensors
+
+    # Words ----------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Go on if all ranks do; else raise ``ShardError`` on all that have not left."""
+        failure = self._ranks.failure
+        heard = self._ranks.say(_GOES_ON if failure is None else _FAILED)
+        if not any(heard):
+            return
+        told = zip(self._ranks.numbers, self._ranks.gather(failure), strict=True)
+        rank, text = next((rank, text) for rank, text in told if text is not None)
+        raise ShardError(f"Expected {self._expected}, got on rank {rank}: {text}")
+
+    def _leave(self, ahead: Sequence[Bucket]) -> None:
+        """Wait for what is under way and tell the others that there will be no more."""
+        if ahead:  # or nobody waits for a word
+            self._wait(ahead)
+            self._ranks.say(_LEFT)
+            self._ranks.gather(f"it was left after {self._last}")
+
+
+# Full tensors of a sharded model ------------------------------------------------------------------
+
+BUCKET_NBYTES = 64 * 2**20
+
+Tied = Literal["first", "all"]
+Subclasses = Literal["own", "plain"] | MakePlain
+
+
+def iter_full(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = BUCKET_NBYTES,
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    device: torch.device | str | None = None,
+    rank0_only: bool = False,
+    tied: Tied = "first",
+    subclasses: Subclasses = "own",
+    process_group: dist.ProcessGroup | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the full parameters and persistent buffers of a sharded model, in its order.
+
+    They are gathered bucket by bucket. All tensors of a bucket are there before the first of them
+    is yielded, and the next bucket is on its way meanwhile; a consumer may communicate as it likes,
+    also by collectives of the same ranks. The tensors are the consumer's own: nothing writes them
+    again. The model must not change until the last one has been yielded.
+
+    All ranks must iterate. One that leaves the loop early, by ``break`` or by an exception, ends it
+    on all of them: the others raise when they need another bucket. Where all ranks leave at the
+    same place nothing is raised. A generator that is kept in a variable is left when it is closed
+    (``contextlib.closing``), and waits then until the others have come as far.
+
+    Args:
+        model: The model, sharded or not, the same on all ranks.
+        bucket_bytes: How many bytes of full tensors are gathered together; a larger tensor is
+            gathered alone.
+        dtype: What floating-point tensors are cast to, shard by shard, before they are sent; their
+            own if absent. Tensor subclasses in their own form keep theirs.
+        rename: Given a name in the model, returns that to yield, or ``None`` to leave it out.
+        device: Where full tensors are to be; where they are gathered if absent.
+        rank0_only: Whether only the first rank gets them. The loops of the others yield nothing
+            and end when that of the first rank does.
+        tied: Whether a tensor that is tied comes under its ``"first"`` name, or under ``"all"`` of
+            them, one after another, as the same object.
+        subclasses: Whether tensor subclasses come in their ``"own"`` form, as ``full_tensor()``
+            gathers them, or as the ``"plain"`` tensors that their ``dequantize()`` makes of each
+            shard; or a function that is given a shard and makes a plain tensor of it.
+        process_group: The ranks that hold this model; all of them if absent.
+
+    Raises:
+        TypeError: If ``model`` is not a module.
+        ValueError: If an argument has another value than one of those above.
+        ShardError: On all ranks: if a tensor is on the meta device, if a tensor subclass cannot be
+            made plain, if rename fails or gives two of them one name; later on, if a rank leaves
+            early or fails. In a forward or backward.
+        RankMismatchError: On all ranks, if their models or arguments differ.
+        CommunicationError: If a rank has ended or does not answer within the time-out.
+
+    Collective: an all-gather of a small object; for each bucket one of 8 bytes per rank and, for
+        each mesh and each of its axes that shards, one gather: of all the tensors' bytes but this
+        rank's own, or of none with ``rank0_only`` on other ranks. What a tensor subclass in its own
+        form needs besides.
+    Memory: two buckets and this rank's part of one. With ``rank0_only`` the part alone on other
+        ranks, or less than a bucket if several axes shard.
+
+    Example:
+        >>> from composable_shard import fully_shard
+        >>> from composable_shard.testing import run_threads
+        >>> def shapes():
+        ...     model = fully_shard(nn.Linear(2, 4))
+        ...     return [(name, list(full.shape)) for name, full in iter_full(model)]
+        >>> run_threads(shapes, 2)[1]
+        [('weight', [4, 2]), ('bias', [4])]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected model to be an nn.Module, got {type(model).__name__}")
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"Expected bucket_bytes to be a positive number, got {bucket_bytes!r}")
+    if tied not in get_args(Tied):
+        raise ValueError(f"Expected tied to be one of {get_args(Tied)}, got {tied!r}")
+    if subclasses not in ("own", "plain") and not callable(subclasses):
+        raise ValueError(
+            f"Expected subclasses to be 'own', 'plain' or a function, got {subclasses!r}"
+        )
+    place = None if device is None else torch.device(device)
+    ranks = Ranks(process_group, "gathering full weights")
+    asked = _Asked(dtype, rename, tied, subclasses)
+    return _iterate(model, asked, bucket_bytes, ranks, place, rank0_only=rank0_only)
+
+
+class _Asked:
+    """Which tensors of a model are asked for, and in which form."""
+
+    def __init__(
+        self, dtype: torch.dtype | None, rename: Rename | None, tied: Tied, subclasses: Subclasses
+    ) -> None:
+        self._dtype, self._rename, self._tied = dtype, rename, tied
+        self._subclasses = subclasses
+
+    def fact(self) -> str:
+        """Describe what must be the same on all ranks."""
+        return f"dtype {self._dtype}, tied {self._tied}, subclasses {self._kind()}"
+
+    def _kind(self) -> str:
+        return "by a function" if callable(self._subclasses) else self._subclasses
+
+    def _make_plain(self, entry: Entry) -> MakePlain | None:
+        if callable(self._subclasses):
+            return self._subclasses
+        return type(entry.local).dequantize if self._subclasses == "plain" else None
+
+    def planned(self, entries: Sequence[Entry]) -> list[Planned]:
+        """Name the tensors that are not left out."""
+        found = []
+        for entry in entries:
+            known = entry.names if self._tied == "all" else entry.names[:1]
+            named = known if self._rename is None else map(self._rename, known)
+            names = tuple(dict.fromkeys(name for name in named if name is not None))
+            own = entry.tensor.dtype
+            dtype = self._dtype if self._dtype and own.is_floating_point else own
+            if names:
+                found.append(Planned(names, entry, dtype, self._make_plain(entry)))
+        return found
+
+
+def _iterate(
+    model: nn.Module,
+    asked: _Asked,
+    bucket_bytes: int,
+    ranks: Ranks,
+    device: torch.device | None,
+    *,
+    rank0_only: bool,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    entries = contents_of(model, "iter_full").entries
+    planned: list[Planned] = []
+    with ranks.noting_failure():
+        planned = asked.planned(entries)
+    facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked.fact()}"]
+    facts += [entry.fact() for entry in entries]
+    facts += [f"{one.names} for '{one.entry.names[0]}'" for one in planned]
+    said = ranks.agree(facts, "model and arguments of iter_full()")
+    if said is not None:
+        raise ShardError(f"Expected names for iter_full(), got {said}")
+    check_planned(planned, "iter_full()")
+    routes, to = Routes(), ranks.numbers[0] if rank0_only else None
+    rounds = [[Bucket(run, routes, to)] for run in runs_within(planned, bucket_bytes)]
+    stream = Stream(rounds, ranks, "all ranks to go through iter_full() to its end", device)
+    with contextlib.closing(stream.run()) as arriving:
+        for one, full in arriving:
+            for name in one.names:
+                yield name, full
+            del one, full  # or they would be held while the next bucket is finished
+
+
+def check_planned(planned: Sequence[Planned], what: str) -> None:
+    """Raise ``ShardError`` if a tensor cannot be made what was asked for.
+
+    Args:
+        planned: The tensors.
+        what: What they are for, for messages.
+    """
+    taken: dict[str, str] = {}
+    wrong: list[str] = []
+    for one in planned:
+        first = one.entry.names[0]
+        for name in one.names:
+            if name in taken:
+                wrong.append(f"'{name}' for both '{taken[name]}' and '{first}'")
+            taken[name] = first
+        if one.entry.is_meta:
+            wrong.append(f"'{first}' on the meta device")
+        elif one.entry.plain is None and one.make_plain is torch.Tensor.dequantize:
+            # which is for quantized dtypes, not for classes
+            wrong.append(f"'{first}', a {type(one.entry.local).__name__} without dequantize()")
+    if wrong:
+        raise ShardError(
+            f"Expected tensors with values and names of their own for {what}, got {listed(wrong)}"
+        )

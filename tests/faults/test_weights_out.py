@@ -1,0 +1,166 @@
+"""Consumers of full weights that leave, raise, are slow or are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_shard import ShardError, fully_shard, iter_full
+from composable_shard.testing import run_ranks
+from composable_shard.train.weights.gathering import Message
+
+WIDTH, NUM_LAYERS = 4, 5
+ONE = WIDTH * WIDTH * 4  # bytes of a layer, which is a bucket by itself here
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def is_usable(model: nn.Module) -> bool:
+    """Stream again, and train."""
+    weights = dict(iter_full(model, bucket_bytes=ONE))
+    model(torch.ones(1, WIDTH)).sum().backward()
+    same = [torch.equal(full, model.get_parameter(n).full_tensor()) for n, full in weights.items()]
+    return len(same) == NUM_LAYERS and all(same)
+
+
+def leave(after: dict[int, int], by: str) -> tuple[int, str | None, bool]:
+    """Leave after some tensors on some ranks; return how many came, what was raised, and more."""
+    model, count, said = build(), 0, None
+    limit = after.get(dist.get_rank(), NUM_LAYERS + 1)
+    arriving = iter_full(model, bucket_bytes=ONE)
+    try:
+        for _ in arriving:
+            count += 1
+            if count == limit:
+                if by == "raise":
+                    raise KeyError("consumer")
+                break
+    except (ShardError, KeyError) as error:
+        said = str(error)
+    arriving.close()  # kept in a variable, it is not left before
+    return count, said, is_usable(model)
+
+
+EXPECTED = "Expected all ranks to go through iter_full() to its end, got on rank "
+
+
+@pytest.mark.parametrize("by", ["break", "raise"])
+def test_one_rank_leaves(by: str) -> None:
+    """The others are told when they want another bucket."""
+    left = f"{EXPECTED}1: it was left after '1.weight'"
+    said = "'consumer'" if by == "raise" else None
+    assert run_ranks(leave, 3, {1: 2}, by, timeout=60) == [
+        (2, left, True),
+        (2, said, True),
+        (2, left, True),
+    ]
+
+
+def test_two_ranks_leave_the_third_alone() -> None:
+    said = f"{EXPECTED}0: it was left after '1.weight'"
+    found = run_ranks(leave, 3, {0: 2, 1: 2}, "break", timeout=60)
+    assert found == [(2, None, True), (2, None, True), (2, said, True)]
+
+
+@pytest.mark.parametrize("count", [1, 2, NUM_LAYERS - 1, NUM_LAYERS])
+def test_all_ranks_leave_at_the_same_place(count: int) -> None:
+    found = run_ranks(leave, 2, {0: count, 1: count}, "break", timeout=60)
+    assert found == [(count, None, True)] * 2
+
+
+def first_leaves() -> tuple[int, str | None, bool]:
+    model, count, said = build(), 0, None
+    try:
+        for _ in iter_full(model, bucket_bytes=ONE, rank0_only=True):
+            count += 1
+            if count == 2:
+                break
+    except ShardError as error:
+        said = str(error)
+    return count, said, is_usable(model)
+
+
+def test_the_only_rank_that_gets_anything_leaves() -> None:
+    left = f"{EXPECTED}0: it was left after '1.weight'"
+    assert run_ranks(first_leaves, 2, timeout=60) == [(2, None, True), (0, left, True)]
+
+
+def runs_out_of_memory() -> tuple[int, str | None, bool]:
+    """Fail on rank 1 when it is to have memory for the third bucket."""
+    model, count, said, calls = build(), 0, None, [0]
+    prepare = Message.prepare
+
+    def failing(self: Message, *, arrives: bool) -> None:
+        calls[0] += 1
+        if calls[0] == 3 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("no memory")
+        prepare(self, arrives=arrives)
+
+    try:
+        with mock.patch.object(Message, "prepare", failing):
+            for _ in iter_full(model, bucket_bytes=ONE):
+                count += 1
+    except ShardError as error:
+        said = str(error)
+    return count, said, is_usable(model)
+
+
+def test_a_rank_without_memory_is_an_error_on_all() -> None:
+    said = f"{EXPECTED}1: OutOfMemoryError: no memory"
+    assert run_ranks(runs_out_of_memory, 2, timeout=60) == [(1, said, True)] * 2
+
+
+def communicates_in_between() -> bool:
+    """Use the same process group for every tensor, one rank being slow."""
+    model, same = build(), []
+    for index, (_, full) in enumerate(iter_full(model, bucket_bytes=2 * ONE)):
+        if dist.get_rank() == index % 3:
+            time.sleep(0.1)
+        summed = full.clone()
+        dist.all_reduce(summed)
+        dist.barrier()
+        same.append(torch.equal(summed, full + full + full))
+    return len(same) == NUM_LAYERS and all(same)
+
+
+def test_a_consumer_communicates_in_between() -> None:
+    assert run_ranks(communicates_in_between, 3, timeout=60) == [True] * 3
+
+
+def is_killed(folder: str) -> None:
+    """Kill rank 1 in the middle; what the others hear is left in files."""
+    model, start = build(), time.monotonic()
+    rank, count = dist.get_rank(), 0
+    try:
+        for _ in iter_full(model, bucket_bytes=ONE):
+            count += 1
+            if rank == 1 and count == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except ShardError as error:
+        with open(f"{folder}/{rank}", "w") as file:
+            file.write(f"{count} {time.monotonic() - start:.0f} {type(error).__name__} {error}")
+        raise
+
+
+def test_a_rank_is_killed_in_the_middle(tmp_path) -> None:
+    with contextlib.suppress(Exception):
+        run_ranks(is_killed, 3, str(tmp_path), timeout=60)
+    for rank in (0, 2):
+        count, seconds, kind, *said = (tmp_path / str(rank)).read_text().split()
+        assert int(count) in (2, 3) and int(seconds) < 30
+        assert kind == "CommunicationError"
+        assert " ".join(said).startswith(f"Rank {rank} failed while gathering full weights: ")
