@@ -24,14 +24,19 @@ class Ranks:
     Attributes:
         group: Their process group; ``None`` for one rank alone.
         rank: This rank's place among them.
-        count: How many there are.
+        places: For each rank of the process group, its place; a mesh may have another order.
         device: Where messages are.
     """
 
     group: dist.ProcessGroup | None
     rank: int
-    count: int
+    places: tuple[int, ...]
     device: torch.device
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.places)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Exchange:
 
     Args:
         ranks: Among which.
-        out: What this rank sends to each.
+        out: What this rank sends to each, by its place.
         nbytes: How much it is sent by each.
         doing: What this is for, for messages.
     """
@@ -70,15 +75,16 @@ class Exchange:
         doing: str = _MOVING,
     ) -> None:
         assert ranks.group is not None
-        self._group, self._doing = ranks.group, doing
-        sent = [tensor for tensors in out for tensor in tensors]
-        counts = [sum(tensor.nbytes for tensor in tensors) for tensors in out]
+        self._group, self._places, self._doing = ranks.group, ranks.places, doing
+        sent = [tensor for place in ranks.places for tensor in out[place]]
+        counts = [sum(tensor.nbytes for tensor in out[place]) for place in ranks.places]
         self._sent = torch.empty(sum(counts), dtype=torch.uint8, device=ranks.device)
         _pack(self._sent, sent)
+        received = [nbytes[place] for place in ranks.places]
         self._received = self._sent.new_empty(sum(nbytes))
         with watched(self._group, self._doing):
             self._work = dist.all_to_all_single(
-                self._received, self._sent, list(nbytes), counts, ranks.group, async_op=True
+                self._received, self._sent, received, counts, ranks.group, async_op=True
             )
 
     def wait(self) -> None:
@@ -90,7 +96,7 @@ class Exchange:
 
     def write(self, into: list[list[torch.Tensor]]) -> None:
         """Write what has arrived from each rank where it belongs."""
-        _unpack(self._received, [tensor for tensors in into for tensor in tensors])
+        _unpack(self._received, [tensor for place in self._places for tensor in into[place]])
         self._received = self._received.new_empty(0)
 
 

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -539,11 +540,11 @@ def ranks_of(param: Param) -> Ranks:
     """
     mesh = param.mesh
     if mesh is None:
-        return Ranks(None, 0, 1, param.tensor.device)
+        return Ranks(None, 0, (0,), param.tensor.device)
     device = torch.device(mesh.device_type)
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if not axes:
-        return Ranks(None, 0, 1, device)
+        return Ranks(None, 0, (0,), device)
     if len(axes) == 1:
         group = mesh.get_group(axes[0])
     else:
@@ -553,4 +554,17 @@ def ranks_of(param: Param) -> Ranks:
     if _torch.backend_name(group, device) == "gloo":
         # Two exchanges are under way at a time; see the hazard of _torch.gloo_of_one_worker.
         group = subgroup(group, group.size())
-    return Ranks(group, group.rank(), group.size(), device)
+    places = _places_on(mesh, group)
+    return Ranks(group, places[group.rank()], places, device)
+
+
+def _places_on(mesh: DeviceMesh, group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the place on a mesh, row by row, of each rank of its process group.
+
+    Process groups sort their ranks, those of each axis too, whose order is that of the shards.
+    """
+    places = torch.zeros_like(mesh.mesh)
+    for axis in range(mesh.ndim):
+        places = places * mesh.size(axis) + mesh.mesh.argsort(axis).argsort(axis)
+    place_of = dict(zip(mesh.mesh.flatten().tolist(), places.flatten().tolist(), strict=True))
+    return tuple(place_of[rank] for rank in dist.get_process_group_ranks(group))

@@ -243,7 +243,7 @@ class _Move:
             if piece.target == rank:
                 into[places[piece.source]].append(parts.into(piece))
         device = _torch.device_for(group, torch.device(self._mesh.device_type))
-        over = exchange.Ranks(group, places[rank], len(places), device)
+        over = exchange.Ranks(group, places[rank], tuple(range(len(places))), device)
         nbytes = [sum(tensor.nbytes for tensor in tensors) for tensors in into]
         exchanged = exchange.Exchange(over, out, nbytes, self._ranks.doing)
         exchanged.wait()

@@ -64,9 +64,10 @@ def train(
     extents: Sequence[int],
     all_bucket_nbytes: Sequence[int],
     stock: Any = muon,
+    ranks: Sequence[Sequence[int]] = (),
 ) -> None:
     for bucket_nbytes in all_bucket_nbytes:
-        model, oracle = sharded(specs, extents), Oracle(specs, stock)
+        model, oracle = sharded(specs, extents, ranks=ranks), Oracle(specs, stock)
         optimizer = optimizer_of(model, specs, stock, bucket_nbytes=bucket_nbytes)
         for step in range(3):
             without = [step] if step < len(specs) else []
@@ -81,6 +82,11 @@ def train(
 @pytest.mark.parametrize("extents", EXTENTS)
 def test_bits_of_the_unsharded_optimizer(extents: tuple[int, ...]) -> None:
     run_ranks(train, num_ranks_of(extents), SPECS, extents, [1, 300, 2**26])
+
+
+def test_a_mesh_whose_rows_are_interleaved() -> None:
+    """Its process group sorts the ranks; their places on the mesh are in another order."""
+    run_ranks(train, 4, SPECS, (2, 2), [1, 300, 2**26], ranks=[[0, 2], [1, 3]])
 
 
 @reproducible(16)

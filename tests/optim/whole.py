@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
@@ -66,11 +66,19 @@ def drawn(shape: Sequence[int], *seeds: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sharded(specs: Sequence[Spec], extents: Sequence[int] = (), seed: int = 0) -> Params:
-    """Return parameters on a mesh: of all ranks, unless ``extents`` says otherwise."""
+def sharded(
+    specs: Sequence[Spec],
+    extents: Sequence[int] = (),
+    seed: int = 0,
+    ranks: Sequence[Sequence[int]] = (),
+) -> Params:
+    """Return parameters on a mesh: of all ranks, unless ``extents`` or ``ranks`` say otherwise."""
     extents = tuple(extents) or (dist.get_world_size(),)
     names = ("replicate", "shard")[-len(extents) :]
-    mesh = init_device_mesh("cpu", extents, mesh_dim_names=names)
+    if ranks:
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", extents, mesh_dim_names=names)
     model = Params(specs, seed)
     dims = {param: spec.dim for param, spec in zip(model.parameters(), specs, strict=True)}
     return fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(dims[param]))
