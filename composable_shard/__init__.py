@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from composable_shard.train.clip import clip_grad_norm_
     from composable_shard.train.grad_scaler import ShardedGradScaler
-    from composable_shard.train.moving import move
-    from composable_shard.train.parking import parked
+    from composable_shard.train.moving.move import move
+    from composable_shard.train.parking.parked import parked
     from composable_shard.train.synchronize import sync_module_states
     from composable_shard.train.uneven import uneven
     from composable_shard.train.unsharded import unsharded
@@ -99,8 +99,8 @@ _MODULES = {
     "policy": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
     "train.clip": ("clip_grad_norm_",),
     "train.grad_scaler": ("ShardedGradScaler",),
-    "train.moving": ("move",),
-    "train.parking": ("parked",),
+    "train.moving.move": ("move",),
+    "train.parking.parked": ("parked",),
     "train.synchronize": ("sync_module_states",),
     "train.uneven": ("uneven",),
     "train.unsharded": ("unsharded",),

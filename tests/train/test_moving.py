@@ -44,9 +44,9 @@ from composable_shard.optim.blocks import Box
 from composable_shard.optim.flat import flat
 from composable_shard.optim.layouts import Owned, Sharded, with_layout
 from composable_shard.testing import RankError, run_ranks, stop_ranks
-from composable_shard.train import cargo
-from composable_shard.train.cargo import Ground
-from composable_shard.train.move_plan import COPIES_SENT, Piece, cut_box, pieces_of, rounds_of
+from composable_shard.train.moving import cargo
+from composable_shard.train.moving.cargo import Ground
+from composable_shard.train.moving.plan import COPIES_SENT, Piece, cut_box, pieces_of, rounds_of
 
 MiB = 2**20
 

@@ -39,8 +39,9 @@ from composable_shard.core.transport.mailbox import return_free_slabs
 from composable_shard.optim.flat import flat
 from composable_shard.optim.layouts import Owned, Sharded, with_layout
 from composable_shard.testing import RankError, run_ranks, stop_ranks
-from composable_shard.train import device_storages, host_pages, parking
-from composable_shard.train.host_pages import MIN_NBYTES, Span, merged, whole_pages
+from composable_shard.train.parking import device_storages, host_pages
+from composable_shard.train.parking import parked as parking
+from composable_shard.train.parking.host_pages import MIN_NBYTES, Span, merged, whole_pages
 
 MiB = 2**20
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -21,7 +21,7 @@ from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
 from composable_shard.optim.blocks import spread_over
 from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.train.move_plan import Holding
+from composable_shard.train.moving.plan import Holding
 
 # What the ranks tell each other -------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ from composable_shard.mesh import ShardMesh, resolve_mesh
 from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box
 from composable_shard.optim.exchange import part_of
-from composable_shard.train.cargo import Ground, Item, Possession, Tensors, Told
-from composable_shard.train.move_plan import Piece, pieces_of, rounds_of
+from composable_shard.train.moving.cargo import Ground, Item, Possession, Tensors, Told
+from composable_shard.train.moving.plan import Piece, pieces_of, rounds_of
 from composable_shard.train.optimizers import listed
 from composable_shard.train.ranks import Ranks
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from composable_shard import _torch
-from composable_shard.train.host_pages import Span
+from composable_shard.train.parking.host_pages import Span
 
 
 class _Shown(list[torch.Tensor]):

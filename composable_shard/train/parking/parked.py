@@ -23,9 +23,9 @@ from composable_shard.core.transport.mailbox import return_free_slabs
 from composable_shard.errors import ShardError
 from composable_shard.optim.flat import flat_states
 from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.train.device_storages import DeviceStorages
-from composable_shard.train.host_pages import HostPages, Span, merged
 from composable_shard.train.optimizers import listed
+from composable_shard.train.parking.device_storages import DeviceStorages
+from composable_shard.train.parking.host_pages import HostPages, Span, merged
 from composable_shard.train.ranks import Ranks
 
 # What lies where: the memory of a model and of its optimizers -------------------------------------

@@ -1,0 +1,1 @@
+"""Moving a model and its optimizers to other ranks, without a disk."""
