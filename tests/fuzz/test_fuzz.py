@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fuzz.compare import rehearse, run
 from fuzz.generate import FAMILIES, generate
@@ -74,8 +75,12 @@ def keep_a_tensor(case: Case) -> list[Seen]:
     return _with(case, "train", lambda s: KEPT.append(torch.ones(1)))
 
 
-def stop_on_one_rank(case: Case) -> list[Seen]:
+def gather_once_more(case: Case) -> list[Seen]:
     return _with(case, "step", _gather_once_more)
+
+
+def stop_on_one_rank(case: Case) -> list[Seen]:
+    return _with(case, "step", _wait_alone)
 
 
 KEPT: list[torch.Tensor] = []
@@ -85,6 +90,11 @@ def _gather_once_more(sharded: Sharded) -> None:
     if sharded.rank:
         sharded.model.unshard()
         sharded.model.reshard()
+
+
+def _wait_alone(sharded: Sharded) -> None:
+    if sharded.rank:
+        dist.barrier()
 
 
 def _grad(sharded: Sharded) -> torch.Tensor:
@@ -115,6 +125,7 @@ def _with(case: Case, name: str, more: Callable[[Sharded], object]) -> list[Seen
         (lose_a_gradient, "grad kind"),
         (change_a_parameter, "param"),
         (keep_a_tensor, "growth"),
+        (gather_once_more, "CommunicationError"),
         (stop_on_one_rank, "hang"),
     ],
 )
@@ -122,7 +133,7 @@ def test_planted_faults_are_found(follow: Callable[[Case], list[Seen]], kind: st
     case = Case(**{**vars(PLAIN), "checks_growth": follow is keep_a_tensor})
     assert run(case) is None
     find = run(case, 5.0 if kind == "hang" else 60.0, follow)
-    assert find is not None and find.kind == kind
+    assert find is not None and find.kind.partition(" Rank ")[0] == kind
 
 
 def test_ranks_that_launch_other_collectives_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
