@@ -162,6 +162,24 @@ def load_file(model: nn.Module, folder: Path) -> None:
     load_sharded(model, folder / "x.safetensors")
 
 
+def convert(model: nn.Module, _: Path) -> None:
+    """Torch swaps tensors then, which it cannot if anything refers to them weakly."""
+    model.double()
+
+
+def make_empty(model: nn.Module, _: Path) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+
+
+def copy_and_save(model: nn.Module, folder: Path) -> None:
+    copied = copy.deepcopy(model)
+    assert sorted(changed_since(copied, {})) == sorted(NAMES)
+    torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")
+    torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
+
+
 TRAINED = ["1.weight", "1.bias"]
 CHANGES: dict[str, tuple[Act, list[str]]] = {
     "nothing": (lambda model, _: model(torch.ones(1, 4)), []),
@@ -177,6 +195,9 @@ CHANGES: dict[str, tuple[Act, list[str]]] = {
     "fused": (step(torch.optim.AdamW, False, fused=True), TRAINED),
     "flat": (step(torch.optim.AdamW, True), TRAINED),
     "load_state_dict": (load_dict, NAMES),
+    "conversion": (convert, NAMES),
+    "to_empty": (make_empty, NAMES),
+    "copies": (copy_and_save, []),
     "assign": (load_dict_twice_by_assigning, NAMES),
     "load_sharded": (load_file, NAMES),
 }

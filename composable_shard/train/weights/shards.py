@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable_shard import _torch
 from composable_shard.train.weights.boxes import Box, Parts
@@ -22,30 +21,10 @@ Version = tuple[int, ...]
 """Equal if nothing has been seen to change in between; its numbers mean nothing."""
 
 
-class _Seen:
-    """What is known of a tensor besides its own counters.
-
-    Attributes:
-        serial: Which tensor it is, of all that this process has seen.
-        num_steps: How many steps optimizers have made that have it.
-    """
-
-    __slots__ = ("num_steps", "serial")
-    _serials = count()
-
-    def __init__(self) -> None:
-        self.serial = next(self._serials)
-        self.num_steps = 0
-
-
-_seen = WeakTensorKeyDictionary()
-
-
-def _seen_of(tensor: torch.Tensor) -> _Seen:
-    if tensor not in _seen:
-        _seen[tensor] = _Seen()
-    found: _Seen = _seen[tensor]
-    return found
+# Attributes of tensors: with a weak reference to it, a parameter could no longer be converted.
+_SERIAL = "_composable_shard_serial"  # which tensor it is, of all that this process has seen
+_STEPS = "_composable_shard_num_steps"  # that optimizers have made which have it
+_serials = count()
 
 
 @cache
@@ -62,15 +41,17 @@ def _count_step(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad:
-                _seen_of(param).num_steps += 1
+                vars(param)[_STEPS] = vars(param).get(_STEPS, 0) + 1
 
 
 def _version(entry: Entry) -> Version:
-    tensor, seen = entry.tensor, _seen_of(entry.tensor)
+    tensor, seen = entry.tensor, vars(entry.tensor)
+    if _SERIAL not in seen:
+        seen[_SERIAL] = next(_serials)
     leaves = _torch.leaves(entry.local)
     counted = {id(one): one for one in (tensor, entry.local, *leaves)}
     counters = sum(one._version for one in counted.values() if not one.is_inference())
-    return seen.serial, seen.num_steps, counters, *(leaf.data_ptr() for leaf in leaves)
+    return seen[_SERIAL], seen.get(_STEPS, 0), counters, *(leaf.data_ptr() for leaf in leaves)
 
 
 # What a rank holds --------------------------------------------------------------------------------
