@@ -245,7 +245,7 @@ class ModuleHooks:
             if checkpoints or torch.is_grad_enabled():
                 call.interval = context.order.enter(self._group, checkpoints)
             if call.called is not None and checkpoints:
-                call.called.checkpoint = call.interval
+                call.called.checkpoint = None if call.interval is None else call.interval.start
                 call.called.has_grad = torch.is_grad_enabled()
 
     @torch.compiler.disable

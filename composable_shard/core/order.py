@@ -91,7 +91,7 @@ class Called(Generic[Key]):
         group: The group.
         module: The module.
         inner: The calls inside, in order.
-        checkpoint: What stands for the activation checkpoint around it, if there is one.
+        checkpoint: The number of the activation checkpoint around it, if there is one.
         has_grad: Whether gradients were enabled inside: not so in a reentrant checkpoint.
         is_watched: Whether its outputs may get a gradient.
     """
@@ -102,7 +102,7 @@ class Called(Generic[Key]):
         self.group = group
         self.module = module
         self.inner = list(inner)
-        self.checkpoint: Interval | None = None
+        self.checkpoint: int | None = None
         self.has_grad = True
         self.is_watched = False
 

@@ -12,11 +12,11 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.core.group import Imitated, ParamGroup, group_of
 from composable_shard.core.hooks import groups_in, has_hooks, hooks_of
-from composable_shard.core.order import Called, Interval
+from composable_shard.core.order import Called
 from composable_shard.core.root import context_of
 from composable_shard.errors import ShardError
 
-Notes = dict[Interval, dict[Any, Any]]
+Notes = dict[int, dict[Any, Any]]
 
 
 def sit_out(module: nn.Module) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _take_part(called: Called[ParamGroup], zero: torch.Tensor, notes: Notes | No
             hooks.leave(module, None, failed=True)
             raise
         hooks.leave(module, None, failed=False)
-    if zero.requires_grad and call is not None and outer is None and run is not None:
+    if zero.requires_grad and call is not None and run is not None and run is not outer:
         zero.register_hook(partial(hooks.come_past, call.forward, run.graph))
 
 

@@ -31,7 +31,7 @@ TREE = TreeSpec(
 )
 
 
-OF_WHAT_IS_PUBLISHED = ("Slab", "_Published", "_Entry", "c_ubyte_Array")
+VARYING = ("Slab", "_Published", "_Entry", "c_ubyte_Array", "Called")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Held:
         open_files: Its file descriptors.
         process_groups: The process groups that it has made.
         own_objects: Instances of classes of the core, but memory for rows of gradients, which is
-            kept from when a program first needs it until the plan of reductions changes, and what
-            is published, which depends on how far ranks are apart.
+            kept from when a program first needs it until the plan of reductions changes, what
+            is published, which depends on how far ranks are apart, and what is known of the calls
+            in the last forward of each kind, which depends on that forward.
         tensors: Tensors that Python knows of, but that memory and its views.
     """
 
@@ -64,7 +65,7 @@ def held() -> Held:
         len(distributed_c10d._world.pg_map),
         sum(kind.__module__.startswith("composable_shard.core") for kind in kinds_alive())
         - len(rows)
-        - sum(kind.__name__.startswith(OF_WHAT_IS_PUBLISHED) for kind in kinds_alive()),
+        - sum(kind.__name__.startswith(VARYING) for kind in kinds_alive()),
         min(num_tensors() for _ in range(NUM_LOOKS))
         - sum(2 + sum(map(len, one.regions)) for one in rows),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, sit_out
+from composable_shard.core.order import Called
 from composable_shard.errors import ShardError
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
@@ -199,3 +201,19 @@ def test_what_is_not_sharded_is_refused() -> None:
         sit_out(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="Expected a module to sit out, got int: 3"):
         sit_out(3)  # type: ignore[arg-type]
+
+
+def test_what_is_known_of_calls_does_not_grow() -> None:
+    """Of each kind of forward, the last one."""
+    with fake_ranks(2):
+        model, numbers = sharded(layers()), []
+        for _ in range(3):
+            for _ in range(4):
+                model(torch.ones(2, 4)).sum().backward()
+                model[0](torch.ones(2, 4)).sum().backward()
+                sit_out(model).backward()
+                with torch.no_grad():
+                    model(torch.ones(2, 4))
+            gc.collect()
+            numbers.append(sum(type(one) is Called for one in gc.get_objects()))
+        assert numbers == [9, 9, 9]
