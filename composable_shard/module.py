@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from composable_shard import _torch
 from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
 from composable_shard.core.gradient import clear
 from composable_shard.core.group import ParamGroup, check_reshard, group_of, set_group
@@ -284,7 +283,7 @@ class FSDPModule(TorchFSDPModule):
         """
         group = self._group()
         context = context_of(group)
-        if context.forward.is_running or _torch.current_backward() != -1:
+        if context.is_computing:
             raise ShardError(
                 f"Expected {method}() of {group.label} outside of forward and backward, got it "
                 "within one; call it between iterations"

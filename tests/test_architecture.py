@@ -152,7 +152,7 @@ CORE = [
         "backward",
     ),
     *("forward", "tree_reductions", "substituted", "optimizers", "ties", "not_sharded"),
-    *("agreement", "group", "tree", "nested", "order", "reduction", "reduction_plan"),
+    *("agreement", "group", "calls", "tree", "nested", "order", "reduction", "reduction_plan"),
     *("gradient_extension", "gradient_bucket", "gradient", "units", "gather_extension"),
     *("bucket", "param", "codec", "placement", "layout", "transport.channel"),
     *("transport.point_to_point", "transport.mailbox", "transport.shared_memory"),

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from composable_shard import _torch
+from composable_shard.core.calls import Token
 from composable_shard.core.forward import ForwardPass, waited_for
-from composable_shard.core.group import ParamGroup, Sharded, Token
+from composable_shard.core.group import ParamGroup, Sharded
 from composable_shard.core.order import NO_PLAN, ExecutionOrder, Plan, Step
 from composable_shard.core.tree_reductions import Reductions
 from composable_shard.errors import ShardError, StaleParameterError

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
+from composable_shard.core.calls import Call
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.order import (
     Called,
@@ -127,18 +128,13 @@ class ForwardPass:
         run = self.run
         return run is not None and run.frame is not None and _torch.is_executing(run.frame)
 
-    def begin(self, outermost: ParamGroup, module: nn.Module, *, has_graph: bool) -> None:
-        """Begin a forward with the call of ``module`` of ``outermost``.
+    def begin(self, outermost: ParamGroup, module: nn.Module, call: Call) -> None:
+        """Begin a forward with a call of ``module`` of ``outermost``.
 
         Where that has several modules, their calls one after the other are forwards of their own.
-
-        Args:
-            outermost: The group.
-            module: One of its modules.
-            has_graph: Whether a backward may start from what it gives.
         """
         graph = None
-        if has_graph:
+        if torch.is_grad_enabled() or _is_in_checkpoint(call):
             graph = Graph()
             self._graphs.add(graph)
         self._order.begin()
@@ -305,3 +301,10 @@ class ForwardPass:
         if self.run is not None:
             self.run.order.abandon()
         self.run = self._left = None
+
+
+def _is_in_checkpoint(call: Call) -> bool:
+    """Tell whether a call lies in a checkpoint that a backward may compute again, here or there."""
+    if call.imitated is not None and call.imitated.notes:
+        return True
+    return bool(_torch.notes_of_checkpoints(with_graph_around=False))

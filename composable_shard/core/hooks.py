@@ -19,15 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.calls import Call, Imitated, InputMarker, Substitution, Token
 from composable_shard.core.forward import ForwardRun, Graph
-from composable_shard.core.group import (
-    Call,
-    Imitated,
-    InputMarker,
-    ParamGroup,
-    Substitution,
-    Token,
-)
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.nested import StoredTensors, map_tensors, tensors_in
 from composable_shard.core.root import Context, context_of
 from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_substitution
@@ -121,11 +115,6 @@ def hooks_of(module: nn.Module) -> ModuleHooks:
     """Return the hooks of a sharded module."""
     hooks: ModuleHooks = module.__dict__[_HOOKS]
     return hooks
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Tell whether a module is sharded: it was passed to ``fully_shard``."""
-    return _HOOKS in module.__dict__
 
 
 def run_as_forward(
@@ -308,7 +297,7 @@ class ModuleHooks:
         """Gather the group; return whether that opens a forward pass."""
         group = self._group
         if not call.is_again:
-            opens = context.begin_forward(group, module, has_graph=_may_have_backward(call))
+            opens = context.begin_forward(group, module, call)
             was_sharded = not group.is_unsharded
             call.called = context.forward.enter(group, module)
             call.versions = group.units.all.versions_of_readable(just_gathered=was_sharded)
@@ -392,13 +381,6 @@ class ModuleHooks:
             context_of(self._group).backward.come_past(self._group, forward=forward)
         if graph is not None:
             graph.is_reached = True
-
-
-def _may_have_backward(call: Call) -> bool:
-    """Tell whether a backward may start from what a forward gives that ``call`` begins."""
-    if torch.is_grad_enabled() or (call.imitated is not None and call.imitated.notes):
-        return True
-    return bool(_torch.notes_of_checkpoints(with_graph_around=False))
 
 
 def _map_inputs(

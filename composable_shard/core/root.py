@@ -9,6 +9,7 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.backward import BackwardPass
+from composable_shard.core.calls import Call
 from composable_shard.core.finalization import Finalization
 from composable_shard.core.forward import ForwardPass
 from composable_shard.core.group import ParamGroup, PartlySharded, Unsharded
@@ -45,10 +46,15 @@ class Context(Tree[ParamGroup]):
         for group in self.groups:
             group.context = self
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward of the tree is under way, or any backward."""
+        return self.forward.is_running or _torch.current_backward() != -1
+
     # Where a forward begins and ends --------------------------------------------------------
 
-    def begin_forward(self, group: ParamGroup, module: nn.Module, *, has_graph: bool) -> bool:
-        """Begin a forward with the call of ``module``, unless it is part of one; return whether."""
+    def begin_forward(self, group: ParamGroup, module: nn.Module, call: Call) -> bool:
+        """Begin a forward with a call of ``module``, unless it is part of one; return whether."""
         run = self.forward.run
         if run is not None and not run.was_interrupted:
             return False
@@ -57,7 +63,7 @@ class Context(Tree[ParamGroup]):
         self._check_once()
         self.finalization.check_ended()
         self._free_earlier(is_anew=self._begins_anew(group, module))
-        self.forward.begin(group, module, has_graph=has_graph)
+        self.forward.begin(group, module, call)
         return True
 
     def end_forward(self, outermost: ParamGroup, *, failed: bool, has_backward: bool) -> None:
@@ -179,7 +185,7 @@ class Context(Tree[ParamGroup]):
 
     def show_sharded(self) -> None:
         """Register the sharded parameters, which an optimizer has changed, but while computing."""
-        if self.forward.is_running or _torch.current_backward() != -1:
+        if self.is_computing:
             return
         for group in self.groups:
             group.show_sharded()
@@ -189,6 +195,20 @@ def context_of(group: ParamGroup) -> Context:
     """Return what a group shares with the others of its tree."""
     assert isinstance(group.context, Context)
     return group.context
+
+
+def check_at_rest(group: ParamGroup, op: str) -> None:
+    """Raise ``ShardError`` if ``op`` is called while a group computes, or is open."""
+    if context_of(group).is_computing:
+        raise ShardError(
+            f"Expected {op}() outside of forward and backward, got it in one of {group.label}; "
+            "use it between iterations"
+        )
+    if group.is_opened:
+        raise ShardError(
+            f"Expected {op}() outside of unsharded(), got it inside of one of {group.label}; "
+            "leave that first"
+        )
 
 
 def share_reductions(contexts: Sequence[Context]) -> None:

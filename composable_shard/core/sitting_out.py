@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.group import Imitated, ParamGroup, group_of
-from composable_shard.core.hooks import groups_in, has_hooks, hooks_of
+from composable_shard.core.calls import Imitated
+from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.hooks import groups_in, hooks_of
 from composable_shard.core.order import Called
 from composable_shard.core.root import context_of
 from composable_shard.errors import ShardError
@@ -129,7 +130,7 @@ def _calls_like(module: nn.Module) -> Sequence[Called[ParamGroup]]:
             f"{type(module).__name__} without"
         )
     forward = context_of(groups[0]).forward
-    if has_hooks(module):
+    if group_of(module) is not None:
         calls = forward.called_last({module}) or _expected(module)
         return [calls[min(forward.num_called(module), len(calls) - 1)]]
     last = forward.called_last(set(within))

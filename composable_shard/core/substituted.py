@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup, Substitution
+from composable_shard.core.calls import Substitution
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.errors import ShardError
 

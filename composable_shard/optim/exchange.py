@@ -193,7 +193,7 @@ def _pack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
             sources.append(tensor)
         else:
             part.copy_(tensor.contiguous().view(-1).view(torch.uint8))
-    _copy_all(targets, sources)
+    _torch.copy_all_(targets, sources)
 
 
 def _unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -202,7 +202,7 @@ def _unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         (part if _is_aligned(part, tensor) else part.clone()).view(tensor.dtype).view(tensor.shape)
         for part, tensor in _parts(message, tensors)
     ]
-    _copy_all(list(tensors), sources)
+    _torch.copy_all_(list(tensors), sources)
 
 
 def _parts(
@@ -213,8 +213,3 @@ def _parts(
 
 def _is_aligned(part: torch.Tensor, tensor: torch.Tensor) -> bool:
     return part.storage_offset() % tensor.itemsize == 0
-
-
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        _torch.copy_all_(targets, sources)

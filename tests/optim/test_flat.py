@@ -196,23 +196,31 @@ UNKNOWN: dict[str, Make] = {
 }
 
 
+def steps_like_plain(net: Any, optimizer: Any, make: Make, loss: Callable[[int], Any]) -> bool:
+    """Step shards beside plain tensors of the same values; return whether they stay equal."""
+    plain = [nn.Parameter(param.to_local().detach().clone()) for param in net.parameters()]
+    stock = make(plain)
+    for step in range(4):
+        loss(step).backward()
+        for param, own in zip(net.parameters(), plain, strict=True):
+            own.grad = param.grad.to_local().clone()
+        optimizer.step()
+        stock.step()
+        optimizer.zero_grad()
+    pairs = zip(net.parameters(), plain, strict=True)
+    return all(torch.equal(param.to_local(), own) for param, own in pairs)
+
+
 def step_like_plain(name: str) -> bool:
     """Step the shards beside plain tensors of the same values, each by itself."""
     torch.manual_seed(0)
     net = sharded(Net())
-    optimizer = flat(UNKNOWN[name](net.parameters()))
-    plain = [nn.Parameter(param.to_local().detach().clone()) for param in net.parameters()]
-    other = UNKNOWN[name](plain)
-    for step in range(4):
+
+    def loss(step: int) -> torch.Tensor:
         random = torch.Generator().manual_seed(step)
-        net(torch.randn(3, 9, generator=random)).square().mean().backward()
-        for param, own in zip(net.parameters(), plain, strict=True):
-            own.grad = param.grad.to_local().clone()
-        optimizer.step()
-        other.step()
-        optimizer.zero_grad()
-    pairs = zip(net.parameters(), plain, strict=True)
-    return all(torch.equal(param.to_local(), own) for param, own in pairs)
+        return net(torch.randn(3, 9, generator=random)).square().mean()
+
+    return steps_like_plain(net, flat(UNKNOWN[name](net.parameters())), UNKNOWN[name], loss)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -262,18 +270,12 @@ def fused_beside_plain(name: str, num_threads: int) -> tuple[bool, list[int]]:
     torch.manual_seed(0)
     net: Any = fully_shard(Sum(IN_VECTORS))
     optimizer: Any = flat(FUSED[name](net.parameters()))
-    plain = [nn.Parameter(param.to_local().detach().clone()) for param in net.parameters()]
-    stock = FUSED[name](plain)
     net.used = -1
-    for step in range(4):
-        net(torch.full((2,), 0.1 * step + dist.get_rank())).backward()
-        for param, own in zip(net.parameters(), plain, strict=True):
-            own.grad = param.grad.to_local().clone()
-        optimizer.step()
-        stock.step()
-        optimizer.zero_grad()
-    pairs = zip(net.parameters(), plain, strict=True)
-    return all(torch.equal(p.to_local(), own) for p, own in pairs), optimizer.num_tensors()
+
+    def loss(step: int) -> torch.Tensor:
+        return net(torch.full((2,), 0.1 * step + dist.get_rank()))
+
+    return steps_like_plain(net, optimizer, FUSED[name], loss), optimizer.num_tensors()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -77,6 +77,11 @@ class Form(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     num_parts: int
 
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Form:
+        """Return that of a message of these tensors, as they are."""
+        return cls(tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors), 1)
+
 
 class Published(NamedTuple):
     """A tensor that another rank has published.

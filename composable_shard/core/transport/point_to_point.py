@@ -50,13 +50,12 @@ class DirectAllGather(AllGatherLaunch):
                 messages.send(own, peer)
         works: list[Waitable] = [messages]
         if near:
-            form = Form(tuple(own.numel() for own in shards), tuple(own.dtype for own in shards), 1)
 
             def fill(addresses: list[int]) -> None:
                 for address, place, own in zip(addresses, places, shards, strict=True):
                     copy_bytes(own.data_ptr(), own.nbytes, address, place[rank].data_ptr())
 
-            exchange = Exchange(group, tag, near, form, fill)
+            exchange = Exchange(group, tag, near, Form.of(shards), fill)
             reading = _Reading(exchange, {peer: [place[peer] for place in places] for peer in near})
             works.append(reading)
             if exchange.is_there():  # the sooner it is read, the less memory is shared
@@ -89,14 +88,13 @@ class DirectGather(GatherLaunch):
         works: list[Waitable] = [messages]
         if near:  # all of them take part, so that they count alike
             published = [] if to in far else shards
-            form = Form(tuple(t.numel() for t in published), tuple(t.dtype for t in published), 1)
 
             def fill(addresses: list[int]) -> None:
                 if rank != to:
                     for address, own in zip(addresses, published, strict=True):
                         copy_bytes(own.data_ptr(), own.nbytes, address)
 
-            exchange = Exchange(group, tag, near, form, fill)
+            exchange = Exchange(group, tag, near, Form.of(published), fill)
             if rank == to:
                 members = {peer: [place[peer] for place in places] for peer in near}
                 works.append(_Reading(exchange, members))

@@ -18,7 +18,7 @@ from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup, check_reshar
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.optimizers import watch_optimizer_steps
 from composable_shard.core.param import ShardedParam
-from composable_shard.core.root import context_of
+from composable_shard.core.root import check_at_rest, context_of
 from composable_shard.core.transport import host
 from composable_shard.core.transport.process_groups import raise_first_difference
 from composable_shard.errors import ShardError
@@ -39,21 +39,12 @@ DEFAULT_BUCKET_NBYTES = 64 * 2**20
 
 def _check_group(group: ParamGroup, over: ShardMesh | None) -> None:
     """Raise if a group cannot be moved, or not to the ranks ``over``."""
-    context = context_of(group)
-    if context.forward.is_running or _torch.current_backward() != -1:
-        raise ShardError(
-            f"Expected move() outside of forward and backward, got it in one of {group.label}; "
-            "use it between iterations"
-        )
-    if group.is_opened:
-        raise ShardError(
-            f"Expected move() outside of unsharded(), got it inside of one of {group.label}; "
-            "leave that first"
-        )
+    check_at_rest(group, "move")
     if group.absence != ON_OTHER_RANKS:
         group.check_awake("to be moved")
-    flying = context.reductions.in_flight
-    if flying.groups or flying.all_reducing or context.reductions.handle is not None:
+    reductions = context_of(group).reductions
+    flying = reductions.in_flight
+    if flying.groups or flying.all_reducing or reductions.handle is not None:
         raise ShardError(
             f"Expected the gradients of {group.label} before it is moved, got some that are being "
             "reduced; end the backward first"
@@ -342,7 +333,7 @@ def move(
     optimizers, groups = listed(optimizer), groups_in(model.modules())
     ranks = Ranks(process_group, f"moving {type(model).__name__}")
     for group in groups:
-        if not context_of(group).forward.is_running and _torch.current_backward() == -1:
+        if not context_of(group).is_computing:
             group.reshard()
         watch_optimizer_steps(group)
     host.settle()

@@ -17,7 +17,7 @@ from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.optimizers import watch_optimizer_steps
-from composable_shard.core.root import context_of
+from composable_shard.core.root import check_at_rest
 from composable_shard.core.transport import host
 from composable_shard.core.transport.mailbox import return_free_slabs
 from composable_shard.errors import ShardError
@@ -224,16 +224,7 @@ class _Memory:
 
 def _check_can_park(groups: Iterable[ParamGroup]) -> None:
     for group in groups:
-        if context_of(group).forward.is_running or _torch.current_backward() != -1:
-            raise ShardError(
-                f"Expected parked() outside of forward and backward, got it in one of "
-                f"{group.label}; use it between iterations"
-            )
-        if group.is_opened:
-            raise ShardError(
-                f"Expected parked() outside of unsharded(), got it inside of one of {group.label}; "
-                "leave that first"
-            )
+        check_at_rest(group, "parked")
         group.check_awake("to be parked")
 
 

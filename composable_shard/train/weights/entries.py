@@ -110,7 +110,7 @@ def _show_shards(module: nn.Module, doing: str) -> None:
     """Register the shards of all groups that have parameters in the module."""
     groups = groups_in(module.modules())
     for group in groups:
-        if context_of(group).forward.is_running or _torch.current_backward() != -1:
+        if context_of(group).is_computing:
             raise ShardError(
                 f"Expected {doing}() outside of forward and backward, got it within one of "
                 f"{group.label}; call it between iterations"
