@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from composable_shard.train.synchronize import sync_module_states
     from composable_shard.train.uneven import uneven
     from composable_shard.train.unsharded import unsharded
+    from composable_shard.train.weighing import weigh
     from composable_shard.train.weights.load import load_sharded
     from composable_shard.train.weights.save import save_full
     from composable_shard.train.weights.shards import changed_since, local_shards
@@ -77,6 +78,7 @@ __all__ = [
     "trace",
     "uneven",
     "unsharded",
+    "weigh",
 ]
 
 _MODULES = {
@@ -104,6 +106,7 @@ _MODULES = {
     "train.synchronize": ("sync_module_states",),
     "train.uneven": ("uneven",),
     "train.unsharded": ("unsharded",),
+    "train.weighing": ("weigh",),
     "train.weights.load": ("load_sharded",),
     "train.weights.save": ("save_full",),
     "train.weights.shards": ("changed_since", "local_shards"),

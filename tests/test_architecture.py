@@ -151,7 +151,7 @@ CORE = [
         "finalization",
         "backward",
     ),
-    *("forward", "tree_reductions", "substituted", "optimizers", "ties", "not_sharded"),
+    *("forward", "tree_reductions", "weights", "substituted", "optimizers", "ties", "not_sharded"),
     *("agreement", "group", "calls", "tree", "nested", "order", "reduction", "reduction_plan"),
     *("gradient_extension", "gradient_bucket", "gradient", "units", "gather_extension"),
     *("bucket", "param", "codec", "placement", "layout", "transport.channel"),

@@ -553,6 +553,7 @@ class BackwardPass:
         for group in self._groups:
             group.freshness.forget_forward()
         self._reductions.wait_for_copies()
+        self._reductions.divide_by_weights()
         self._order.of_backward.finish()
         self._reset()
 
@@ -583,6 +584,7 @@ class BackwardPass:
         """
         self._reductions.synchronize(self._ran())
         self._reductions.wait_for_copies()
+        self._reductions.divide_by_weights()
         self._reductions.by_hand = None
         self._reductions.reset()
 
@@ -612,6 +614,7 @@ class BackwardPass:
         self._reductions.wait_unless_open()
         self.free_what_is_over()
         self._reductions.wait_for_copies()
+        self._reductions.divide_by_weights()
         self._reset()
 
     def refuse_lost_weights(self) -> None:

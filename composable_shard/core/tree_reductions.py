@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.transport import host
+from composable_shard.core.weights import Weights
 
 # Reductions that are launched and not waited for --------------------------------------------------
 
@@ -122,9 +123,11 @@ class Reductions:
             if none has begun that is not finished.
         handle: What waits for the reductions that such a call has launched, if any.
         in_flight: The reductions under way, perhaps with those of other trees.
+        weights: What microbatches weigh, if anybody has said so.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self.weights: Weights | None = None
         self.is_last = True
         self.by_hand: bool | None = None
         self.handle: object | None = None
@@ -180,6 +183,8 @@ class Reductions:
         """
         if any(not group.settings.requires_gradient_sync for group in self.in_flight.groups):
             self.in_flight.leave_room(1)
+        if self.weights is not None:
+            self.weights.open()
 
     def accumulate(self, group: ParamGroup) -> None:
         """Add the gradients of ``group`` to those that a later backward reduces."""
@@ -272,9 +277,21 @@ class Reductions:
             self._root.emit("wait_for_copies")
         self.in_flight.end_returns()
 
+    def divide_by_weights(self) -> None:
+        """Divide gradients by what microbatches weigh, if nothing is left to reduce.
+
+        Collective: none, but see Weights.close.
+        """
+        is_left = self._unsynced or self._unreplicated
+        is_under_way = self.in_flight.groups or self.in_flight.all_reducing
+        if self.weights is not None and not (is_left or is_under_way):
+            self.weights.close()
+
     def abandon(self) -> None:
         """Forget the reductions of a backward that failed."""
         self.in_flight.drop(self._groups)
+        if self.weights is not None:
+            self.weights.abandon()
         self.by_hand = self.handle = None
 
     def reset(self) -> None:

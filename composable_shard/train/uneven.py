@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_shard import _torch
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.root import context_of
-from composable_shard.core.transport.failures import count_launch, watched
+from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.errors import CommunicationError, ShardError
 from composable_shard.mesh import ShardMesh
 
@@ -104,11 +103,8 @@ class _Turn(Generic[Batch]):
             pass
         except Exception as error:  # noqa: BLE001 (whatever it is, all ranks hear of it)
             self._failure, said = error, _FAILED + dist.get_rank()
-        self._groups = _groups_of(mesh)
-        self._said = torch.tensor(said, device=_device_of(self._groups, mesh))
-        self._work: dist.Work | None = None
-        self._number = 0
-        self._launch()
+        largest: Any = dist.ReduceOp.MAX
+        self._said = SmallAllReduce(torch.tensor(said), largest, mesh, _AGREEING)
 
     def is_anybodys(self) -> bool:
         """Tell whether any rank has a batch.
@@ -116,43 +112,13 @@ class _Turn(Generic[Batch]):
         Raises:
             CommunicationError: On other ranks than the one that failed to take its batch.
         """
-        self.end()
+        said = int(self._said.wait())
         if self._failure is not None:
             raise self._failure
-        said = int(self._said)
         if said >= _FAILED:
             raise CommunicationError(f"Rank {said - _FAILED} failed while taking its next batch")
         return said == _HAS_ONE
 
     def end(self) -> None:
         """Wait until all ranks have said what they have."""
-        while self._work is not None:
-            with watched(self._groups[0], _AGREEING, _AGREEING, self._number):
-                self._work.wait()
-            self._groups = self._groups[1:]
-            self._launch()
-
-    def _launch(self) -> None:
-        """Have the next process group agree, if there is one left."""
-        self._work = None
-        if self._groups:
-            self._number = count_launch(self._groups[0], _AGREEING)
-            self._work = dist.all_reduce(
-                self._said, dist.ReduceOp.MAX, group=self._groups[0], async_op=True
-            )
-
-
-def _groups_of(mesh: ShardMesh) -> list[dist.ProcessGroup]:
-    """Return what the ranks of a mesh agree in, one behind the other: one where there is one."""
-    world = dist.group.WORLD
-    if world is not None and 1 < world.size() == mesh.num_ranks:
-        return [world]
-    return mesh.process_groups
-
-
-def _device_of(groups: list[dist.ProcessGroup], mesh: ShardMesh) -> torch.device:
-    """Return where to say something: on the host if that can be sent, which waits for no kernel."""
-    cpu = torch.device("cpu")
-    return (
-        cpu if all(_torch.backend_name(group, cpu) == "gloo" for group in groups) else mesh.device
-    )
+        self._said.wait()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch, mesh
-from composable_shard.core.transport.failures import watched
+from composable_shard.core.transport.failures import count_launch, watched
 from composable_shard.errors import RankMismatchError
 from composable_shard.mesh import ShardMesh
 
@@ -122,6 +122,52 @@ def agree(
         heard = gather_objects(said, group, op)
         said = merge(dict(zip(dist.get_process_group_ranks(group), heard, strict=True)))
     return said
+
+
+class SmallAllReduce:
+    """An all-reduce of a few numbers over all ranks of a mesh, launched and not waited for.
+
+    Args:
+        numbers: What this rank says.
+        op: How it is reduced.
+        mesh: The ranks.
+        doing: What this is for, for messages.
+
+    Collective: an all-reduce; over the shards, and then over the replicas, where the ranks of the
+        mesh are not those of the default process group.
+    """
+
+    def __init__(
+        self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType, mesh: ShardMesh, doing: str
+    ) -> None:
+        world, cpu = dist.group.WORLD, torch.device("cpu")
+        is_world = world is not None and 1 < world.size() == mesh.num_ranks
+        self._groups = [world] if is_world and world is not None else mesh.process_groups
+        # On the host, if that can be sent: it waits for no kernel.
+        is_gloo = all(_torch.backend_name(group, cpu) == "gloo" for group in self._groups)
+        self._numbers = numbers.to(cpu if is_gloo else mesh.device)
+        self._op, self._doing = op, doing
+        self._work: dist.Work | None = None
+        self._number = 0
+        self._launch()
+
+    def wait(self) -> torch.Tensor:
+        """Return what the ranks say together."""
+        while self._work is not None:
+            with watched(self._groups[0], self._doing, self._doing, self._number):
+                self._work.wait()
+            self._groups = self._groups[1:]
+            self._launch()
+        return self._numbers
+
+    def _launch(self) -> None:
+        """Reduce over the next process group, if there is one left."""
+        self._work = None
+        if self._groups:
+            self._number = count_launch(self._groups[0], self._doing)
+            self._work = dist.all_reduce(
+                self._numbers, self._op, group=self._groups[0], async_op=True
+            )
 
 
 def compare(
