@@ -118,6 +118,7 @@ class Reductions:
         groups: All groups, the root first.
 
     Attributes:
+        groups: All groups, the root first.
         is_last: Whether the end of a backward waits for the reductions.
         by_hand: Whether a call finishes the reductions of the backwards that have begun; ``None``
             if none has begun that is not finished.
@@ -127,12 +128,12 @@ class Reductions:
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
-        self.weights: Weights | None = None
         self.is_last = True
         self.by_hand: bool | None = None
         self.handle: object | None = None
         self.in_flight = InFlight()
-        self._groups = groups
+        self.weights: Weights | None = None
+        self.groups = groups
         self._root = groups[0]
         self._unsynced: set[ParamGroup] = set()
         self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
@@ -144,7 +145,7 @@ class Reductions:
 
         In an order that is the same on all ranks, though they may have been done in another.
         """
-        return [group for group in self._groups if group in self._unsynced]
+        return [group for group in self.groups if group in self._unsynced]
 
     @property
     def unreplicated(self) -> list[ParamGroup]:
@@ -168,6 +169,12 @@ class Reductions:
         return is_open or bool(self._unsynced) or bool(self._unreplicated)
 
     @property
+    def is_any_left(self) -> bool:
+        """Whether gradients are to be reduced, or are under way."""
+        is_under_way = self.in_flight.groups or self.in_flight.all_reducing
+        return bool(self._unsynced or self._unreplicated or is_under_way)
+
+    @property
     def is_left_open(self) -> bool:
         """Whether the end of a backward leaves reductions under way."""
         return not self.is_last or self._root.settings.finalizes_by_hand
@@ -184,12 +191,14 @@ class Reductions:
         if any(not group.settings.requires_gradient_sync for group in self.in_flight.groups):
             self.in_flight.leave_room(1)
         if self.weights is not None:
-            self.weights.open()
+            self.weights.begin_backward(self)
 
     def accumulate(self, group: ParamGroup) -> None:
         """Add the gradients of ``group`` to those that a later backward reduces."""
         if group.gradients.are_to_reduce:
             self._unsynced.add(group)
+        if self.weights is not None:
+            self.weights.open()
         group.emit("accumulate")
         with group.streams.where_used():
             group.gradients.accumulate()
@@ -213,13 +222,16 @@ class Reductions:
     def _reduce(self, group: ParamGroup) -> None:
         self._unsynced.discard(group)
         if self._limit is None:
-            self._limit = max(g.settings.max_reductions for g in self._groups)
+            self._limit = max(g.settings.max_reductions for g in self.groups)
         self.in_flight.leave_room(self._limit)
         group.check_order("reduction")
         if group.settings.reduction.all_reduces:
             self._unreplicated.pop(group, None)
         elif any(mesh.num_replicas > 1 for mesh in group.channels):
             self._unreplicated[group] = None
+        if self.weights is not None:
+            self.weights.open()
+            self.weights.say()
         group.emit("begin_reduce_scatter")
         with group.streams.where_used():
             group.gradients.reduce()
@@ -278,18 +290,16 @@ class Reductions:
         self.in_flight.end_returns()
 
     def divide_by_weights(self) -> None:
-        """Divide gradients by what microbatches weigh, if nothing is left to reduce.
+        """Divide gradients by what microbatches weigh, if that was said and nothing is to reduce.
 
-        Collective: none, but see Weights.close.
+        Collective: none, or see Weights.end_backward.
         """
-        is_left = self._unsynced or self._unreplicated
-        is_under_way = self.in_flight.groups or self.in_flight.all_reducing
-        if self.weights is not None and not (is_left or is_under_way):
-            self.weights.close()
+        if self.weights is not None:
+            self.weights.end_backward(self)
 
     def abandon(self) -> None:
         """Forget the reductions of a backward that failed."""
-        self.in_flight.drop(self._groups)
+        self.in_flight.drop(self.groups)
         if self.weights is not None:
             self.weights.abandon()
         self.by_hand = self.handle = None

@@ -1,10 +1,10 @@
-"""What the microbatches of one tree weigh together, and gradients that are divided by it."""
+"""What the microbatches of some trees weigh together, and gradients that are divided by it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,17 @@ from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.errors import RankMismatchError, ShardError
 
 _ADDING = "adding what microbatches weigh"
+_DIVIDED = "_composable_shard_divided"
 
 
 class Weighed:
-    """What all microbatches between two steps weigh, on all ranks, once a backward has reduced.
+    """What microbatches weigh together, since gradients were cleared.
+
+    Known when the backward of the one that it was returned for, or a later one, has reduced.
 
     Attributes:
-        total: The sum of what they weigh.
-        loss: The sum of their losses by ``total``: the mean; NaN if nothing weighs anything.
+        total: The sum of the weights of all ranks and microbatches.
+        loss: The sum of their losses by ``total``; NaN if nothing weighs anything.
     """
 
     def __init__(self) -> None:
@@ -52,53 +55,63 @@ class Weighed:
         self._known = total, loss
 
 
-class Weights:
-    """The weights of one tree since gradients were cleared.
+class Reducing(Protocol):
+    """What one tree has to reduce.
 
-    Reductions average over ranks as ever. When they are over, gradients are divided by what all
-    microbatches weigh for each rank; before the next backward adds to them they are multiplied
-    again, so that they are sums of the same kind.
-
-    Args:
-        groups: All groups, the root first.
+    Attributes:
+        groups: Its groups.
+        is_any_left: Whether gradients are to be reduced, or are under way.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
-        self._groups = groups
-        self._root = groups[0]
-        self._own = [0.0, 0.0]  # not launched: weight and loss
-        self._has_own = False
-        self._num_launched = 0
-        self._launched: list[tuple[int, SmallAllReduce]] = []
-        self._failure: Exception | None = None
-        self._weighed = Weighed()
-        self._total = self._loss = 0.0  # of the gradients that are divided
-        self._is_open = False  # whether gradients are sums until the next reduction
-        self._divided: list[tuple[ShardedParam, torch.Tensor, int]] = []
-        self._others: list[tuple[ShardedParam, torch.Tensor]] = []
+    groups: Sequence[ParamGroup]
 
-    def add(self, weight: Any, loss: torch.Tensor | None) -> Weighed:
-        """Note what a microbatch of this rank weighs, before its backward.
+    @property
+    def is_any_left(self) -> bool: ...
 
-        Collective: an all-reduce of 16 bytes over all ranks of the root, unless without sync.
-        """
+
+class _Sum(NamedTuple):
+    """What was weighed: the sums of the weights and of the losses, and how often, by all ranks."""
+
+    weight: float = 0.0
+    loss: float = 0.0
+    num: int = 0
+
+
+class Weights:
+    """The weights of some trees since gradients were cleared.
+
+    Reductions average over ranks as ever. When they are over, gradients are divided by what all
+    microbatches weigh for each rank; before others are added they are multiplied again, so that
+    both are of one kind. A gradient that was divided is marked: one that the user has put there is
+    told from it, and one that the user has cleared by zeros.
+
+    Args:
+        trees: Which.
+    """
+
+    def __init__(self, trees: Sequence[Reducing]) -> None:
+        self._trees = trees
+        self._mesh = max((tree.groups[0].mesh for tree in trees), key=lambda mesh: mesh.num_ranks)
+        self._all = _Sum()
+        self._is_open = False  # whether gradients are sums that are not divided
+        self._is_new = False  # whether they were opened since this rank has said anything
+        self._was_divided = False  # whether some of them were, and are not cleared on this rank
+        self._in_backward: set[Reducing] = set()
+        self._own: list[tuple[Any, torch.Tensor | None]] = []  # weights and losses to be sent
+        self._sent: list[Any] = []  # weights
+        self._asked: list[Weighed] = []
+        self._sums: list[SmallAllReduce] = []
+        self._num_heard = 0
+
+    def add(self, weight: float | torch.Tensor, loss: torch.Tensor | None) -> Weighed:
+        """Note what a microbatch of this rank weighs, before its backward."""
         self._check()
-        own = [float(weight), 0.0 if loss is None else float(loss.detach())]
-        if not (math.isfinite(own[0]) and own[0] >= 0):
-            self._failure = ValueError(
-                f"Expected a weight that is finite and not negative, got {weight!r}"
-            )
-            own[0] = math.nan
-        if not self._has_divided():
-            self._forget()
-        self._own = [one + more for one, more in zip(self._own, own, strict=True)]
-        self._has_own = True
-        if self._root.settings.requires_gradient_sync:
-            self._launch()
-        return self._weighed
+        self._own.append((weight, None if loss is None else loss.detach()))
+        self._asked.append(Weighed())
+        return self._asked[-1]
 
     def _check(self) -> None:
-        for group in self._groups:
+        for group in self._groups():
             divisor = group.settings.reduction.divisor
             if divisor is not None:
                 raise ShardError(
@@ -114,136 +127,161 @@ class Weights:
                         "sum of the weights yourself"
                     )
 
-    def _launch(self) -> None:
-        self._num_launched = number = self._num_launched + 1
-        said = torch.tensor([*self._own, number, number**2], dtype=torch.float64)
-        add: Any = dist.ReduceOp.SUM
-        self._launched.append((number, SmallAllReduce(said, add, self._root.mesh, _ADDING)))
-        self._own, self._has_own = [0.0, 0.0], False
+    # Around the reductions of a backward ----------------------------------------------------
 
-    def _heard(self) -> list[float]:
-        """Return what was weighed since the last time, on all ranks: weight and loss.
-
-        Hazard: a rank that has failed before it weighed, and goes on, is heard with the wrong
-        microbatch for ever. Guard: ranks say which it is for them. Test:
-        ``test_ranks_that_weigh_different_microbatches_hear_of_it``.
-        """
-        weight = loss = 0.0
-        while self._launched:
-            number, one = self._launched.pop(0)
-            more_weight, more_loss, first, second = one.wait().tolist()
-            count = self._root.mesh.num_ranks
-            if (first, second) != (count * number, count * number**2):
-                self.abandon()
-                raise RankMismatchError(
-                    f"Expected all ranks to weigh their microbatches in step, got number {number} "
-                    "on this rank and another one on some; one has failed before weigh(), or has "
-                    "left it out: a rank without a batch weighs 0"
-                )
-            weight, loss = weight + more_weight, loss + more_loss
-        return [weight, loss]
-
-    # Gradients ------------------------------------------------------------------------------
-
-    def _has_divided(self) -> bool:
-        """Tell whether gradients that were divided are there still, as they were."""
-        if self._is_open:
-            return True
-        if not self._divided or any(group.freshness.saw_step for group in self._groups):
-            return False
-        kept = [
-            local
-            for param, local, version in self._divided
-            if reduced(param) is local and local._version == version
-        ]
-        return any(bool(local.any()) for local in kept)
-
-    def _forget(self) -> None:
-        self._total = self._loss = 0.0
-        self._divided.clear()
-        self._weighed = Weighed()
+    def begin_backward(self, tree: Reducing) -> None:
+        """Note that gradients of ``tree`` may come."""
+        self._in_backward.add(tree)
 
     def open(self) -> None:
-        """Make sums of gradients again that a backward is going to add to."""
-        if self._is_open or not (self._divided or self._launched or self._has_own):
+        """Make sums again of gradients that others are going to be added to."""
+        if self._is_open:
             return
-        if not self._has_divided():
-            self._total = self._loss = 0.0
-            self._divided.clear()
-        divided = {param: (local, version) for param, local, version in self._divided}
-        self._is_open, sums = True, dict[ShardedParam, torch.Tensor]()
-        for param in self._params():
-            local = reduced(param)
-            if local is None:
-                continue
-            was, version = divided.get(param, (None, 0))
-            if local is was and local._version == version:
-                sums[param] = local
-            else:  # of somebody else's
-                assert param.sharded.grad is not None
-                self._others.append((param, param.sharded.grad))
-                param.sharded.grad = None
-        self._scale(sums, lambda num_ranks: num_ranks / self._total)
+        marked = [(one, vars(one.sharded.grad).pop(_DIVIDED, None)) for one in self._params()]
+        divided = [(param, version) for param, version in marked if version is not None]
+        if not divided and not self._own:
+            return
+        kept = [param for param, version in divided if not _is_cleared(param, version)]
+        self._is_open, self._is_new, self._was_divided = True, True, bool(kept)
+        self._divide(kept, lambda num_ranks: num_ranks / self._all.weight)
 
-    @torch.no_grad()
-    def close(self) -> None:
-        """Divide gradients, if all that is to be reduced is.
+    def say(self) -> None:
+        """Launch the sum over all ranks of what was weighed, if anything was.
 
-        Collective: an all-reduce of 16 bytes if there is a weight that has not been sent.
+        Collective: an all-reduce of 48 bytes that is not waited for, or none.
         """
-        if not self._is_open:
+        if not (self._own or self._is_new):
             return
-        if self._has_own:
-            self._launch()
-        weight, loss = self._heard()
-        total, loss = self._total + weight, self._loss + loss
-        failure, self._failure = self._failure, None
-        if math.isnan(total):
-            self.abandon()
-            raise failure or ShardError(
+        device, number = self._mesh.device, self._num_heard + len(self._sums) + 1
+        said = torch.zeros(6, dtype=torch.float64, device=device)
+        for weight, loss in self._own:
+            one = torch.as_tensor(weight, dtype=torch.float64, device=device).detach()
+            said[0] += torch.where(one.isfinite() & (one >= 0), one, math.nan)
+            said[1] += 0.0 if loss is None else loss.to(device)
+        said[2:] += said.new_tensor([len(self._own), self._was_divided, number, number**2])
+        add: Any = dist.ReduceOp.SUM
+        self._sums.append(SmallAllReduce(said, add, self._mesh, _ADDING))
+        self._sent += [weight for weight, _ in self._own]
+        self._own, self._is_new, self._was_divided = [], False, False
+
+    def end_backward(self, tree: Reducing) -> None:
+        """Divide gradients, if all of them are reduced.
+
+        Raises:
+            ValueError, ShardError, RankMismatchError: See weigh. The gradients are ``None`` then.
+
+        Collective: what ``say`` does, if that has not been said.
+        """
+        self._in_backward.discard(tree)
+        if self._in_backward or any(one.is_any_left for one in self._trees):
+            return
+        if not self._is_open:  # nothing to train
+            self._forget()
+            return
+        self.say()
+        self._is_open = False
+        asked, self._asked = self._asked, []
+        try:
+            self._all = self._hear()
+        except Exception:
+            self._all = _Sum()
+            self._clear()
+            raise
+        for one in asked:
+            one.set(self._all.weight, self._all.loss)
+        if self._all.weight:
+            self._close()
+        elif self._all.num:
+            self._clear()
+
+    def abandon(self) -> None:
+        """Forget what was weighed for a backward that failed; gradients there are what they were."""
+        self._in_backward.clear()
+        self._forget()
+        if self._is_open:
+            self._is_open = False
+            if self._all.weight:
+                self._close()
+
+    def _forget(self) -> None:
+        self._num_heard += len(self._sums)
+        self._own, self._sent, self._asked, self._sums = [], [], [], []
+
+    # What all ranks weigh -------------------------------------------------------------------
+
+    def _hear(self) -> _Sum:
+        """Return what all ranks weigh since gradients were cleared.
+
+        Hazard: a rank that has failed before its backward, and goes on, is heard with the wrong
+        microbatch for ever. Guard: ranks say which it is for them. Test:
+        ``test_ranks_that_weigh_different_microbatches_hear_of_it``.
+
+        Raises:
+            ValueError, ShardError, RankMismatchError: See weigh.
+        """
+        heard, count = _Sum(), self._mesh.num_ranks
+        sums, sent, number = self._sums, self._sent, self._num_heard
+        self._forget()
+        for place, one in enumerate(sums):
+            weight, loss, num, num_divided, first, second = one.wait().tolist()
+            number += 1
+            if (first, second) != (count * number, count * number**2):
+                raise RankMismatchError(
+                    f"Expected all ranks to weigh their microbatches in step, got number {number} "
+                    "on this rank and another one on some; one has failed before its backward, or "
+                    "has left weigh() out: a rank without a batch weighs 0"
+                )
+            if place == 0 and num_divided:  # gradients were not cleared
+                heard = self._all
+            heard = _Sum(heard.weight + weight, heard.loss + loss, heard.num + int(num))
+        if math.isnan(heard.weight):
+            for given in map(float, sent):
+                if not (math.isfinite(given) and given >= 0):
+                    raise ValueError(
+                        f"Expected a weight that is finite and not negative, got {given}"
+                    )
+            raise ShardError(
                 "Expected weights that are finite and not negative on all ranks, got another one "
                 "on some rank"
             )
-        self._is_open, self._total, self._loss = False, total, loss
-        self._weighed.set(total, loss)
-        sums = {param: local for param in self._params() if (local := reduced(param)) is not None}
-        if total:
-            self._scale(sums, lambda num_ranks: total / num_ranks)
-        else:
-            for param in sums:
-                param.sharded.grad = None
-        self._add_others()
-        self._divided = [(param, local, local._version) for param, local in sums.items() if total]
+        return heard
 
-    def abandon(self) -> None:
-        """Forget what was weighed for a backward that failed."""
-        self._launched.clear()
-        self._own, self._has_own, self._is_open = [0.0, 0.0], False, False
-        self._divided.clear()
-        self._add_others()
+    # Gradients ------------------------------------------------------------------------------
 
-    def _add_others(self) -> None:
-        """Add gradients that were there, and not divided by weights."""
-        while self._others:
-            param, grad = self._others.pop()
-            present = param.sharded.grad
-            if present is None:
-                param.sharded.grad = grad
-            else:
-                with torch.no_grad():
-                    _torch.local_tensor(present).add_(_torch.local_tensor(grad))
+    def _groups(self) -> Iterator[ParamGroup]:
+        return (group for tree in self._trees for group in tree.groups)
 
-    def _params(self) -> list[ShardedParam]:
-        return [param for group in self._groups for param in group.params]
+    def _params(self) -> Iterator[ShardedParam]:
+        """Iterate over the parameters whose gradients are reduced."""
+        for group in self._groups():
+            yield from (param for param in group.params if reduced(param) is not None)
+
+    def _clear(self) -> None:
+        for param in self._params():
+            param.sharded.grad = None
+
+    def _close(self) -> None:
+        """Divide sums, and mark what they become."""
+        params = list(self._params())
+        self._divide(params, lambda num_ranks: self._all.weight / num_ranks)
+        for param in params:
+            grad: Any = param.sharded.grad
+            vars(grad)[_DIVIDED] = grad._version
 
     @torch.no_grad()
-    def _scale(
-        self, sums: dict[ShardedParam, torch.Tensor], divisor: Callable[[int], float]
-    ) -> None:
+    def _divide(self, params: Sequence[ShardedParam], divisor: Callable[[int], float]) -> None:
         """Divide gradients by a number that depends on that of the ranks they are averages over."""
         alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for param, local in sums.items():
+        for param in params:
+            local = reduced(param)
+            assert local is not None
             key = param.mesh.num_ranks, local.device, local.dtype
             alike.setdefault(key, []).append(local)
         for (num_ranks, _, _), locals_ in alike.items():
             _torch.divide_all_(locals_, divisor(num_ranks))
+
+
+def _is_cleared(param: ShardedParam, version: int) -> bool:
+    """Tell whether the user has set a gradient to zeros since it was of ``version``."""
+    grad, local = param.sharded.grad, reduced(param)
+    return grad is None or local is None or (grad._version != version and not local.any())

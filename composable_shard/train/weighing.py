@@ -58,9 +58,10 @@ def weigh(
             f"Expected a model to weigh that fully_shard has sharded, or a part of one, got "
             f"{type(model).__name__} without"
         )
-    found = []
-    for context in dict.fromkeys(map(context_of, groups)):
-        if context.reductions.weights is None:
-            context.reductions.weights = Weights(context.groups)
-        found.append(context.reductions.weights.add(weight, loss))
-    return found[0]
+    trees = [context.reductions for context in dict.fromkeys(map(context_of, groups))]
+    weights = trees[0].weights
+    if weights is None or any(tree.weights is not weights for tree in trees):
+        weights = Weights(trees)
+        for tree in trees:
+            tree.weights = weights
+    return weights.add(weight, loss)

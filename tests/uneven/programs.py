@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,9 +13,18 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from composable_shard import CPUOffloadPolicy, OffloadPolicy, fully_shard, sit_out
+from composable_shard import (
+    CPUOffloadPolicy,
+    OffloadPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    sit_out,
+    weigh,
+)
+from composable_shard.core.weights import Weighed
 
 WIDTH = 5
 
@@ -42,6 +52,11 @@ class TowerSpec:
     num_calls: int
 
 
+SYNCS = ("each", "last", "by hand", "open until the last", "not over replicas until the last")
+FAILURES = ("", "", "", "forward", "before backward", "backward")
+CLEARS = ("none", "none", "zeros", "not")
+
+
 @dataclass(frozen=True)
 class Turn:
     """What the ranks do with one microbatch.
@@ -49,10 +64,12 @@ class Turn:
     Attributes:
         runs: For each rank the calls of towers that it computes; ``None`` if it has no batch.
         adds: For each rank whether it adds the zeros of what it sits out to its loss.
+        weights: For each rank what it says that its loss weighs; ``None`` if nothing is said.
     """
 
     runs: tuple[tuple[bool, ...] | None, ...]
     adds: tuple[bool, ...]
+    weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,12 +79,21 @@ class StepSpec:
     Attributes:
         turns: The microbatches.
         trains: Whether there is a backward.
-        syncs_each: Whether gradients are reduced after each microbatch, or after the last.
+        sync: When gradients are reduced, of ``SYNCS``.
+        fails: Where the first microbatch raises on all ranks before all of them are done, of
+            ``FAILURES``.
+        clears: How gradients are cleared after it, of ``CLEARS``.
+        clears_late: Whether that is done before the next backward, and after its forward.
+        clips: Whether gradients are clipped.
     """
 
     turns: tuple[Turn, ...]
-    trains: bool
-    syncs_each: bool
+    trains: bool = True
+    sync: str = "each"
+    fails: str = ""
+    clears: str = "none"
+    clears_late: bool = False
+    clips: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +107,7 @@ class Program:
     reshards: bool | None
     offloads: bool
     is_called_as_whole: bool
+    dtype: torch.dtype = torch.float64
 
 
 # The model ----------------------------------------------------------------------------------------
@@ -172,41 +199,175 @@ def shard(model: Towers, program: Program) -> Towers:
 # Runs ---------------------------------------------------------------------------------------------
 
 
-def batch_of(step: int, turn: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 100 * turn + rank)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+class Failure(Exception):
+    """Raised by a program."""
 
 
-def nothing(_: nn.Module) -> float:
-    return 0.0
+class Whole:
+    """The same unsharded, on the batches of all ranks.
+
+    Its gradients are sums until a step is over.
+    """
+
+    def __init__(self, model: Towers, program: Program) -> None:
+        self.model = model
+        self._program = program
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.forget()
+
+    def forget(self) -> None:
+        self._is_weighed, self.weight, self.loss = False, 0.0, 0.0
+        self._divisor = 0.0
+
+    def clear(self, how: str) -> None:
+        if how == "not":
+            for param in self.model.parameters():
+                if param.grad is not None:
+                    param.grad *= self._divisor
+            return
+        self.optimizer.zero_grad(set_to_none=how == "none")
+        self.forget()
+
+    def take_turn(self, turn: Turn, number: int, place: int) -> None:
+        for rank in range(self._program.num_ranks):
+            if turn.runs[rank] is not None:
+                batch = batch_of(self._program, number, place, rank)
+                loss = loss_of(self.model, self._program, batch, turn.runs[rank], nothing)
+                loss.backward()
+                self.loss += loss.item() * (turn.weights is not None)
+        if turn.weights is not None:
+            self._is_weighed, self.weight = True, self.weight + sum(turn.weights)
+
+    def drop_weightless(self) -> None:
+        """Clear what is of no weight, of which there is no mean."""
+        if self._is_weighed and not self.weight:
+            for param in self.model.parameters():
+                param.grad = None
+            self.forget()
+
+    def divide(self) -> None:
+        """Make means of sums."""
+        self._divisor = self.weight if self._is_weighed else float(self._program.num_ranks)
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.grad /= self._divisor
 
 
 def check(program: Program) -> None:
     """Train on this rank, and the same unsharded with the batches of all; compare."""
     torch.manual_seed(0)
-    whole = Towers(program).double()
-    model = shard(copy.deepcopy(whole), program)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (whole, model)]
+    whole = Whole(Towers(program).to(program.dtype), program)
+    model: Any = shard(copy.deepcopy(whole.model), program)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    to_clear: list[str] = []
+
+    def clear() -> None:
+        for how in to_clear:
+            if how != "not":
+                optimizer.zero_grad(set_to_none=how == "none")
+            whole.clear(how)
+        to_clear.clear()
+
     for number, step in enumerate(program.steps):
+        fails = step.fails if step.trains else ""
+        if fails:
+            clear()
+            fail(model, program, step, number)
+            if fails == "backward":  # of which some groups have been reduced
+                to_clear.append("none")
+                clear()
+        weighed: list[Weighed] = []
         for place, turn in enumerate(step.turns):
-            is_last = place == len(step.turns) - 1
-            model.set_requires_gradient_sync(step.syncs_each or is_last)
-            take_turn(model, program, turn, number, place, trains=step.trains)
-            for rank in range(program.num_ranks):
-                if turn.runs[rank] is not None and step.trains:
-                    batch = batch_of(number, place, rank)
-                    loss = loss_of(whole, program, batch, turn.runs[rank], nothing)
-                    (loss / program.num_ranks).backward()
-        if step.trains:
-            compare(whole, model, program, f"after step {number}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            synchronize(model, step.sync, is_last=place == len(step.turns) - 1)
+            with torch.set_grad_enabled(step.trains):
+                loss = forward(model, program, turn, number, place)
+            if not step.trains:
+                continue
+            if turn.weights is not None:
+                weighed.append(weigh(model, turn.weights[dist.get_rank()], loss))
+            clear()
+            loss.backward()
+            whole.take_turn(turn, number, place)
+            if is_reduced(step, program):
+                whole.drop_weightless()
+        if not step.trains:
+            continue
+        if step.sync == "by hand":
+            model.synchronize_gradients()
+        expect_weighed(weighed, whole)
+        whole.drop_weightless()
+        whole.divide()
+        compare_gradients(whole.model, model, program, f"after step {number}")
+        if step.clips:
+            norms = [
+                clip_grad_norm_(model.parameters(), 0.5),
+                nn.utils.clip_grad_norm_(whole.model.parameters(), 0.5),
+            ]
+            close(*norms, program, f"the norm after step {number}")
+        for one in (optimizer, whole.optimizer):
+            one.step()
+        compare(whole.model, model, program, f"after step {number}")
+        to_clear.append(step.clears)
+        if not step.clears_late:
+            clear()
 
 
-def take_turn(
-    model: Any, program: Program, turn: Turn, number: int, place: int, *, trains: bool
-) -> None:
+def synchronize(model: Any, sync: str, *, is_last: bool) -> None:
+    """Set when gradients are reduced."""
+    model.set_requires_gradient_sync(
+        sync not in ("last", "by hand") or (sync, is_last) == ("last", True)
+    )
+    model.set_is_last_backward(sync != "open until the last" or is_last)
+    model.set_requires_all_reduce(sync != "not over replicas until the last" or is_last)
+
+
+def is_reduced(step: StepSpec, program: Program) -> bool:
+    """Tell whether gradients are reduced after each microbatch."""
+    is_each = step.sync == "not over replicas until the last" and program.num_replicas == 1
+    return is_each or step.sync == "each"
+
+
+def expect_weighed(weighed: list[Weighed], whole: Whole) -> None:
+    if weighed:
+        torch.testing.assert_close(weighed[-1].total, whole.weight, rtol=1e-12, atol=0.0)
+        mean = whole.loss / whole.weight if whole.weight else math.nan
+        torch.testing.assert_close(weighed[-1].loss, mean, rtol=1e-4, atol=0.0, equal_nan=True)
+
+
+def fail(model: Any, program: Program, step: StepSpec, number: int) -> None:
+    """Begin a step that raises on all ranks, and runs all on them: they raise at one place."""
+    synchronize(model, step.sync, is_last=True)
+    handle = None
+    if step.fails == "forward":
+        handle = model.trunk.register_forward_hook(raise_failure)
+    elif step.fails == "backward":
+        handle = model.trunk.register_forward_hook(fail_in_backward)
+    try:
+        turn = replace(step.turns[0], runs=((True,) * sum(model.num_calls),) * program.num_ranks)
+        loss = forward(model, program, turn, number, 0)
+        if turn.weights is not None:
+            weigh(model, turn.weights[dist.get_rank()], loss)
+        if step.fails == "backward":
+            loss.backward()
+        raise Failure
+    except Failure:
+        pass
+    finally:
+        if handle is not None:
+            handle.remove()
+    if step.fails == "before backward":
+        model.reset_iter_state()
+
+
+def fail_in_backward(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+    output.register_hook(raise_failure)
+
+
+def raise_failure(*_: Any) -> None:
+    raise Failure
+
+
+def forward(model: Any, program: Program, turn: Turn, number: int, place: int) -> torch.Tensor:
     rank = dist.get_rank()
     runs, adds = turn.runs[rank], turn.adds[rank]
 
@@ -215,15 +376,20 @@ def take_turn(
         assert zero.item() == 0
         return zero if adds else 0.0
 
-    with torch.set_grad_enabled(trains):
-        if runs is None and program.is_called_as_whole:
-            loss = sit_out(model)
-        elif runs is None:
-            loss = sum((sit_out(tower) for tower in called(model)), sit_out(model.trunk))
-        else:
-            loss = loss_of(model, program, batch_of(number, place, rank), runs, leave_out)
-    if trains:
-        loss.backward()
+    if runs is None and program.is_called_as_whole:
+        return sit_out(model)
+    if runs is None:
+        return sum((sit_out(tower) for tower in called(model)), sit_out(model.trunk))
+    return loss_of(model, program, batch_of(program, number, place, rank), runs, leave_out)
+
+
+def batch_of(program: Program, step: int, turn: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * turn + rank)
+    return torch.randn(3, WIDTH, generator=generator, dtype=program.dtype)
+
+
+def nothing(_: nn.Module) -> float:
+    return 0.0
 
 
 def loss_of(
@@ -241,16 +407,36 @@ def called(model: Towers) -> list[nn.Module]:
 
 
 def compare(whole: Towers, model: Any, program: Program, when: str) -> None:
-    for (name, expected), (_, got) in zip(
-        whole.named_parameters(), model.named_parameters(), strict=True
-    ):
-        torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-9, atol=1e-11, msg=name)
+    """Compare this rank's shards with those of the unsharded parameters."""
+    for (name, expected), got in zip(whole.named_parameters(), model.parameters(), strict=True):
+        close(got.to_local(), shard_like(expected, got), program, f"{name} {when}")
+
+
+def compare_gradients(whole: Towers, model: Any, program: Program, when: str) -> None:
+    for (name, expected), got in zip(whole.named_parameters(), model.parameters(), strict=True):
         if expected.grad is None or got.grad is None:
             assert (expected.grad is None) == (got.grad is None), f"{name} {when}"
             continue
-        full = got.grad.full_tensor()
         said = f"the gradient of {name} {when}"
-        torch.testing.assert_close(full, expected.grad, rtol=1e-9, atol=1e-11, msg=said)
+        close(got.grad.to_local(), shard_like(expected.grad, got.grad), program, said)
+
+
+def shard_like(full: torch.Tensor, like: Any) -> torch.Tensor:
+    mesh, placements = like.device_mesh, like.placements
+    shard: Any = distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
+    return shard.to_local()
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, program: Program, what: str) -> None:
+    relative = 1e-9 if program.dtype == torch.float64 else 1e-4
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(
+        got.detach(),
+        expected.detach(),
+        rtol=relative,
+        atol=relative * max(largest, 1e-3),
+        msg=lambda text: f"{what}: {text}",
+    )
 
 
 # What is drawn ------------------------------------------------------------------------------------
@@ -266,6 +452,24 @@ towers = st.builds(
     num_calls=st.sampled_from([1, 1, 2]),
 )
 
+weights = st.one_of(
+    st.sampled_from([0.0, 0.0, 1.0, 1e15, 1e-6]),
+    st.integers(1, 5000).map(float),
+    st.floats(0.01, 100),
+)
+
+
+def turn_of(
+    runs: tuple[tuple[bool, ...] | None, ...],
+    adds: tuple[bool, ...],
+    weights: tuple[float, ...] | None,
+) -> Turn:
+    """Return a turn in which a rank without a batch weighs nothing."""
+    if weights is None:
+        return Turn(runs, adds)
+    pairs = zip(runs, weights, strict=True)
+    return Turn(runs, adds, tuple(0.0 if run is None else weight for run, weight in pairs))
+
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
@@ -280,20 +484,25 @@ def programs(draw: st.DrawFn) -> Program:
     runs = st.lists(st.booleans(), min_size=num_calls, max_size=num_calls).map(tuple)
     of_ranks = {"min_size": num_ranks, "max_size": num_ranks}
     turns = st.builds(
-        Turn,
+        turn_of,
         st.lists(st.one_of(st.none(), runs), **of_ranks).map(tuple),
         st.lists(st.booleans(), **of_ranks).map(tuple),
+        st.one_of(st.none(), st.lists(weights, **of_ranks).map(tuple)),
     )
     steps = st.builds(
         StepSpec,
-        turns=st.lists(turns, min_size=1, max_size=2).map(tuple),
+        turns=st.lists(turns, min_size=1, max_size=3).map(tuple),
         trains=st.sampled_from([True, True, True, False]),
-        syncs_each=st.booleans(),
+        sync=st.sampled_from(SYNCS),
+        fails=st.sampled_from(FAILURES),
+        clears=st.sampled_from(CLEARS),
+        clears_late=st.booleans(),
+        clips=st.sampled_from([False, False, True]),
     )
     known = Turn(((True,) * num_calls,) * num_ranks, (True,) * num_ranks)
     is_plain = not any(one.checkpoints or one.num_calls > 1 for one in specs)
     is_plain = is_plain and (is_called_as_whole or not any(one.is_frozen for one in specs))
-    first = [] if is_plain else [StepSpec((known,), trains=True, syncs_each=True)]
+    first = [] if is_plain else [StepSpec((known,))]
     return Program(
         num_ranks,
         num_replicas,
@@ -302,4 +511,5 @@ def programs(draw: st.DrawFn) -> Program:
         reshards=draw(st.sampled_from([None, True, False])),
         offloads=draw(st.booleans()),
         is_called_as_whole=is_called_as_whole,
+        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
     )

@@ -31,7 +31,7 @@ def program(*towers: TowerSpec, turns: list[Turn], as_whole: bool = False) -> Pr
     num_ranks = len(turns[0].runs)
     calls = (True,) * sum(tower.num_calls for tower in towers)
     known = Turn((calls,) * num_ranks, (True,) * num_ranks)
-    steps = tuple(StepSpec((turn,), trains=True, syncs_each=True) for turn in (known, *turns))
+    steps = tuple(StepSpec((turn,)) for turn in (known, *turns))
     return Program(num_ranks, 1, towers, steps, None, False, as_whole)
 
 

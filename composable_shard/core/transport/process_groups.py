@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import sys
@@ -128,7 +129,8 @@ class SmallAllReduce:
     """An all-reduce of a few numbers over all ranks of a mesh, launched and not waited for.
 
     Args:
-        numbers: What this rank says.
+        numbers: What this rank says, on the device of the mesh, or on the host: what the host has
+            made travels there where it can, and waits for no kernel.
         op: How it is reduced.
         mesh: The ranks.
         doing: What this is for, for messages.
@@ -143,22 +145,26 @@ class SmallAllReduce:
         world, cpu = dist.group.WORLD, torch.device("cpu")
         is_world = world is not None and 1 < world.size() == mesh.num_ranks
         self._groups = [world] if is_world and world is not None else mesh.process_groups
-        # On the host, if that can be sent: it waits for no kernel.
-        is_gloo = all(_torch.backend_name(group, cpu) == "gloo" for group in self._groups)
-        self._numbers = numbers.to(cpu if is_gloo else mesh.device)
+        are_gloo = all(_torch.backend_name(group, cpu) == "gloo" for group in self._groups)
+        self._numbers = numbers if are_gloo else numbers.to(mesh.device)
         self._op, self._doing = op, doing
         self._work: dist.Work | None = None
         self._number = 0
         self._launch()
 
     def wait(self) -> torch.Tensor:
-        """Return what the ranks say together."""
-        while self._work is not None:
-            with watched(self._groups[0], self._doing, self._doing, self._number):
-                self._work.wait()
-            self._groups = self._groups[1:]
-            self._launch()
-        return self._numbers
+        """Return what the ranks say together, on the host, which waits for nothing but this."""
+        device = self._numbers.device
+        beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if _torch.has_streams(device):
+            beside = _torch.on_stream(_torch.make_stream(device))
+        with beside:
+            while self._work is not None:
+                with watched(self._groups[0], self._doing, self._doing, self._number):
+                    self._work.wait()
+                self._groups = self._groups[1:]
+                self._launch()
+            return self._numbers.cpu()
 
     def _launch(self) -> None:
         """Reduce over the next process group, if there is one left."""
