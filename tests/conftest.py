@@ -30,7 +30,8 @@ for folder in ("benchmarks", "examples"):
 # that no worker is left alone with it.
 FIRST = (
     *("faults/test_restarts.py", "faults/test_lost_ranks.py", "many_machines/test_torchrun.py"),
-    *("test_programs.py", "compile/test_blocks.py", "compat/test_torch_dropin.py"),
+    *("uneven/test_programs.py", "test_programs.py"),
+    *("compile/test_blocks.py", "compat/test_torch_dropin.py"),
 )
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, settings
 from launches import counted
 from on_ranks import on_ranks
 from torch import nn
@@ -20,37 +18,7 @@ from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.order import Called
 from composable_shard.errors import ShardError
 from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks, run_ranks
-from uneven.programs import Program, StepSpec, TowerSpec, Turn, check, programs
-
-KINDS = ("reentrant", "non-reentrant")  # of activation checkpoints
-
-
-def program(*towers: TowerSpec, turns: list[Turn], as_whole: bool = False) -> Program:
-    """Return a program whose first step all ranks compute, as each of ``turns`` is one besides."""
-    num_ranks = len(turns[0].runs)
-    calls = (True,) * sum(tower.num_calls for tower in towers)
-    known = Turn((calls,) * num_ranks, (True,) * num_ranks)
-    steps = tuple(StepSpec((turn,)) for turn in (known, *turns))
-    return Program(num_ranks, 1, towers, steps, None, False, as_whole)
-
-
-PLAIN = TowerSpec(1, True, False, False, "", is_frozen=False, num_calls=1)
-FROZEN_TWICE = replace(PLAIN, is_frozen=True, num_calls=2)
-LAST_OUT = Turn(((True, False), (True, True)), (True, True))
-IN_CHECKPOINT = [replace(PLAIN, num_blocks=3, has_groups=True, checkpoints=kind) for kind in KINDS]
-NO_BATCH = Turn((None, (True,)), (True, True))
-
-
-@settings(deadline=None)
-@given(program=programs())
-@example(program(FROZEN_TWICE, turns=[LAST_OUT]))  # freed after the first call, and read again
-@example(program(replace(IN_CHECKPOINT[0], is_group=False), turns=[NO_BATCH]))
-@example(program(replace(IN_CHECKPOINT[1], is_group=False), turns=[NO_BATCH]))
-@example(program(replace(IN_CHECKPOINT[0], has_inner_groups=True), turns=[NO_BATCH], as_whole=True))
-@example(program(replace(IN_CHECKPOINT[1], has_inner_groups=True), turns=[NO_BATCH], as_whole=True))
-def test_ranks_that_sit_out_modules_train_like_one_process(program: Program) -> None:
-    run_ranks(check, program.num_ranks, program, timeout=60)
+from composable_shard.testing import fake_ranks
 
 
 def layers(count: int = 3, width: int = 4) -> nn.Sequential:

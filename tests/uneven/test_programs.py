@@ -1,0 +1,152 @@
+"""Ranks that do not do the same, in any order, train like one process; planted faults are seen."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from faults.poisoned import Fault, planted
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from composable_shard.core import sitting_out, weights
+from composable_shard.core.hooks import ModuleHooks
+from composable_shard.core.weights import Weights
+from composable_shard.testing import RankError, run_ranks
+from uneven.programs import Program, StepSpec, TowerSpec, Turn, check, programs
+
+NUM_PARTS = 30
+NUM_EXAMPLES = 25 if os.environ.get("BRIEF_EXAMPLES") else 100
+# The same programs in every short run, others in every long one.
+TIMES = int(os.environ.get("PARITY_EXAMPLES", "1"))
+START = 0 if TIMES == 1 else int(time.time())
+
+
+def generated(part: int, count: int, do: Callable[[Program], None]) -> None:
+    """Do something with each of ``count`` programs, the same for the same ``part``."""
+
+    @seed(part)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(program=programs())
+    def each(program: Program) -> None:
+        do(program)
+
+    each()
+
+
+def run(program: Program) -> None:
+    run_ranks(check, program.num_ranks, program, timeout=60)
+
+
+@pytest.mark.brief(1)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_ranks_that_do_not_do_the_same_train_like_one_process(part: int) -> None:
+    """Sitting out, weighing, failing, clipping, clearing and synchronizing as drawn."""
+    generated(START + part, NUM_EXAMPLES * TIMES, run)
+
+
+# Programs that were wrong once --------------------------------------------------------------------
+
+
+def program(*towers: TowerSpec, turns: list[Turn], as_whole: bool = False) -> Program:
+    """Return a program whose first step all ranks compute, as each of ``turns`` is one besides."""
+    num_ranks = len(turns[0].runs)
+    calls = (True,) * sum(tower.num_calls for tower in towers)
+    known = Turn((calls,) * num_ranks, (True,) * num_ranks)
+    steps = tuple(StepSpec((turn,)) for turn in (known, *turns))
+    return Program(num_ranks, 1, towers, steps, None, False, as_whole)
+
+
+PLAIN = TowerSpec(1, True, False, False, "", is_frozen=False, num_calls=1)
+FROZEN_TWICE = replace(PLAIN, is_frozen=True, num_calls=2)
+LAST_OUT = Turn(((True, False), (True, True)), (True, True))
+IN_CHECKPOINT = [
+    replace(PLAIN, num_blocks=3, has_groups=True, checkpoints=kind)
+    for kind in ("reentrant", "non-reentrant")
+]
+NO_BATCH = Turn((None, (True,)), (True, True))
+
+
+KNOWN = {
+    "freed after the first call, and read again": program(FROZEN_TWICE, turns=[LAST_OUT]),
+    **{
+        f"no batch, {one.checkpoints}": program(replace(one, is_group=False), turns=[NO_BATCH])
+        for one in IN_CHECKPOINT
+    },
+    **{
+        f"no batch, inner groups, {one.checkpoints}": program(
+            replace(one, has_inner_groups=True), turns=[NO_BATCH], as_whole=True
+        )
+        for one in IN_CHECKPOINT
+    },
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_program_that_was_wrong_once(name: str) -> None:
+    run(KNOWN[name])
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "the mean over ranks": Fault(Weights, "_close", "self._all.weight / num_ranks", "1.0"),
+    "the ranks counted twice": Fault(
+        Weights, "_close", "self._all.weight / num_ranks", "self._all.weight"
+    ),
+    "a forgotten rank": Fault(Weights, "say", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
+    "a forgotten microbatch": Fault(Weights, "say", "in self._own:", "in self._own[-1:]:"),
+    "a loss that is not told": Fault(Weights, "say", "said[1] +=", "said[0] += 0 *"),
+    "means added to sums": Fault(
+        Weights, "open", "self._divide(kept, lambda num_ranks: num_ranks / self._all.weight)", ""
+    ),
+    "zeros that are not seen": Fault(weights, "_is_cleared", "and not local.any()", "and False"),
+    "a total that is never forgotten": Fault(
+        Weights, "_hear", "place == 0 and num_divided", "place == 0"
+    ),
+    "a total that is always forgotten": Fault(
+        Weights, "_hear", "place == 0 and num_divided", "False"
+    ),
+    "weights of a step that failed": Fault(Weights, "abandon", "self._forget()", "pass"),
+    "gradients without weight": Fault(Weights, "end_backward", "self._clear()", "pass"),
+    "divided too early": Fault(
+        Weights, "end_backward", "any(one.is_any_left for one in self._trees)", "False"
+    ),
+    "a stale order": Fault(sitting_out, "_calls_like", "forward.called_last({module}) or", ""),
+    "a group that is passed over": Fault(
+        sitting_out, "_take_part", "in called.inner:", "in called.inner[1:]:"
+    ),
+    "a backward that is passed over": Fault(
+        ModuleHooks, "come_past", "with _torch.apart_from_transforms():", "if False:"
+    ),
+}
+
+
+def run_with(name: str, program: Program) -> None:
+    with planted(FAULTS[name]):
+        check(program)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name: str) -> None:
+    seen: list[RankError] = []
+
+    def look(program: Program) -> None:
+        if seen or len(program.steps) < 3:
+            return
+        try:
+            run_ranks(run_with, program.num_ranks, name, program, timeout=15)
+        except RankError as error:
+            seen.append(error)
+
+    generated(0, 500, look)
+    assert seen
