@@ -553,9 +553,9 @@ class BackwardPass:
         for group in self._groups:
             group.freshness.forget_forward()
         self._reductions.wait_for_copies()
-        self._reductions.divide_by_weights()
         self._order.of_backward.finish()
         self._reset()
+        self._reductions.divide_by_weights()
 
     def free_what_is_over(self) -> None:
         """Free what stays neither for a running forward nor for the rest of an accumulation.
@@ -584,9 +584,9 @@ class BackwardPass:
         """
         self._reductions.synchronize(self._ran())
         self._reductions.wait_for_copies()
-        self._reductions.divide_by_weights()
         self._reductions.by_hand = None
         self._reductions.reset()
+        self._reductions.divide_by_weights()
 
     def _ran(self) -> list[ParamGroup]:
         """Return the groups that may have gradients of which no backward has told."""
@@ -614,8 +614,8 @@ class BackwardPass:
         self._reductions.wait_unless_open()
         self.free_what_is_over()
         self._reductions.wait_for_copies()
-        self._reductions.divide_by_weights()
         self._reset()
+        self._reductions.divide_by_weights()
 
     def refuse_lost_weights(self) -> None:
         """Raise for a group of which backwards in halves have lost gradients.

@@ -71,5 +71,5 @@ class Finalization:
         """Wait for what was launched. Collective: none."""
         self._reductions.in_flight.wait()
         self._reductions.wait_for_copies()
-        self._reductions.divide_by_weights()
         self._reductions.handle = None
+        self._reductions.divide_by_weights()

@@ -55,11 +55,9 @@ class Context(Tree[ParamGroup]):
 
     def begin_forward(self, group: ParamGroup, module: nn.Module, call: Call) -> bool:
         """Begin a forward with a call of ``module``, unless it is part of one; return whether."""
-        run = self.forward.run
-        if run is not None and not run.was_interrupted:
+        self.clean_up_if_failed()
+        if self.forward.run is not None:
             return False
-        if run is not None or self.backward.was_aborted:
-            self.backward.clean_up()
         self._check_once()
         self.finalization.check_ended()
         self._free_earlier(is_anew=self._begins_anew(group, module))
@@ -88,6 +86,12 @@ class Context(Tree[ParamGroup]):
                 self.backward.finish_inside()
                 self.forward.show_sharded(outermost)
                 self.reductions.wait_for_copies()
+
+    def clean_up_if_failed(self) -> None:
+        """Return to the state between two iterations if a forward or backward has failed."""
+        run = self.forward.run
+        if (run is not None and run.was_interrupted) or self.backward.was_aborted:
+            self.backward.clean_up()
 
     def _begins_anew(self, group: ParamGroup, module: nn.Module) -> bool:
         """Tell whether a call begins another forward of the tree, and does not go on with the last.

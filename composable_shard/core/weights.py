@@ -148,17 +148,17 @@ class Weights:
     def say(self) -> None:
         """Launch the sum over all ranks of what was weighed, if anything was.
 
-        Collective: an all-reduce of 48 bytes that is not waited for, or none.
+        Collective: an all-reduce of 56 bytes that is not waited for, or none.
         """
         if not (self._own or self._is_new):
             return
         device, number = self._mesh.device, self._num_heard + len(self._sums) + 1
-        said = torch.zeros(6, dtype=torch.float64, device=device)
+        said = torch.zeros(7, dtype=torch.float64, device=device)
         for weight, loss in self._own:
-            one = torch.as_tensor(weight, dtype=torch.float64, device=device).detach()
+            one = torch.as_tensor(weight, dtype=torch.float64, device=device).detach().sum()
             said[0] += torch.where(one.isfinite() & (one >= 0), one, math.nan)
-            said[1] += 0.0 if loss is None else loss.to(device)
-        said[2:] += said.new_tensor([len(self._own), self._was_divided, number, number**2])
+            said[1] += 0.0 if loss is None else loss.to(device).sum()
+        said[2:] += said.new_tensor([len(self._own), self._was_divided, 1, number, number**2])
         add: Any = dist.ReduceOp.SUM
         self._sums.append(SmallAllReduce(said, add, self._mesh, _ADDING))
         self._sent += [weight for weight, _ in self._own]
@@ -195,7 +195,7 @@ class Weights:
             self._clear()
 
     def abandon(self) -> None:
-        """Forget what was weighed for a backward that failed; gradients there are what they were."""
+        """Forget what was weighed for a backward that failed; let gradients be what they were."""
         self._in_backward.clear()
         self._forget()
         if self._is_open:
@@ -219,13 +219,13 @@ class Weights:
         Raises:
             ValueError, ShardError, RankMismatchError: See weigh.
         """
-        heard, count = _Sum(), self._mesh.num_ranks
+        heard = _Sum()
         sums, sent, number = self._sums, self._sent, self._num_heard
         self._forget()
         for place, one in enumerate(sums):
-            weight, loss, num, num_divided, first, second = one.wait().tolist()
+            weight, loss, num, num_divided, num_ranks, *numbers = one.wait().tolist()
             number += 1
-            if (first, second) != (count * number, count * number**2):
+            if numbers != [num_ranks * number, num_ranks * number**2]:
                 raise RankMismatchError(
                     f"Expected all ranks to weigh their microbatches in step, got number {number} "
                     "on this rank and another one on some; one has failed before its backward, or "

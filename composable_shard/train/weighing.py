@@ -19,8 +19,8 @@ def weigh(
     Call it on all ranks before each backward. When gradients are reduced they are divided once, by
     the sum of all weights: those of all ranks, replicas included, and of all microbatches since
     gradients were cleared, reduced one by one or together. So the gradient is that of the mean over
-    all tokens, however they are spread. A rank without a batch weighs 0. If all weights are 0,
-    gradients are ``None``.
+    all tokens, however they are spread. A rank without a batch weighs 0, as does a backward of
+    which nothing is said beside others. If all weights are 0, gradients are ``None``.
 
     Args:
         model: A sharded module, or one with sharded ones inside.
@@ -33,13 +33,14 @@ def weigh(
 
     Raises:
         ShardError: If nothing in ``model`` is sharded; if a divide factor is set, or a gradient has
-            hooks, which would be given sums. From the backward that reduces, on all ranks: if a
-            weight is not finite, or negative.
+            hooks, which would be given sums. From the backward that reduces, if a weight of
+            another rank is not finite, or negative.
         ValueError: From that backward, on the rank that has such a weight.
-        RankMismatchError: From that backward, on all ranks, if one has left out a microbatch.
+        RankMismatchError: From that backward, on all ranks, if one has left out a microbatch. After
+            an error from it, gradients are ``None``.
 
-    Collective: an all-reduce of 32 bytes, launched and waited for at the end of the backward;
-        without sync none until there is one.
+    Collective: none; in each backward that reduces an all-reduce of 56 bytes, which is waited for
+        at its end.
 
     Example:
         >>> from composable_shard import fully_shard
@@ -58,7 +59,10 @@ def weigh(
             f"Expected a model to weigh that fully_shard has sharded, or a part of one, got "
             f"{type(model).__name__} without"
         )
-    trees = [context.reductions for context in dict.fromkeys(map(context_of, groups))]
+    contexts = dict.fromkeys(map(context_of, groups))
+    for context in contexts:
+        context.clean_up_if_failed()
+    trees = [context.reductions for context in contexts]
     weights = trees[0].weights
     if weights is None or any(tree.weights is not weights for tree in trees):
         weights = Weights(trees)

@@ -2,127 +2,411 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
-from dataclasses import dataclass
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from launches import counted
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_reduce
+from two_tensors import two_tensor_hooks, two_tensor_mlp
 
-from composable_shard import sit_out, weigh
-from composable_shard.testing import run_ranks
-from uneven.test_uneven_batches import Model, batch_of, sharded
-
-SYNCS = ("each", "last", "by hand", "open until the last", "not over replicas until the last")
-
-
-@dataclass(frozen=True)
-class Weighing:
-    """Steps of microbatches, and what they weigh.
-
-    Attributes:
-        weights: Of each step, microbatch and rank; ``None`` for a rank without that microbatch.
-        sync: When gradients are reduced.
-        clears: How gradients are cleared after a step.
-    """
-
-    num_replicas: int
-    weights: tuple[tuple[tuple[float | None, ...], ...], ...]
-    sync: str
-    clears: str
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.weights[0][0])
-
-
-def check(case: Weighing) -> None:
-    torch.manual_seed(0)
-    whole = Model().double()
-    model = sharded(whole, case.num_replicas)
-    rank = dist.get_rank()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (whole, model)]
-    for step, microbatches in enumerate(case.weights):
-        losses, total, weighed = 0.0, 0.0, None
-        for micro, of_ranks in enumerate(microbatches):
-            is_last = micro == len(microbatches) - 1
-            prepare(model, case.sync, is_last)
-            weight, batch = of_ranks[rank], batch_of(step, rank, micro)
-            loss = sit_out(model) if weight is None else loss_of(model, batch, weight)
-            weighed = weigh(model, weight or 0, loss)
-            loss.backward()
-            for other, theirs in enumerate(of_ranks):
-                if theirs is not None:
-                    loss = loss_of(whole, batch_of(step, other, micro), theirs)
-                    loss.backward()
-                    losses, total = losses + loss.item(), total + theirs
-        if case.sync == "by hand":
-            model.synchronize_gradients()
-        assert weighed is not None and weighed.total == pytest.approx(total, rel=1e-12)
-        if total:
-            assert weighed.loss == pytest.approx(losses / total, rel=1e-12)
-        else:
-            assert math.isnan(weighed.loss)
-        for (name, one), (_, other) in zip(
-            whole.named_parameters(), model.named_parameters(), strict=True
-        ):
-            if not total:
-                one.grad = None
-            if one.grad is None:
-                assert other.grad is None, name
-                continue
-            one.grad /= total
-            torch.testing.assert_close(
-                other.grad.full_tensor(), one.grad, rtol=1e-9, atol=1e-12, msg=f"{name} {step}"
-            )
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=case.clears == "none")
-    for one, other in zip(whole.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(other.full_tensor(), one, rtol=1e-9, atol=1e-12)
-
-
-def loss_of(model: Any, batch: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return a sum over so many tokens: zero for none."""
-    return model(batch).square().sum() * bool(weight)
-
-
-def prepare(model: Any, sync: str, is_last: bool) -> None:
-    if sync == "last":
-        model.set_requires_gradient_sync(is_last)
-    elif sync == "by hand":
-        model.set_requires_gradient_sync(False)
-    elif sync == "open until the last":
-        model.set_is_last_backward(is_last)
-    elif sync == "not over replicas until the last":
-        model.set_requires_all_reduce(is_last)
-
-
-weights = st.one_of(
-    st.none(),
-    st.sampled_from([0.0, 1.0, 1e15, 1e-6]),
-    st.integers(1, 5000).map(float),
-    st.floats(0.01, 100),
+from composable_shard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardedGradScaler,
+    clip_grad_norm_,
+    fully_shard,
+    sit_out,
+    weigh,
 )
+from composable_shard.errors import RankMismatchError, ShardError
+from composable_shard.testing import fake_ranks
+
+WIDTH = 8
 
 
-@st.composite
-def weighings(draw: st.DrawFn) -> Weighing:
-    num_ranks, num_replicas = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 2)]))
-    microbatch = st.lists(weights, min_size=num_ranks, max_size=num_ranks).map(tuple)
-    step = st.lists(microbatch, min_size=1, max_size=3).map(tuple)
-    return Weighing(
-        num_replicas,
-        tuple(draw(st.lists(step, min_size=1, max_size=3))),
-        draw(st.sampled_from(SYNCS)),
-        draw(st.sampled_from(["none", "zeros"])),
+class Block(nn.Module):
+    """A layer with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def blocks(count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+def sharded(model: nn.Module, **options: Any) -> Any:
+    for child in model.children():
+        fully_shard(child, **options)
+    return fully_shard(model, **options)
+
+
+def tokens(rank: int, count: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(count, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def summed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the losses of all tokens."""
+    return model(x).square().mean(-1).sum()
+
+
+def expect_gradients(model: Any, whole: nn.Module, divisor: float) -> None:
+    for (name, got), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(
+            got.grad.full_tensor(), expected.grad / divisor, rtol=1e-9, atol=1e-12, msg=name
+        )
+
+
+# What the gradients are ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+@on_ranks(3)
+def test_clearing_begins_anew(late: bool, to_none: bool) -> None:
+    """Before or after the forward and its weight, by zeros or not."""
+    rank = dist.get_rank()
+    whole = blocks().double()
+    model = sharded(copy.deepcopy(whole))
+    for step, counts in enumerate([(5, 1, 2), (1, 7, 1), (2, 2, 3)]):
+        for one in (whole, model):
+            if not late or one is whole:
+                one.zero_grad(set_to_none=to_none)
+        loss = summed(model, tokens(rank, counts[rank], step))
+        weighed = weigh(model, counts[rank], loss)
+        if late:
+            model.zero_grad(set_to_none=to_none)
+        loss.backward()
+        losses = [summed(whole, tokens(rank, count, step)) for rank, count in enumerate(counts)]
+        sum(losses, torch.zeros(())).backward()
+        expect_gradients(model, whole, sum(counts))
+        assert weighed.total == sum(counts)
+        expected = sum(loss.item() for loss in losses) / sum(counts)
+        assert weighed.loss == pytest.approx(expected, rel=1e-12)
+
+
+@on_ranks(2)
+def test_a_gradient_of_zeros_is_not_taken_for_a_cleared_one() -> None:
+    rank = dist.get_rank()
+    whole = blocks().double()
+    model = sharded(copy.deepcopy(whole))
+    for step, (count, factor) in enumerate([(5, 0.0), (3, 1.0)]):
+        loss = summed(model, tokens(rank, count, step)) * factor
+        weighed = weigh(model, count, loss)
+        loss.backward()
+    for rank in range(2):
+        summed(whole, tokens(rank, 3, 1)).backward()
+    assert weighed.total == 16
+    expect_gradients(model, whole, 16)
+
+
+@on_ranks(4)
+def test_experts_see_the_tokens_of_all_ranks() -> None:
+    """Each on two ranks of four; the rest is sharded over all four."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    group, place = mesh["expert"].get_group(), mesh["expert"].get_local_rank()
+    torch.manual_seed(0)
+    gate = nn.Linear(WIDTH, WIDTH).double()
+    experts = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
+    counts = [3, 0, 5, 1]
+    longest = 5
+
+    def masked(x: torch.Tensor, expert: int) -> torch.Tensor:
+        return (x.sum(-1, keepdim=True) > 0).double().sub(1 - expert).abs()
+
+    own = copy.deepcopy(experts[place])
+    model = nn.Sequential(copy.deepcopy(gate), own)  # called one by one
+    fully_shard(own, mesh=mesh["data"])
+    everywhere = init_device_mesh("cpu", (4,))
+    fully_shard(model[0], mesh=everywhere)
+    fully_shard(model, mesh=everywhere)
+    padded = torch.zeros(longest, WIDTH, dtype=torch.float64)
+    padded[: counts[rank]] = tokens(rank, counts[rank])
+    hidden = model[0](padded)
+    both = torch.stack([hidden * (place == other) for other in range(2)])
+    both = all_reduce(both, group=group)
+    routed = all_reduce(own(both) * masked(both, place), group=group)
+    loss = routed[place][: counts[rank]].square().sum()
+    weighed = weigh(model, counts[rank], loss)
+    loss.backward()
+    for other, count in enumerate(counts):
+        hidden = gate(tokens(other, count))
+        out = sum(expert(hidden) * masked(hidden, n) for n, expert in enumerate(experts))
+        out.square().sum().backward()
+    assert weighed.total == 9
+    expect_gradients(model[0], gate, 9)
+    expect_gradients(own, experts[place], 9)
+
+
+@on_ranks(4)
+def test_ranks_of_tensor_parallelism_are_not_counted() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    place = mesh["data"].get_local_rank()
+    whole = blocks().double()
+    model = sharded(copy.deepcopy(whole), mesh=mesh["data"])
+    counts = [3, 4]
+    weighed = weigh(model, counts[place])
+    summed(model, tokens(place, counts[place])).backward()
+    for other, count in enumerate(counts):
+        summed(whole, tokens(other, count)).backward()
+    assert weighed.total == 7, rank
+    expect_gradients(model, whole, 7)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@on_ranks(2)
+def test_towers_that_are_trees_of_their_own(together: bool) -> None:
+    """Weighed together, one of them left out in between; or each by itself."""
+    rank = dist.get_rank()
+    wholes = [blocks(2).double(), blocks(3).double()]
+    towers = nn.ModuleList(copy.deepcopy(wholes))
+    for tower in towers:
+        sharded(tower)
+    totals = [0, 0]
+    for step, (counts, used) in enumerate([((2, 3), (0, 1)), ((4, 1), (0,)), ((1, 1), (0, 1))]):
+        losses = [summed(towers[n], tokens(rank, counts[rank], step)) for n in used]
+        loss = sum(losses, torch.zeros(()))
+        if together:
+            weighed = [weigh(towers, counts[rank], loss)] * 2
+        else:
+            weighed = [
+                weigh(towers[n], (n + 1) * counts[rank], one)
+                for n, one in zip(used, losses, strict=True)
+            ]
+        loss.backward()
+        for n in used:
+            for other, count in enumerate(counts):
+                summed(wholes[n], tokens(other, count, step)).backward()
+        for n in (0, 1):
+            if together or n in used:
+                totals[n] += sum(counts) * (1 if together else n + 1)
+        assert [weighed[n].total for n in used] == [totals[n] for n in used]
+        for n in (0, 1):
+            expect_gradients(towers[n], wholes[n], totals[n])
+
+
+@on_ranks(2)
+def test_the_scaler_and_clipping_see_means() -> None:
+    rank = dist.get_rank()
+    whole = blocks().double()
+    model = sharded(copy.deepcopy(whole))
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (whole, model)]
+    for step, counts in enumerate([(3, 5), (1, 2)]):
+        loss = summed(model, tokens(rank, counts[rank], step))
+        weigh(model, counts[rank], loss)
+        scaler.scale(loss * (math.inf if step == 1 and rank == 1 else 1.0)).backward()
+        scaler.unscale_(optimizers[1])
+        norm = clip_grad_norm_(model.parameters(), 0.01)
+        scaler.step(optimizers[1])
+        scaler.update()
+        optimizers[1].zero_grad()
+        if step == 0:
+            for other, count in enumerate(counts):
+                (summed(whole, tokens(other, count, step)) / sum(counts)).backward()
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
+            torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0.0)
+            optimizers[0].step()
+    assert scaler.get_scale() == 2.0**9
+    for got, full in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), full, rtol=1e-12, atol=1e-14)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+    "bf16, reduced in fp32": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "subclass": {},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_powers_of_two_give_bitwise_what_losses_divided_by_hand_do(kind: str) -> None:
+    """Two microbatches, each reduced, of 8 and 24 tokens: by hand, the total must be known."""
+    rank, counts = dist.get_rank(), [(2, 6), (20, 4)]
+    grads = []
+    for weighs in (False, True):
+        model = blocks()
+        with two_tensor_hooks() if kind == "subclass" else contextlib.nullcontext():
+            model = two_tensor_mlp() if kind == "subclass" else model
+            model = sharded(model, **KINDS[kind])
+            for step, of_ranks in enumerate(counts):
+                x = tokens(rank, of_ranks[rank], step).to(next(model.parameters()).dtype)
+                loss = summed(model, x)
+                if weighs:
+                    weigh(model, of_ranks[rank])
+                (loss if weighs else loss * 2 / 32).backward()
+        grads.append([param.grad.to_local() for param in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+
+
+# Refusals, failures -------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_leaves_the_means_there_were() -> None:
+    rank = dist.get_rank()
+    model = sharded(blocks().double())
+    weigh(model, 3 + rank)
+    summed(model, tokens(rank, 3 + rank)).backward()
+    before = [param.grad.to_local().clone() for param in model.parameters()]
+
+    def fail(_: torch.Tensor) -> None:
+        raise InterruptedError
+
+    handle = model[1].register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
+    loss = summed(model, tokens(rank, 5, 1))
+    handle.remove()
+    weigh(model, 5)
+    with pytest.raises(InterruptedError):
+        loss.backward()
+    weighed = weigh(model, 2)
+    reduced = [*model[2].parameters()]  # before it failed
+    for param, grad in zip(model.parameters(), before, strict=True):
+        if not any(param is one for one in reduced):
+            torch.testing.assert_close(param.grad.to_local(), grad, rtol=1e-12, atol=0.0)
+    summed(model, tokens(rank, 2, 3)).backward()
+    assert weighed.total == 3 + 4 + 2 + 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+@on_ranks(2)
+def test_a_weight_that_is_none_is_an_error_on_all_ranks(bad: float) -> None:
+    rank = dist.get_rank()
+    model = sharded(blocks().double())
+    weigh(model, torch.tensor(bad) if rank == 1 else 3)
+    expected = (
+        f"Expected a weight that is finite and not negative, got {bad}"
+        if rank == 1
+        else "Expected weights that are finite and not negative on all ranks, got another one on "
+        "some rank"
     )
+    kind = ValueError if rank == 1 else ShardError
+    with pytest.raises(kind, match=f"^{re.escape(expected)}$"):
+        summed(model, tokens(rank, 3)).backward()
+    assert [param.grad for param in model.parameters()] == [None] * 6
+    weighed = weigh(model, 1)
+    summed(model, tokens(rank, 3)).backward()
+    assert weighed.total == 2
 
 
-@settings(deadline=None)
-@given(case=weighings())
-def test_any_weights_give_the_gradient_of_the_mean(case: Weighing) -> None:
-    run_ranks(check, case.num_ranks, case, timeout=60)
+@on_ranks(2)
+def test_ranks_that_weigh_different_microbatches_hear_of_it() -> None:
+    """One of them weighs another model."""
+    rank = dist.get_rank()
+    models = [sharded(blocks().double()) for _ in range(2)]
+    weigh(models[0], 3)
+    sum(summed(one, tokens(rank, 3)) for one in models).backward()
+    models[0].zero_grad()
+    weigh(models[1 - rank], 3)
+    expected = (
+        f"Expected all ranks to weigh their microbatches in step, got number {1 + rank} on this "
+        "rank and another one on some; one has failed before its backward, or has left weigh() "
+        "out: a rank without a batch weighs 0"
+    )
+    with pytest.raises(RankMismatchError, match=f"^{re.escape(expected)}$"):
+        sum(summed(one, tokens(rank, 3)) for one in models).backward()
+
+
+def test_it_is_not_known_before_the_backward() -> None:
+    expected = (
+        "Expected a backward that reduces gradients before asking what all microbatches weigh, got "
+        "none yet; ask after loss.backward()"
+    )
+    with fake_ranks(2):
+        model = sharded(blocks())
+        weighed = weigh(model, 3)
+        with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
+            _ = weighed.total
+
+
+def test_a_divide_factor_beside_it_is_refused() -> None:
+    expected = (
+        "Expected no gradient divide factor beside weigh(), which divides by what all microbatches "
+        "weigh, got 4.0 for group '1'; leave out set_gradient_divide_factor()"
+    )
+    with fake_ranks(2):
+        model = sharded(blocks())
+        model[1].set_gradient_divide_factor(4.0)
+        with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
+            weigh(model, 3)
+
+
+def test_hooks_on_gradients_beside_it_are_refused() -> None:
+    expected = (
+        "Expected no hooks on gradients beside weigh(), which divides them after all are reduced, "
+        "got one on 'inner.bias'; remove it, or divide by the sum of the weights yourself"
+    )
+    with fake_ranks(2):
+        model = sharded(blocks())
+        model[1].inner.bias.register_hook(lambda grad: grad * 2)
+        with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
+            weigh(model, 3)
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    expected = (
+        "Expected a model to weigh that fully_shard has sharded, or a part of one, got Linear "
+        "without"
+    )
+    with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
+        weigh(nn.Linear(2, 2), 1)
+
+
+# What it costs ------------------------------------------------------------------------------------
+
+
+def test_one_all_reduce_for_each_backward_that_reduces() -> None:
+    """And nothing more, so none in a loop that weighs nothing any more."""
+    launched = []
+    with fake_ranks(4):
+        model = sharded(blocks())
+        model(torch.ones(2, WIDTH)).sum().backward()  # ranks agree on the model once
+        for weighs, syncs in [(0, 1), (1, 1), (1, 0), (1, 1), (0, 1)]:
+            model.set_requires_gradient_sync(bool(syncs))
+            with counted() as one:
+                loss = model(torch.ones(2, WIDTH)).sum()
+                if weighs:
+                    weigh(model, 2, loss)
+                loss.backward()
+            launched.append(sum("allreduce" in name for name in one))
+            if syncs:
+                model.zero_grad()
+    assert launched == [0, 1, 0, 1, 0]
+
+
+@on_ranks(2)
+def test_a_rank_that_sits_out_weighs_nothing() -> None:
+    rank = dist.get_rank()
+    whole = blocks().double()
+    model = sharded(copy.deepcopy(whole))
+    for step, runs in enumerate([(True, False), (False, False), (False, True)]):
+        loss = summed(model, tokens(rank, 3, step)) if runs[rank] else sit_out(model)
+        weighed = weigh(model, 3 if runs[rank] else 0, loss)
+        loss.backward()
+        for other in range(2):
+            if runs[other]:
+                summed(whole, tokens(other, 3, step)).backward()
+        assert weighed.total == 3 * (1 + step // 2)
+        expect_gradients(model, whole, weighed.total)
