@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "a forgotten rank": Fault(Weights, "say", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
     "a forgotten microbatch": Fault(Weights, "say", "in self._own:", "in self._own[-1:]:"),
-    "a loss that is not told": Fault(Weights, "say", "said[1] +=", "said[1] -="),
+    "a loss of the wrong sign": Fault(Weights, "say", "said[1] +=", "said[1] -="),
     "means added to sums": Fault(
         Weights, "open", "self._divide(kept, lambda num_ranks: num_ranks / self._all.weight)", ""
     ),
