@@ -15,7 +15,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 import torch
 
@@ -124,15 +125,14 @@ _BIG_NBYTES = 2 * 1024 * 1024  # of a huge page
 _advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
 
-def _have_pages(storage: torch.UntypedStorage) -> None:
+def _have_pages(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Have all pages of big memory of the host, which is about to be written as a whole.
 
     The allocator gives big memory back to the system, so that each page would be a fault of its
     own in every step: a tenth of the time of a step on the CPU. A system that does not know these
     calls refuses them, and nothing is lost.
     """
-    nbytes = storage.nbytes()
-    if _advise is None or nbytes < _BIG_NBYTES or storage.device.type != "cpu":
+    if _advise is None or storage.device.type != "cpu":
         return
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (storage.data_ptr() + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -143,9 +143,11 @@ def _have_pages(storage: torch.UntypedStorage) -> None:
 def allocate(tensor: torch.Tensor) -> None:
     """Have the memory of a tensor that fills its storage, which may be empty."""
     storage = tensor.untyped_storage()
-    if storage.size() != tensor.nbytes:
-        storage.resize_(tensor.nbytes)
-        _have_pages(storage)
+    nbytes = tensor.nbytes
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)
+        if nbytes >= _BIG_NBYTES:
+            _have_pages(storage, nbytes)
         if _poison is not None:
             _poison.sweep()
             fill(storage, tensor.dtype)
@@ -174,6 +176,14 @@ def free(tensor: torch.Tensor) -> None:
 def storage_number(tensor: torch.Tensor) -> int:
     """Return what is the same for all tensors in one memory, and for no others."""
     return int(tensor.untyped_storage()._cdata)
+
+
+_storage_of, _number_of = torch.Tensor.untyped_storage, attrgetter("_cdata")
+
+
+def storage_numbers(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return those of several tensors."""
+    return list(map(_number_of, map(_storage_of, tensors)))
 
 
 def num_uses(tensor: torch.Tensor) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from types import FrameType
 from weakref import WeakSet
 
@@ -77,18 +76,23 @@ class ForwardRun:
         return self.frame is not None and not _torch.is_executing(self.frame)
 
 
-@contextlib.contextmanager
-def waited_for(group: ParamGroup) -> Iterator[None]:
+class waited_for:
     """Wait for ``group`` behind what is launched inside, which travels while this one is copied.
 
     Where a launch fails, the reason may be that this one had failed: then that is said.
     """
-    try:
-        yield
-    except Exception:
-        group.wait_for_unshard()
-        raise
-    group.wait_for_unshard()
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self._group.wait_for_unshard()
 
 
 class ForwardPass:

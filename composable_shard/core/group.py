@@ -391,7 +391,7 @@ class ParamGroup:
         if not isinstance(state, Sharded):
             is_valid = in_backward or self._is_valid(state)
             if is_valid and isinstance(state, PartlySharded):
-                self._launch_or_tell(partial(self._regather, state))
+                self._regather(state)
                 return
             if is_valid:
                 if self.is_unsharded:
@@ -412,12 +412,8 @@ class ParamGroup:
         version = self.freshness.at_forward  # in backward they are as they were then
         if version is None or not in_backward:
             version = self.freshness.version()
-        self._launch_or_tell(lambda: self._launch(self._start(self.units.start_gather), version))
-
-    def _launch_or_tell(self, launch: Callable[[], None]) -> None:
-        """Launch a gather; if this rank cannot, the others hear of it."""
         try:
-            launch()
+            self._launch(self._start(self.units.start_gather), version)
         except Exception as error:
             self._tell_failure(error)
             raise
@@ -436,9 +432,13 @@ class ParamGroup:
         ``test_planted_faults.py``, by the program "blocks on streams, fewer ranks".
         """
         self.emit("begin_regather")
-        with self.streams.where_filled():
-            transfers = self._start(partial(self.units.start_regather, state.kept, state.num_ranks))
-            self._launch(transfers, state.version, state.num_ranks)
+        start = partial(self.units.start_regather, state.kept, state.num_ranks)
+        try:
+            with self.streams.where_filled():
+                self._launch(self._start(start), state.version, state.num_ranks)
+        except Exception as error:
+            self._tell_failure(error)
+            raise
 
     def _start(self, allocate: Callable[[], Transfers]) -> Transfers:
         """Allocate what a gather needs: all of it, or, where memory runs out, nothing."""

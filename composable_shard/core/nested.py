@@ -273,18 +273,16 @@ class StoredTensors:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = list(modules)
-        self._harmless: list[list[Any]] = [[] for _ in modules]
+        self._harmless: list[Any] = []  # of all modules, one behind the other
         self._known: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def newly(self) -> list[torch.Tensor]:
         """Return those that were not there at the last call."""
         suspects: list[Any] = []
-        for place, module in enumerate(self._modules):
-            attributes, harmless = module.__dict__, self._harmless[place]
-            if len(attributes) != len(harmless) or not all(
-                map(operator.is_, attributes.values(), harmless)
-            ):
-                self._harmless[place] = self._sort(attributes, suspects)
+        values = [value for module in self._modules for value in module.__dict__.values()]
+        harmless = self._harmless
+        if len(values) != len(harmless) or not all(map(operator.is_, values, harmless)):
+            self._harmless = self._sort(suspects)
         if not suspects and not self._known:
             return []
         known, self._known = self._known, {}
@@ -300,13 +298,17 @@ class StoredTensors:
                     found.append(tensor)
         return found
 
-    def _sort(self, attributes: dict[str, Any], suspects: list[Any]) -> list[Any]:
-        """Add to ``suspects`` what may hold tensors; return the values, with ``self`` for those."""
+    def _sort(self, suspects: list[Any]) -> list[Any]:
+        """Add to ``suspects`` what may hold tensors; return all values, ``self`` for those.
+
+        It is no attribute of a module, so those will be looked into again.
+        """
         harmless: list[Any] = []
-        for name, value in attributes.items():
-            if name in _ATTRIBUTES_WITHOUT_GRAPH or holds_nothing(value):
-                harmless.append(value)
-            else:
-                harmless.append(self)  # is no attribute of a module: it will be looked into again
-                suspects.append(value)
+        for module in self._modules:
+            for name, value in module.__dict__.items():
+                if name in _ATTRIBUTES_WITHOUT_GRAPH or holds_nothing(value):
+                    harmless.append(value)
+                else:
+                    harmless.append(self)
+                    suspects.append(value)
         return harmless

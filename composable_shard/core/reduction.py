@@ -597,7 +597,11 @@ def _widest(heard: dict[int, list[torch.dtype | None]]) -> list[torch.dtype | No
 
 
 class GroupGradients:
-    """Accumulates, reduces and hands out the gradients of one group."""
+    """Accumulates, reduces and hands out the gradients of one group.
+
+    Attributes:
+        have_replicas: Whether some are reduced over replicas, too.
+    """
 
     def __init__(
         self,
@@ -610,6 +614,7 @@ class GroupGradients:
             MeshGradients([p for p in params if p.mesh == channel.mesh], channel, settings)
             for channel in channels
         ]
+        self.have_replicas = any(channel.mesh.num_replicas > 1 for channel in channels)
 
     @property
     def are_to_reduce(self) -> bool:
@@ -646,7 +651,7 @@ class GroupGradients:
     @property
     def is_all_reducing(self) -> bool:
         """Whether a reduction over the replicas has been launched."""
-        return any(one.is_all_reducing for one in self._meshes)
+        return self.have_replicas and any([one.is_all_reducing for one in self._meshes])
 
     def start_all_reduce(self) -> bool:
         """Go on to the reduction over the replicas; return whether there is one."""

@@ -227,7 +227,7 @@ class Reductions:
         group.check_order("reduction")
         if group.settings.reduction.all_reduces:
             self._unreplicated.pop(group, None)
-        elif any(mesh.num_replicas > 1 for mesh in group.channels):
+        elif group.gradients.have_replicas:
             self._unreplicated[group] = None
         if self.weights is not None:
             self.weights.open()

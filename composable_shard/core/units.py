@@ -66,7 +66,7 @@ class ParamSet:
         counted = (*self._sharded, *self._locals)
         self._counted = [tensor for tensor in counted if not tensor.is_inference()]
         self._unsharded = [p.unsharded for p in params if p.unsharded is not None]
-        self._places = list(map(_torch.storage_number, self._unsharded))
+        self._places = _torch.storage_numbers(self._unsharded)
         freed = [param for param in params if not param.shares_storage]
         readable: list[torch.Tensor] = [
             param.unsharded for param in freed if param.unsharded is not None
@@ -132,11 +132,8 @@ class ParamSet:
 
     def are_registered(self, *, unsharded: bool) -> bool:
         """Tell whether the parameters, in the form asked for, stand in their first places."""
-        tensors = self._unsharded if unsharded else self._sharded
-        for (module, attribute), tensor in zip(self._first_places, tensors, strict=False):
-            if module._parameters.get(attribute) is not tensor:
-                return False
-        return True
+        found = [module._parameters.get(attribute) for module, attribute in self._first_places]
+        return all(map(is_, found, self._unsharded if unsharded else self._sharded))
 
     def are_intact(self) -> bool:
         """Tell whether modules and DTensors still hold what was put there."""
@@ -149,7 +146,7 @@ class ParamSet:
         While they are registered, ``param.data = ...``, or a conversion of a module in which they
         are, gives them other memory.
         """
-        return list(map(_torch.storage_number, self._unsharded)) == self._places
+        return _torch.storage_numbers(self._unsharded) == self._places
 
     def register_sharded(self) -> None:
         """Put the sharded parameters into their modules."""
