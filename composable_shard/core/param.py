@@ -372,7 +372,9 @@ class ShardedParam:
         asked = self.remember_grad_dtype()
         if self._has_asked and asked is None:
             return reduced
-        return of_its_kind(asked or self.policy.grad_dtype or self.local.dtype, self.local.dtype)
+        own = self.local.dtype
+        final = asked or self.policy.grad_dtype or own
+        return final if final is own else of_its_kind(final, own)
 
     def forget_unsharded(self) -> None:
         """Let go of the unsharded parameter; the next gather makes another."""

@@ -108,8 +108,6 @@ class ReductionPlan:
         self._places = [(tuple(s.shape), s.stride(), int(s.storage_offset())) for s in shards]
         spans = [(place[2], s.numel()) for place, s in zip(self._places, shards, strict=True)]
         self._gaps = gaps(spans, bucket.numel)
-        self._asked: list[torch.dtype | None] | None = None
-        self._finals: list[torch.dtype] = []
         self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
         devices = {param.device for param, _ in self.members}
         self._device = devices.pop() if len(devices) == 1 else None
@@ -137,11 +135,7 @@ class ReductionPlan:
     def grad_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes in which users get the gradients."""
         with _torch.without_overrides():
-            asked = list(map(_grad_dtype_of, [param.sharded for param, _ in self.members]))
-            if asked != self._asked:
-                finals = [param.final_grad_dtype(self.bucket.dtype) for param, _ in self.members]
-                self._asked, self._finals = asked, finals
-        return self._finals
+            return [param.final_grad_dtype(self.bucket.dtype) for param, _ in self.members]
 
     def specs(self, dtypes: list[torch.dtype]) -> list[_torch.DTensorSpec]:
         """Return what describes the reduced gradients as DTensors of these dtypes."""
