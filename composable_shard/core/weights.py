@@ -223,7 +223,7 @@ class Weights:
         sums, sent, number = self._sums, self._sent, self._num_heard
         self._forget()
         for place, one in enumerate(sums):
-            weight, loss, num, num_divided, num_ranks, *numbers = one.wait().tolist()
+            weight, loss, num, num_divided, num_ranks, *numbers = one.wait()
             number += 1
             if numbers != [num_ranks * number, num_ranks * number**2]:
                 raise RankMismatchError(

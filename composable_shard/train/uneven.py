@@ -104,7 +104,7 @@ class _Turn(Generic[Batch]):
         except Exception as error:  # noqa: BLE001 (whatever it is, all ranks hear of it)
             self._failure, said = error, _FAILED + dist.get_rank()
         largest: Any = dist.ReduceOp.MAX
-        self._said = SmallAllReduce(torch.tensor(said), largest, mesh, _AGREEING)
+        self._said = SmallAllReduce(torch.tensor([said]), largest, mesh, _AGREEING)
 
     def is_anybodys(self) -> bool:
         """Tell whether any rank has a batch.
@@ -112,7 +112,7 @@ class _Turn(Generic[Batch]):
         Raises:
             CommunicationError: On other ranks than the one that failed to take its batch.
         """
-        said = int(self._said.wait())
+        (said,) = self._said.wait()
         if self._failure is not None:
             raise self._failure
         if said >= _FAILED:

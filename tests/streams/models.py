@@ -22,6 +22,7 @@ from composable_shard import (
     _torch,
     fully_shard,
     sit_out,
+    weigh,
 )
 from composable_shard.testing.simulated_device import SimulatedDevice, Stream
 
@@ -321,6 +322,29 @@ def sometimes_without_sync(model: Any, device: SimulatedDevice, step: int) -> It
 
 
 @contextlib.contextmanager
+def weighed(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Weigh each iteration but the last."""
+    if step < 3:
+        weigh(model, torch.tensor(step + 1.0))
+    yield
+
+
+@contextlib.contextmanager
+def weighed_on_branches(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Weigh each iteration, in which both branches run or one alone."""
+    with first_both_then_one(model, device, step), weighed(model, device, step):
+        yield
+
+
+@contextlib.contextmanager
+def weighed_without_sync(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Weigh each iteration, and reduce every other time."""
+    model.set_requires_gradient_sync(step % 2 == 1)
+    weigh(model, torch.tensor(step + 1.0))
+    yield
+
+
+@contextlib.contextmanager
 def dropped(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
     """Drop a gather that is under way, and what a backward has launched."""
     model[1].unshard(async_op=True)
@@ -342,6 +366,8 @@ _OF_ANY_DEVICE = (
     sits_out,
     sometimes_without_all_reduce,
     sometimes_without_sync,
+    weighed,
+    weighed_without_sync,
     dropped,
 )
 
@@ -372,6 +398,20 @@ PROGRAMS: dict[str, Training] = {
     "sitting out, replicas": Training(replicas=2, prepare=sits_out),
     "sitting out, offload": Training(prepare=sits_out, options={"offload_policy": OFFLOAD}),
     "sitting out, kept": Training(prepare=sits_out, options={"reshard_after_forward": False}),
+    "weighed": Training(around=weighed, accumulates=True),
+    "weighed, bf16": Training(around=weighed, accumulates=True, options={"mp_policy": LOW}),
+    "weighed, replicas": Training(replicas=2, around=weighed, accumulates=True),
+    "weighed, now and then": Training(around=weighed_without_sync, accumulates=True),
+    "weighed, offload": Training(
+        around=weighed, accumulates=True, options={"offload_policy": OFFLOAD}
+    ),
+    "weighed, subclasses": Training(around=weighed, accumulates=True, has_subclasses=True),
+    "weighed, branches": Training(
+        prepare=branches,
+        around=weighed_on_branches,
+        after_backward=lambda device: _work_on(_streams(device)[0]),
+        accumulates=True,
+    ),
     "another stream": Training(around=on_another_stream, options={"mp_policy": LOW}),
     "gathered beside": Training(around=gathered_beside),
     "gathered beside, bf16": Training(around=gathered_beside, options={"mp_policy": LOW}),

@@ -19,6 +19,7 @@ from composable_shard.core.group import ParamGroup, Unsharding
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, UsedStreams
+from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.core.tree import Tree
 from composable_shard.testing import fake_ranks
 from composable_shard.testing.simulated_device import Stream
@@ -191,6 +192,11 @@ PLANTS: dict[str, Plant] = {
         lambda: instead(host, "settle", lambda: None),
         "offload",
         ("on the host", "does not wait for copy_"),
+    ),
+    "the sum of the weights is read before it has arrived": Plant(
+        lambda: instead(SmallAllReduce, "wait", lambda self: self._numbers.tolist()),
+        "weighed, replicas",
+        ("on the compute stream reads", "does not wait for allreduce"),
     ),
     "flags are read before they have arrived": Plant(
         lambda: instead(reduction.MeshGradients, "_hand_out", give_at_once),

@@ -152,8 +152,8 @@ class SmallAllReduce:
         self._number = 0
         self._launch()
 
-    def wait(self) -> torch.Tensor:
-        """Return what the ranks say together, on the host, which waits for nothing but this."""
+    def wait(self) -> list[Any]:
+        """Return what the ranks say together; the host waits for nothing else."""
         device = self._numbers.device
         beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if _torch.has_streams(device):
@@ -164,7 +164,7 @@ class SmallAllReduce:
                     self._work.wait()
                 self._groups = self._groups[1:]
                 self._launch()
-            return self._numbers.cpu()
+            return self._numbers.tolist()
 
     def _launch(self) -> None:
         """Reduce over the next process group, if there is one left."""
