@@ -102,18 +102,20 @@ FAULTS = {
     "the ranks counted twice": Fault(
         Weights, "_close", "self._all.weight / num_ranks", "self._all.weight"
     ),
-    "a forgotten rank": Fault(Weights, "say", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
-    "a forgotten microbatch": Fault(Weights, "say", "in self._own:", "in self._own[-1:]:"),
-    "a loss of the wrong sign": Fault(Weights, "say", "said[1] +=", "said[1] -="),
+    "a forgotten rank": Fault(weights._Tally, "say", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
+    "a forgotten microbatch": Fault(
+        weights._Tally, "say", "in self._unsaid:", "in self._unsaid[-1:]:"
+    ),
+    "a loss of the wrong sign": Fault(weights._Tally, "say", "said[1] +=", "said[1] -="),
     "means added to sums": Fault(
-        Weights, "open", "self._divide(kept, lambda num_ranks: num_ranks / self._all.weight)", ""
+        Weights, "open", "_divide(kept, lambda num_ranks: num_ranks / self._all.weight)", ""
     ),
     "zeros that are not seen": Fault(weights, "_is_cleared", "and not local.any()", "and False"),
     "a total that is never forgotten": Fault(
-        Weights, "_hear", "place == 0 and num_divided", "place == 0"
+        weights._Tally, "hear", "place == 0 and num_not_anew", "place == 0"
     ),
     "a total that is always forgotten": Fault(
-        Weights, "_hear", "place == 0 and num_divided", "False"
+        weights._Tally, "hear", "place == 0 and num_not_anew", "False"
     ),
     "weights of a step that failed": Fault(Weights, "abandon", "self._forget()", "pass"),
     "gradients without weight": Fault(Weights, "end_backward", "self._clear()", "pass"),
