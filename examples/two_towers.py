@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -35,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from composable_shard import clip_grad_norm_, fully_shard, sit_out, uneven, weigh
 from lm.ranks import Place, num_ranks_here, run_on_ranks
@@ -88,10 +88,12 @@ class Training:
         self._options, self._place, self._documents = options, place, documents
         self.model = shard(build(options, sit_out).to(place.device, DTYPE), place)
         self._optimizer = AdamW(self.model.parameters(), lr=options.lr)
+        self._schedule = CosineAnnealingLR(self._optimizer, options.epochs)
         self.losses: list[float] = []
 
-    def train_epoch(self, epoch: int) -> None:
-        """Train until no rank has a batch left, and note the mean loss of each step."""
+    def train_epoch(self, epoch: int) -> float:
+        """Train until no rank has a batch left, note each step's loss, and return that of all."""
+        total = num_tokens_of_all = 0.0
         ranks = self._place.rank, self._place.num_ranks
         own = batches_of_rank(self._documents, *ranks, epoch, self._options.tokens)
         for samples in uneven(self.model, own):
@@ -106,6 +108,10 @@ class Training:
             self._optimizer.step()
             self._optimizer.zero_grad()
             self.losses.append(weighed.loss)
+            total += weighed.loss * weighed.total
+            num_tokens_of_all += weighed.total
+        self._schedule.step()
+        return total / num_tokens_of_all
 
     @torch.no_grad()
     def held_out_loss(self, samples: Sequence[Sample]) -> float:
@@ -133,6 +139,7 @@ def train_unsharded(
     """Train one process, each step on the batches of all ranks together; return the losses."""
     model = build(options, skip=lambda tower: 0.0).to(device, DTYPE)
     optimizer = AdamW(model.parameters(), lr=options.lr)
+    schedule = CosineAnnealingLR(optimizer, options.epochs)
     losses = []
     for epoch in range(options.epochs):
         of_ranks = (
@@ -147,6 +154,7 @@ def train_unsharded(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+        schedule.step()
     return losses
 
 
@@ -194,12 +202,9 @@ def train(options: Options, place: Place) -> None:
 
     training = Training(options, place, documents)
     for epoch in range(options.epochs):
-        begun = len(training.losses)
-        training.train_epoch(epoch)
+        loss = training.train_epoch(epoch)
         if place.leads:
-            of_epoch = training.losses[begun:]
-            mean = math.fsum(of_epoch) / len(of_epoch)
-            print(f"epoch {epoch + 1}: {len(of_epoch)} steps, loss {mean:.4f}", flush=True)
+            print(f"epoch {epoch + 1}: loss {loss:.4f}", flush=True)
 
     held_out_losses = {"without": training.held_out_loss(without_pictures(held_out))}
     if not options.text_only:
@@ -225,14 +230,14 @@ def read_options(arguments: Sequence[str] | None) -> Options:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--epochs", type=int, default=4, help="passes through the documents")
+    add("--epochs", type=int, default=6, help="passes through the documents")
     add("--documents", type=int, default=120, help="albums and sheets to train on")
     add("--held-out", type=int, default=120, help="captions that are not trained on")
     add("--tokens", type=int, default=512, help="bytes of a rank's batch, at most")
-    add("--layers", type=int, default=2, help="blocks of each tower")
+    add("--layers", type=int, default=1, help="blocks of each tower")
     add("--width", type=int, default=64, help="features of a byte, and of a patch")
     add("--heads", type=int, default=4, help="attention heads")
-    add("--lr", type=float, default=2e-3, help="learning rate")
+    add("--lr", type=float, default=4e-3, help="highest learning rate")
     add("--seed", type=int, default=0, help="of the weights and the samples")
     add("--ranks", type=int, help=f"to start; {NUM_RANKS}, or one per GPU, if absent")
     add("--device", choices=("cpu", "cuda"), help="where to compute; a GPU if there is one")

@@ -191,13 +191,11 @@ def test_towers_train_as_one_process_does_on_ranks_of_torchrun(
 
 @pytest.mark.matrix
 def test_pictures_tell_what_no_text_does(tmp_path: Path) -> None:
-    held_out = {}
-    for option in ("--check", "--text-only"):
-        file = tmp_path / option
-        demo.run("examples/two_towers.py", "--layers", "1", option, "--json", str(file))
-        held_out[option] = json.loads(file.read_text())["held_out"]
-    blind = held_out["--text-only"]["without"]
-    assert held_out["--check"]["with"] < 0.6 * min(blind, held_out["--check"]["without"])
+    seeing, blind = tmp_path / "seeing", tmp_path / "blind"
+    demo.run("examples/two_towers.py", "--json", str(seeing))
+    demo.run("examples/two_towers.py", "--text-only", "--json", str(blind))
+    losses, lost = (json.loads(file.read_text())["held_out"] for file in (seeing, blind))
+    assert losses["with"] < 2 / 3 * min(losses["without"], lost["without"])
 
 
 def test_losses_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None:
