@@ -1,4 +1,4 @@
-"""The training of ``examples/train_lm.py`` as its command line says, on ranks that are soon there.
+"""Training of ``examples`` as their command lines say, on ranks that are soon there.
 
 A process that starts from nothing imports torch for seconds. Where a test is not about how the
 program starts its ranks, they come from ``run_ranks``; they have run nothing before, as its own.
@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -36,10 +37,10 @@ def write_text(folder: Path) -> Path:
     return path
 
 
-def train(*arguments: str) -> None:
-    """Run the program with its ranks replaced."""
-    with mock.patch.object(train_lm, "run_on_ranks", on_fresh_ranks):
-        train_lm.main(arguments)
+def train(*arguments: str, program: Any = train_lm) -> None:
+    """Run a program with its ranks replaced."""
+    with mock.patch.object(program, "run_on_ranks", on_fresh_ranks):
+        program.main(arguments)
 
 
 def on_fresh_ranks(job: Job, num_ranks: int, device_type: str) -> None:

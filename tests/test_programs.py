@@ -6,11 +6,15 @@ import ast
 import importlib
 import json
 import re
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import demo
 import pytest
+
+import two_towers
+from towers.samples import Document, batches_of_rank, draw_documents
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
@@ -139,6 +143,68 @@ def nbytes_of_part(engine: Any, place: int, count: int) -> int:
             own = length * (place + 1) // count - length * place // count
             total += tensor.nbytes // length * own
     return total
+
+
+def small_towers(file: Path) -> list[str]:
+    model = ["--layers", "1", "--width", "16", "--heads", "2", "--lr", "0.01"]
+    return [*model, "--documents", "16", "--epochs", "2", "--held-out", "4", "--json", str(file)]
+
+
+def test_towers_train_as_one_process_does_and_bitwise_alike_again(tmp_path: Path) -> None:
+    reports = []
+    for name in ("first", "again"):
+        demo.train(*small_towers(tmp_path / name), "--check", program=two_towers)
+        reports.append(json.loads((tmp_path / name).read_text()))
+    assert reports[0] == reports[1]  # to the bit: all digits are written
+    losses, expected = reports[0]["losses"], reports[0]["unsharded"]
+    assert losses == pytest.approx(expected, rel=1e-9, abs=0)
+    documents = draw_documents(count=16, seed=0)
+    num_steps = [expect_uneven_work(documents, epoch) for epoch in range(2)]
+    assert len(losses) == sum(num_steps)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def expect_uneven_work(documents: list[Document], epoch: int) -> int:
+    """Look for all that ranks may do differently in an epoch; return its number of steps."""
+    of_ranks = [batches_of_rank(documents, rank, 3, epoch, 512) for rank in range(3)]
+    steps = list(zip_longest(*of_ranks))
+    assert any(None in step for step in steps)
+    full = [step for step in steps if None not in step]
+    assert all(len({sum(one.num_tokens for one in some) for some in step}) > 1 for step in full)
+    seeing = [[any(one.picture is not None for one in some) for some in step] for step in full]
+    assert any(len(set(of_step)) == 2 for of_step in seeing)
+    return len(steps)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_towers_train_as_one_process_does_on_ranks_of_torchrun(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    printed = demo.launch(
+        num_ranks, "examples/two_towers.py", *small_towers(tmp_path / "report"), "--check"
+    )
+    assert re.search(r"^largest difference from one unsharded process: \S+$", printed, re.M)
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["losses"] == pytest.approx(report["unsharded"], rel=1e-9, abs=0)
+
+
+@pytest.mark.matrix
+def test_pictures_tell_what_no_text_does(tmp_path: Path) -> None:
+    seeing, blind = tmp_path / "seeing", tmp_path / "blind"
+    model = ["--width", "32", "--heads", "2", "--lr", "0.008"]
+    demo.run("examples/two_towers.py", *model, "--json", str(seeing))
+    demo.run("examples/two_towers.py", *model, "--text-only", "--json", str(blind))
+    losses, lost = (json.loads(file.read_text())["held_out"] for file in (seeing, blind))
+    assert losses["with"] < 0.75 * min(losses["without"], lost["without"])
+
+
+def test_losses_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    two_towers.check([2.0, 1.0], [2.0, 1.0 + 1e-12])
+    assert capsys.readouterr().out == "largest difference from one unsharded process: 1.0e-12\n"
+    with pytest.raises(ArithmeticError) as caught:
+        two_towers.check([2.0, 1.0], [2.0, 1.1])
+    assert str(caught.value) == "Expected losses that differ by at most 1e-09, got 9.1e-02"
 
 
 def test_the_contestants_of_the_benchmark_train_alike(capsys: pytest.CaptureFixture[str]) -> None:
