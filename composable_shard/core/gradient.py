@@ -227,25 +227,19 @@ def _is_unreplicated(param: ShardedParam, grad: DTensor) -> bool:
 
 
 class UnreducedGradients:
-    """Accumulates the gradients of some parameters on the sharded parameters, unsharded.
+    """Accumulates the gradients of parameters on the sharded parameters, unsharded.
 
     What stands there is averaged over all ranks by a DTensor that is asked for it. With a divisor
     other than their number it is scaled to make that average the gradient.
     """
 
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        mesh: ShardMesh,
-        settings: ReductionSettings,
-    ) -> None:
-        self._params = list(params)
+    def __init__(self, mesh: ShardMesh, settings: ReductionSettings) -> None:
         self._mesh = mesh
         self._settings = settings
 
-    def accumulate(self) -> None:
-        """Add the unsharded gradients to what is not yet reduced. Collective: none."""
-        params = to_reduce(self._params)
+    def accumulate(self, params: Sequence[ShardedParam]) -> None:
+        """Add the unsharded gradients of some to what is not yet reduced. Collective: none."""
+        params = to_reduce(params)
         for param in params:
             param.is_unsynced = True
             if self._mesh.num_replicas > 1:

@@ -155,7 +155,7 @@ class MeshGradients:
         settings: ReductionSettings,
     ) -> None:
         self.state: State = Idle()
-        self.unreduced = UnreducedGradients(params, channel.mesh, settings)
+        self.unreduced = UnreducedGradients(channel.mesh, settings)
         self._params = list(params)
         self._channel = channel
         self._mesh = channel.mesh
@@ -180,21 +180,17 @@ class MeshGradients:
 
         Hooks of the user's wait for the reduction, and so does rounding to what users get.
         """
-        if self._mesh.num_ranks == 1 and self._settings.hook is None and self._is_summed_at_once:
-            self.reduce()
+        waiting = self._params
+        if self._is_alone:
+            self._deliver_alone([param for param in self._params if _is_summed_at_once(param)])
             self.finish()
-        else:
-            self.unreduced.accumulate()
+            waiting = [param for param in self._params if not _is_summed_at_once(param)]
+        self.unreduced.accumulate(waiting)
 
     @property
-    def _is_summed_at_once(self) -> bool:
-        """Whether a gradient of this rank alone may be added to what users see, as precisely."""
-        for param in self._params:
-            dtype = param.reduction_dtype()
-            final = param.final_grad_dtype(dtype)
-            if has_hooks(param) or torch.promote_types(dtype, final) != final:
-                return False
-        return True
+    def _is_alone(self) -> bool:
+        """Whether nothing is sent, and nobody looks at what would be."""
+        return self._mesh.num_ranks == 1 and self._settings.hook is None
 
     # The stages -----------------------------------------------------------------------------
 
@@ -205,6 +201,9 @@ class MeshGradients:
         Collective: one reduce-scatter launch for each reduction dtype; all ranks must call it,
         with or without gradients of their own.
         """
+        if self._is_alone:
+            self._deliver_alone(self._params)
+            return
         over_replicas: Literal["all-reduce", "hold"] | None = None
         if self._mesh.num_replicas > 1:
             over_replicas = "all-reduce" if self._settings.all_reduces else "hold"
@@ -215,9 +214,6 @@ class MeshGradients:
         for param in params:
             param.is_unsynced = over_replicas == "hold"
         grads = self._taken(params, held)
-        if self._mesh.num_ranks == 1 and self._settings.hook is None:
-            self._move_to(Returning(self._deliver_alone(params, grads)))
-            return
         refuse_sparse(params, grads)
         # before any launch, so that where all ranks fail alike nothing is under way
         parts = self._start_parts(params, held, grads)
@@ -569,13 +565,14 @@ class MeshGradients:
             if len(parts) == len(codec.names):
                 yield param, codec.rebuild(parts).to(dtypes[place])
 
-    def _deliver_alone(
-        self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
-    ) -> list[Callable[[], None]]:
+    def _deliver_alone(self, params: Sequence[ShardedParam]) -> None:
         """Hand out gradients that no other rank has a part in, as :meth:`_hand_out` does."""
+        params, held = to_reduce_and_held(params)
+        for param in params:
+            param.is_unsynced = False
         deliveries: list[Callable[[], None]] = []
         scale = self._settings.divisor
-        for param, grad in zip(params, grads, strict=True):
+        for param, grad in zip(params, self._taken(params, held), strict=True):
             if grad is None:
                 continue
             grad = grad.to(param.final_grad_dtype(grad.dtype))
@@ -586,7 +583,14 @@ class MeshGradients:
                 deliveries.append(partial(deliver, param, host.download(grad)))
             else:
                 deliver(param, grad.to(param.device))
-        return deliveries
+        self._move_to(Returning(deliveries))
+
+
+def _is_summed_at_once(param: ShardedParam) -> bool:
+    """Tell whether a gradient of one rank alone may be added to what users see, as precisely."""
+    dtype = param.reduction_dtype()
+    final = param.final_grad_dtype(dtype)
+    return not has_hooks(param) and torch.promote_types(dtype, final) == final
 
 
 def _widest(heard: dict[int, list[torch.dtype | None]]) -> list[torch.dtype | None]:

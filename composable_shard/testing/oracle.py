@@ -8,7 +8,7 @@ the sharded model can be wrong in the same way.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -131,20 +131,33 @@ class Unsharded:
                     waiting[name] += grad.to(waiting[name].dtype)
                     continue
                 # One rank reduces nothing, hence rounds nothing to that dtype.
-                dtype = grad.dtype if alone else self.policy.reduction_dtype(params[name].dtype)
-                waiting[name] = grad.to(dtype, copy=True)
-                self.has_folded |= not reduces and not alone and name in self.reduced
-        if reduces or alone:
+                is_summed = alone and (reduces or self._is_summed_at_once(params[name]))
+                dtype = self.policy.reduction_dtype(params[name].dtype)
+                waiting[name] = grad.to(grad.dtype if is_summed else dtype, copy=True)
+                self.has_folded |= not reduces and not is_summed and name in self.reduced
+        if reduces:
             self.reduce()
+        elif at_once := {n: p for n, p in params.items() if alone and self._is_summed_at_once(p)}:
+            self.reduce(at_once)
+
+    def _is_summed_at_once(self, param: torch.Tensor) -> bool:
+        """Tell whether one rank alone adds a gradient to what is reduced, as precisely."""
+        dtype, final = self.policy.reduction_dtype(param.dtype), self.policy.grad_dtype
+        final = final or param.dtype
+        return torch.promote_types(dtype, final) == final
 
     @property
     def waits_somewhere(self) -> bool:
         """Whether any rank has gradients that are not reduced."""
         return any(self.waiting)
 
-    def reduce(self) -> None:
-        """Average what waits over the ranks, in their order; a rank without one counts as zeros."""
-        for name, param in self.master.named_parameters():
+    def reduce(self, params: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Average what waits over the ranks, in their order; a rank without one counts as zeros.
+
+        Args:
+            params: For which parameters; for all if absent.
+        """
+        for name, param in (params or dict(self.master.named_parameters())).items():
             parts = [waiting.pop(name) for waiting in self.waiting if name in waiting]
             if not parts:
                 continue

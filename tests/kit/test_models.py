@@ -32,3 +32,23 @@ def test_one_entry_runs_processes_and_threads() -> None:
     with pytest.raises(ValueError) as caught:
         run_on_ranks(dist.get_rank, 2, backend="mpi")  # type: ignore[arg-type]
     assert str(caught.value) == "Expected backend 'gloo' or 'threads', got 'mpi'"
+
+
+def low() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()
+
+
+def low_loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(2, 4, generator=generator).bfloat16()).float().square().mean()
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,)], ids=str)
+@pytest.mark.parametrize("sums", [torch.float32, torch.float64], ids=str)
+def test_sums_that_are_wider_than_gradients_are_rounded_once(
+    mesh: tuple[int, ...], sums: torch.dtype
+) -> None:
+    """On one rank, too: what is accumulated is not what users get until it is reduced."""
+    program = ["accumulate", "accumulate", "backward", "step", "accumulate", "sync", "step"]
+    policy = MixedPrecisionPolicy(reduce_dtype=sums)
+    assert_trains_like_unsharded(low, program, mesh=mesh, loss=low_loss, policy=policy)

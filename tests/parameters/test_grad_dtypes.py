@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -68,13 +69,13 @@ def test_gradients_that_accumulate_are_freed_one_by_one() -> None:
     alive: list[int] = []
     accumulate, put = gradient.UnreducedGradients.accumulate, gradient.set_unreduced
 
-    def note(self: gradient.UnreducedGradients) -> None:
+    def note(self: gradient.UnreducedGradients, params: Sequence[Any]) -> None:
         grads.extend(
             weakref.ref(param.unsharded.grad)
-            for param in self._params
+            for param in params
             if param.unsharded is not None and param.unsharded.grad is not None
         )
-        accumulate(self)
+        accumulate(self, params)
 
     def count(param: object, total: torch.Tensor) -> None:
         put(param, total)  # type: ignore[arg-type]
