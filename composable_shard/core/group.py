@@ -60,18 +60,18 @@ class Freshness:
     def __init__(self, params: ParamSet, mesh: ShardMesh) -> None:
         self.at_forward: int | None = None
         self._params = params
-        self._num_optimizer_steps = 0
+        self.num_optimizer_steps = 0
         groups = [group for group in (mesh.shard_group, mesh.replica_group) if group is not None]
         self._ranks = (dist.get_rank(), *(group.group_name for group in groups))
         self._steps_at_gather = 0
 
     def version(self) -> int:
         """Return a number that grows whenever the sharded parameters change in place."""
-        return self._num_optimizer_steps + self._params.version()
+        return self.num_optimizer_steps + self._params.version()
 
     def note_optimizer_step(self) -> None:
         """Count a step of an optimizer that has some of the parameters."""
-        self._num_optimizer_steps += 1
+        self.num_optimizer_steps += 1
         _steps[self._ranks] += 1
 
     def note_gather(self) -> None:

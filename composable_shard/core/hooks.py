@@ -100,7 +100,7 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
 
     A parameter that is tied across groups is registered in modules of groups that do not own it.
     """
-    within = set(modules)
+    within = dict.fromkeys(modules)  # in an order that is that of all ranks
     own = dict.fromkeys(group for m in within if (group := owner_of(m)) is not None)
     around = dict.fromkeys(one for group in own for one in group.context.groups)
     return [

@@ -77,6 +77,8 @@ class Context(Tree[ParamGroup]):
         elif failed:
             self.forward.abandon()
             self.order.abandon()
+            if self.reductions.weights is not None:
+                self.reductions.weights.forget()
             for group in self.groups:
                 group.reshard()
             self.reductions.wait_for_copies()

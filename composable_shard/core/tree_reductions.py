@@ -169,10 +169,14 @@ class Reductions:
         return is_open or bool(self._unsynced) or bool(self._unreplicated)
 
     @property
-    def is_any_left(self) -> bool:
-        """Whether gradients are to be reduced, or are under way."""
-        is_under_way = self.in_flight.groups or self.in_flight.all_reducing
-        return bool(self._unsynced or self._unreplicated or is_under_way)
+    def is_under_way(self) -> bool:
+        """Whether reductions are launched and not waited for."""
+        return bool(self.in_flight.groups or self.in_flight.all_reducing)
+
+    @property
+    def left(self) -> set[ParamGroup]:
+        """The groups with gradients that are to be reduced later, over shards or replicas."""
+        return {*self._unsynced, *self._unreplicated}
 
     @property
     def is_left_open(self) -> bool:
@@ -198,7 +202,7 @@ class Reductions:
         if group.gradients.are_to_reduce:
             self._unsynced.add(group)
         if self.weights is not None:
-            self.weights.open()
+            self.weights.open(group, reduces=False)
         group.emit("accumulate")
         with group.streams.where_used():
             group.gradients.accumulate()
@@ -230,8 +234,7 @@ class Reductions:
         elif group.gradients.have_replicas:
             self._unreplicated[group] = None
         if self.weights is not None:
-            self.weights.open()
-            self.weights.say()
+            self.weights.open(group, reduces=True)
         group.emit("begin_reduce_scatter")
         with group.streams.where_used():
             group.gradients.reduce()

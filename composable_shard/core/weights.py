@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.gradient import has_hooks, reduced
@@ -18,11 +20,12 @@ from composable_shard.errors import RankMismatchError, ShardError
 from composable_shard.mesh import ShardMesh
 
 _ADDING = "adding what microbatches weigh"
-_DIVIDED = "_composable_shard_divided"
+_MARK = "_composable_shard_divided"
+_CHANGED = (-1, -1)  # stands for versions that a gradient does not have any more
 
 
 class Weighed:
-    """What microbatches weigh together, since gradients were cleared.
+    """What microbatches weigh together, since gradients were cleared last.
 
     Known when the backward of the one that it was returned for, or a later one, has reduced.
 
@@ -66,51 +69,60 @@ class _Sum(NamedTuple):
     loss: float = 0.0
     num: int = 0
 
+    def plus(self, other: _Sum) -> _Sum:
+        return _Sum(self.weight + other.weight, self.loss + other.loss, self.num + other.num)
+
 
 class _Tally:
     """Adds up what the ranks of a mesh weigh.
 
     Hazard: a rank that has failed before its backward, and goes on, is heard with the wrong
-    microbatch for ever. Guard: ranks say which it is for them. Test:
+    microbatch for ever. Guard: ranks say which it is for them; all are the same if the square of
+    the sum of these numbers is what the sum of their squares says. Test:
     ``test_ranks_that_weigh_different_microbatches_hear_of_it``.
 
     Attributes:
-        has_unsaid: Whether this rank has weighed something that it has not said.
+        has_any: Whether this rank has weighed something that it has not heard of.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
         self._mesh = mesh
-        self._unsaid: list[tuple[Any, torch.Tensor | None]] = []
-        self._said: list[Any] = []  # weights
+        self._unsaid: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights and losses
+        self._said: list[torch.Tensor] = []  # weights
         self._sums: list[SmallAllReduce] = []
         self._num_heard = 0
 
     @property
-    def has_unsaid(self) -> bool:
-        return bool(self._unsaid)
+    def has_any(self) -> bool:
+        return bool(self._unsaid or self._sums)
 
-    def note(self, weight: Any, loss: torch.Tensor | None) -> None:
-        """Note what a microbatch of this rank weighs."""
-        self._unsaid.append((weight, None if loss is None else loss.detach()))
+    def note(self, weight: float | torch.Tensor, loss: torch.Tensor | None) -> None:
+        """Note what a microbatch of this rank weighs.
 
-    def say(self, *, is_anew: bool) -> None:
-        """Launch the sum of what was noted.
-
-        Args:
-            is_anew: Whether, as far as this rank knows, gradients were cleared before.
-
-        Collective: an all-reduce of 56 bytes that is not waited for.
+        Raises:
+            TypeError, ValueError: See weigh.
         """
-        device, number = self._mesh.device, self._num_heard + len(self._sums) + 1
-        said = torch.zeros(7, dtype=torch.float64, device=device)
-        for weight, loss in self._unsaid:
-            one = torch.as_tensor(weight, dtype=torch.float64, device=device).detach().sum()
-            said[0] += torch.where(one.isfinite() & (one >= 0), one, math.nan)
-            said[1] += 0.0 if loss is None else loss.to(device).sum()
-        said[2:] += said.new_tensor([len(self._unsaid), not is_anew, 1, number, number**2])
-        add: Any = dist.ReduceOp.SUM
-        self._sums.append(SmallAllReduce(said, add, self._mesh, _ADDING))
-        self._said += [weight for weight, _ in self._unsaid]
+        device = self._mesh.device
+        both = (
+            _number(weight, "weight", device),
+            _number(0.0 if loss is None else loss, "loss", device),
+        )
+        self._unsaid.append(both)
+
+    def say(self) -> None:
+        """Launch the sum of what was noted, if anything was.
+
+        Collective: an all-reduce of 48 bytes that is not waited for, or none.
+        """
+        if not self._unsaid:
+            return
+        weights, losses = (torch.stack(each) for each in zip(*self._unsaid, strict=True))
+        is_weight = weights.isfinite() & (weights >= 0)
+        number = self._num_heard + len(self._sums) + 1
+        said = weights.new_tensor([0, 0, len(losses), 1, number, number**2])
+        said[0], said[1] = weights.where(is_weight, math.nan).sum(), losses.sum()
+        self._sums.append(_sum_of(said, self._mesh))
+        self._said += weights
         self._unsaid = []
 
     def forget(self) -> None:
@@ -118,20 +130,20 @@ class _Tally:
         self._num_heard += len(self._sums)
         self._unsaid, self._said, self._sums = [], [], []
 
-    def hear(self, before: _Sum) -> _Sum:
-        """Wait for what was said, and return what was weighed since gradients were cleared.
-
-        Args:
-            before: What had been weighed, if they were not.
+    def hear(self) -> _Sum:
+        """Say what was not said; wait for what all ranks weigh, and return it.
 
         Raises:
             ValueError, ShardError, RankMismatchError: See weigh.
+
+        Collective: what ``say`` does.
         """
+        self.say()
         heard, number = _Sum(), self._num_heard
         sums, said = self._sums, self._said
         self.forget()
-        for place, one in enumerate(sums):
-            weight, loss, num, num_not_anew, num_ranks, *numbers = one.wait()
+        for one in sums:
+            weight, loss, num, num_ranks, *numbers = one.wait()
             number += 1
             if numbers != [num_ranks * number, num_ranks * number**2]:
                 raise RankMismatchError(
@@ -139,16 +151,38 @@ class _Tally:
                     "on this rank and another one on some; one has failed before its backward, or "
                     "has left weigh() out: a rank without a batch weighs 0"
                 )
-            if place == 0 and num_not_anew:
-                heard = before
-            heard = _Sum(heard.weight + weight, heard.loss + loss, heard.num + int(num))
-        if math.isnan(heard.weight):
+            heard = heard.plus(_Sum(weight, loss, int(num)))
+        if not math.isfinite(heard.weight):
             _refuse(said)
         return heard
 
+    def agree_on_any(self, flags: Sequence[bool]) -> list[bool]:
+        """Tell for each flag whether it is set on any rank. Collective: an all-reduce."""
+        said = torch.tensor(flags, dtype=torch.float64, device=self._mesh.device)
+        return [bool(one) for one in _sum_of(said, self._mesh).wait()]
 
-def _refuse(weights: Iterable[Any]) -> NoReturn:
-    """Raise for a weight that is none, of this rank or of another."""
+
+def _number(given: Any, what: str, device: torch.device) -> torch.Tensor:
+    """Return a copy of a number as it is now, as a scalar of ``float64``."""
+    if isinstance(given, DTensor):
+        given = given.full_tensor()
+    is_tensor = isinstance(given, torch.Tensor)
+    number = given.detach() if is_tensor else torch.tensor(float(given), dtype=torch.float64)
+    if number.numel() != 1 or number.is_complex():
+        raise ValueError(
+            f"Expected a {what} that is one real number, got {number.dtype} of shape "
+            f"{list(number.shape)}"
+        )
+    return number.reshape(()).to(device, torch.float64, copy=True)
+
+
+def _sum_of(said: torch.Tensor, mesh: ShardMesh) -> SmallAllReduce:
+    add: Any = dist.ReduceOp.SUM
+    return SmallAllReduce(said, add, mesh, _ADDING)
+
+
+def _refuse(weights: Iterable[torch.Tensor]) -> NoReturn:
+    """Raise for a weight that is no number to weigh, of this rank or of another."""
     for given in map(float, weights):
         if not (math.isfinite(given) and given >= 0):
             raise ValueError(f"Expected a weight that is finite and not negative, got {given}")
@@ -161,172 +195,296 @@ def _refuse(weights: Iterable[Any]) -> NoReturn:
 # Gradients that are divided by it -----------------------------------------------------------------
 
 
+class _Mark(NamedTuple):
+    """What is noted on a gradient that was divided.
+
+    Attributes:
+        total: What has been weighed since it was begun.
+        divisor: What it was divided by.
+        versions: Its version counters since.
+    """
+
+    total: Fraction
+    divisor: float
+    versions: tuple[int, int]
+
+
 class Reducing(Protocol):
     """What one tree has to reduce.
 
     Attributes:
         groups: Its groups.
-        is_any_left: Whether gradients are to be reduced, or are under way.
+        weights: What its microbatches weigh, if anybody has said so.
+        is_under_way: Whether reductions are under way.
+        left: The groups with gradients that are to be reduced later.
     """
 
     groups: Sequence[ParamGroup]
+    weights: Weights | None
 
     @property
-    def is_any_left(self) -> bool: ...
+    def is_under_way(self) -> bool: ...
+
+    @property
+    def left(self) -> Collection[ParamGroup]: ...
 
 
 class Weights:
-    """The weights of some trees since gradients were cleared.
+    """What microbatches of some trees weigh, and their gradients.
 
-    Reductions average over ranks as ever. When they are over, gradients are divided by what all
-    microbatches weigh for each rank; before others are added they are multiplied again, so that
-    both are of one kind. A gradient that was divided is marked: one that the user has put there is
-    told from it, and one that the user has cleared by zeros.
+    Reductions average over ranks as ever. When they are over, a gradient is divided by what has
+    been weighed since it was begun, for each rank; before anything is added, it is multiplied
+    again, so that both are of one kind. A gradient that was divided is marked. So one that was
+    cleared is seen: the mark is gone with it, or it is zeros of another version on all ranks.
+    One of backwards that were not weighed is divided by 1. What the user has put there has no mark,
+    and stays as it is until something is added.
 
     Args:
         trees: Which.
     """
 
     def __init__(self, trees: Sequence[Reducing]) -> None:
-        self._trees = trees
-        meshes = (tree.groups[0].mesh for tree in trees)
-        self._tally = _Tally(max(meshes, key=lambda mesh: mesh.num_ranks))
+        self.trees = trees
+        self._tally = _Tally(max((group.mesh for group in self._groups()), key=_num_ranks))
         self._asked: list[Weighed] = []
-        self._all = _Sum()
+        self._weight = self._start = Fraction()  # of all that was heard, and when last cleared
+        self._since = _Sum()  # then
+        self._steps = 0
         self._in_backward: set[Reducing] = set()
-        self._is_open = False  # whether gradients are sums that are not divided
-        self._is_unsaid = False  # whether they were opened and nothing was said since
-        self._is_anew = False  # whether they had been cleared on this rank
+        self._reduced: dict[ParamGroup, None] = {}
+        self._marked: list[ShardedParam] = []
+        self._opened: dict[ShardedParam, tuple[_Mark, Fraction]] = {}  # and when it was begun
+        self._not_zero: dict[ShardedParam, bool] = {}  # of those that have changed
+        self._others: dict[ShardedParam, tuple[Any, tuple[int, int]]] = {}
 
     def add(self, weight: float | torch.Tensor, loss: torch.Tensor | None) -> Weighed:
-        """Note what a microbatch of this rank weighs, before its backward."""
+        """Note what a microbatch of this rank weighs.
+
+        Collective: an all-reduce of 48 bytes that is not waited for, unless without sync.
+        """
         for group in self._groups():
             _refuse_other_changes(group)
         self._tally.note(weight, loss)
         self._asked.append(Weighed())
+        if self.trees[0].groups[0].settings.requires_gradient_sync:
+            self._tally.say()
         return self._asked[-1]
 
     def begin_backward(self, tree: Reducing) -> None:
         """Note that gradients of ``tree`` may come."""
         self._in_backward.add(tree)
 
-    def open(self) -> None:
-        """Make sums again of gradients that others are going to be added to."""
-        if self._is_open:
-            return
-        marked = [(one, vars(one.sharded.grad).pop(_DIVIDED, None)) for one in self._params()]
-        divided = [(param, version) for param, version in marked if version is not None]
-        if not divided and not self._tally.has_unsaid:
-            return
-        kept = [param for param, version in divided if not _is_cleared(param, version)]
-        self._is_open, self._is_unsaid, self._is_anew = True, True, not kept
-        _divide(kept, lambda num_ranks: num_ranks / self._all.weight)
+    def open(self, group: ParamGroup, *, reduces: bool) -> None:
+        """Make sums again of gradients that others are going to be added to.
 
-    def say(self) -> None:
-        """Launch the sum over all ranks of what was weighed, if anything was.
-
-        Collective: an all-reduce of 56 bytes that is not waited for, or none.
+        Args:
+            group: Whose.
+            reduces: Whether these are reduced, and not accumulated.
         """
-        if self._is_unsaid or self._tally.has_unsaid:
-            self._tally.say(is_anew=self._is_anew)
-            self._is_unsaid = False
+        if reduces:
+            self._reduced[group] = None
+        kept = []
+        for param in group.params:
+            if reduced(param) is None or param in self._opened:
+                continue
+            grad: Any = param.sharded.grad
+            mark: _Mark | None = vars(grad).pop(_MARK, None)
+            if mark is None:
+                self._others[param] = grad, _versions(param)
+                continue
+            self._opened[param] = mark, self._weight - mark.total
+            if mark.versions != _versions(param):
+                self._not_zero[param] = bool(_local(param).any())
+            kept.append((param, 1 / mark.divisor))
+        _divide(kept)
 
     def end_backward(self, tree: Reducing) -> None:
-        """Divide gradients, if all of them are reduced.
+        """Divide gradients of groups that are reduced, unless any are on their way.
 
         Raises:
             ValueError, ShardError, RankMismatchError: See weigh. The gradients are ``None`` then.
 
-        Collective: what ``say`` does, if that has not been said.
+        Collective: an all-reduce of 48 bytes if there is a weight that has not been sent, and one
+            of 8 bytes for each gradient that was changed since it was divided.
         """
         self._in_backward.discard(tree)
-        if self._in_backward or any(one.is_any_left for one in self._trees):
+        if self._in_backward or any(one.is_under_way for one in self.trees):
             return
-        if not self._is_open:  # nothing to train
-            self._forget()
-            return
-        self.say()
-        self._is_open = False
+        left = {group for one in self.trees for group in one.left}
+        done = [group for group in self._reduced if group not in left]
+        if done:
+            self._reduced = dict.fromkeys(group for group in self._reduced if group in left)
+            self._divide_again(done)
+
+    def _divide_again(self, done: Sequence[ParamGroup]) -> None:
+        self._forget_cleared()
         asked, self._asked = self._asked, []
-        try:
-            self._all = self._tally.hear(self._all)
-        except Exception:
-            self._all = _Sum()
-            self._clear()
-            raise
+        marks = ((param, _mark_of(param)) for param in self._marked)
+        untouched = [(one, mark, self._weight - mark.total) for one, mark in marks if mark]
+        if self._tally.has_any:
+            try:
+                heard = self._tally.hear()
+            except Exception:
+                self._clear(done)
+                raise
+            self._weight += Fraction(heard.weight)
+            self._since = self._since.plus(heard)
         for one in asked:
-            one.set(self._all.weight, self._all.loss)
-        if self._all.weight:
-            self._close()
-        elif self._all.num:
-            self._clear()
+            one.set(*self._since[:2])
+        divided = []
+        for param in self._delivered(done):
+            _, start = self._opened.pop(param, (None, self._start))
+            divided.append((param, start, 1.0))
+        divided += [(param, start, mark.divisor) for param, mark, start in untouched]
+        self._mark(divided)
+        if not self._since.weight:
+            self._start, self._since = self._weight, _Sum()
+
+    def _forget_cleared(self) -> None:
+        """Begin anew if gradients that were divided have been cleared.
+
+        Collective: see end_backward.
+        """
+        is_gone = any(one not in self._opened and _mark_of(one) is None for one in self._marked)
+        if self._not_zero:
+            every = (param for group in self._groups() for param in group.params)
+            changed = [param for param in every if param in self._not_zero]
+            are_kept = self._tally.agree_on_any([self._not_zero[param] for param in changed])
+            for param, is_kept in zip(changed, are_kept, strict=True):
+                if not is_kept:
+                    del self._opened[param]
+                    is_gone = True
+            self._not_zero = {}
+        steps = sum(group.freshness.num_optimizer_steps for group in self._groups())
+        if is_gone or (not self._marked and steps != self._steps):
+            self._start, self._since = self._weight, _Sum()
+        self._steps = steps
+
+    def _delivered(self, done: Sequence[ParamGroup]) -> Iterator[ShardedParam]:
+        """Yield the parameters of some groups to whose gradients reductions have added."""
+        for group in done:
+            for param in group.params:
+                before = self._others.pop(param, None)
+                if reduced(param) is None or _mark_of(param) is not None:
+                    continue
+                is_same = before is not None and before[0] is param.sharded.grad
+                if not (is_same and before is not None and before[1] == _versions(param)):
+                    yield param
+
+    def _mark(self, divided: Sequence[tuple[ShardedParam, Fraction, float]]) -> None:
+        """Divide gradients, and mark what they become.
+
+        Args:
+            divided: Of each the parameter, what had been weighed when it was begun, and what it is
+                divided by.
+        """
+        pairs, marks = [], []
+        for param, start, before in divided:
+            total = self._weight - start
+            if not total and self._since.num:
+                param.sharded.grad = None
+                continue
+            mark = _mark_of(param)
+            is_changed = mark is not None and mark.versions != _versions(param)
+            divisor = float(total) / param.mesh.num_ranks if total else 1.0
+            marks.append((param, total, divisor, is_changed))
+            if divisor != before:
+                pairs.append((param, divisor / before))
+        _divide(pairs)
+        for param, total, divisor, is_changed in marks:
+            versions = _CHANGED if is_changed else _versions(param)
+            vars(param.sharded.grad)[_MARK] = _Mark(total, divisor, versions)
+        self._marked = [param for param, *_ in marks]
 
     def abandon(self) -> None:
         """Forget what was weighed for a backward that failed; let gradients be what they were."""
         self._in_backward.clear()
-        self._forget()
-        if self._is_open:
-            self._is_open = False
-            if self._all.weight:
-                self._close()
+        self.forget()
+        self._reduced, self._others, self._not_zero = {}, {}, {}
+        opened, self._opened = self._opened, {}
+        back = [(one, mark) for one, (mark, _) in opened.items() if reduced(one) is not None]
+        _divide((param, mark.divisor) for param, mark in back)
+        for param, mark in back:
+            vars(param.sharded.grad)[_MARK] = mark._replace(versions=_versions(param))
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Forget what was weighed for a backward that will not be."""
         self._tally.forget()
         self._asked = []
 
     def _groups(self) -> Iterator[ParamGroup]:
-        return (group for tree in self._trees for group in tree.groups)
+        return (group for tree in self.trees for group in tree.groups)
 
-    def _params(self) -> Iterator[ShardedParam]:
-        """Iterate over the parameters whose gradients are reduced."""
-        for group in self._groups():
-            yield from (param for param in group.params if reduced(param) is not None)
+    def _clear(self, groups: Sequence[ParamGroup]) -> None:
+        self._opened = {}
+        for group in groups:
+            for param in group.params:
+                if reduced(param) is not None:
+                    param.sharded.grad = None
 
-    def _clear(self) -> None:
-        for param in self._params():
-            param.sharded.grad = None
 
-    def _close(self) -> None:
-        """Divide sums, and mark what they become."""
-        params = list(self._params())
-        _divide(params, lambda num_ranks: self._all.weight / num_ranks)
-        for param in params:
-            grad: Any = param.sharded.grad
-            vars(grad)[_DIVIDED] = grad._version
+def weigh_together(trees: Sequence[Reducing]) -> Weights:
+    """Return what trees weigh together; from now on each of those they did it with, by itself."""
+    weights = trees[0].weights
+    if weights is not None and set(weights.trees) == set(trees):
+        return weights
+    together = Weights(trees)
+    for tree in trees:
+        for other in tree.weights.trees if tree.weights is not None else ():
+            if other not in trees:
+                other.weights = Weights([other])
+    for tree in trees:
+        tree.weights = together
+    return together
 
 
 def _refuse_other_changes(group: ParamGroup) -> None:
     """Raise ``ShardError`` if something else divides gradients, or sees those that are not."""
-    divisor = group.settings.reduction.divisor
-    if divisor is not None:
+    reduction = group.settings.reduction
+    if reduction.divisor is not None:
         raise ShardError(
             f"Expected no gradient divide factor beside weigh(), which divides by what all "
-            f"microbatches weigh, got {divisor} for {group.label}; leave out "
+            f"microbatches weigh, got {reduction.divisor} for {group.label}; leave out "
             "set_gradient_divide_factor()"
         )
-    for param in group.params:
-        if has_hooks(param):
-            raise ShardError(
-                f"Expected no hooks on gradients beside weigh(), which divides them after all are "
-                f"reduced, got one on '{param.name}'; remove it, or divide by the sum of the "
-                "weights yourself"
-            )
+    hooked = [f"'{param.name}'" for param in group.params if has_hooks(param)]
+    if reduction.hook is not None:
+        hooked.append(f"the reductions of {group.label}")
+    if hooked:
+        raise ShardError(
+            f"Expected no hooks on gradients beside weigh(), which divides them after all are "
+            f"reduced, got one on {hooked[0]}; remove it, or divide by the sum of the weights "
+            "yourself"
+        )
 
 
-def _is_cleared(param: ShardedParam, version: int) -> bool:
-    """Tell whether the user has set a gradient to zeros since it was of ``version``."""
-    grad, local = param.sharded.grad, reduced(param)
-    return grad is None or local is None or (grad._version != version and not local.any())
+def _num_ranks(mesh: ShardMesh) -> int:
+    return mesh.num_ranks
+
+
+def _local(param: ShardedParam) -> torch.Tensor:
+    local = reduced(param)
+    assert local is not None
+    return local
+
+
+def _mark_of(param: ShardedParam) -> _Mark | None:
+    grad: Any = param.sharded.grad
+    return None if grad is None else vars(grad).get(_MARK)
+
+
+def _versions(param: ShardedParam) -> tuple[int, int]:
+    """Return the version counters of a gradient and of its shard: users may write to either."""
+    grad: Any = param.sharded.grad
+    return grad._version, _local(param)._version
 
 
 @torch.no_grad()
-def _divide(params: Iterable[ShardedParam], divisor: Callable[[int], float]) -> None:
-    """Divide gradients by a number that depends on that of the ranks they are averages over."""
-    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for param in params:
-        local = reduced(param)
-        assert local is not None
-        key = param.mesh.num_ranks, local.device, local.dtype
-        alike.setdefault(key, []).append(local)
-    for (num_ranks, _, _), locals_ in alike.items():
-        _torch.divide_all_(locals_, divisor(num_ranks))
+def _divide(pairs: Iterable[tuple[ShardedParam, float]]) -> None:
+    """Divide gradients, each by a number of its own."""
+    alike: dict[tuple[float, torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for param, divisor in pairs:
+        local = _local(param)
+        alike.setdefault((divisor, local.device, local.dtype), []).append(local)
+    for (divisor, _, _), locals_ in alike.items():
+        _torch.divide_all_(locals_, divisor)

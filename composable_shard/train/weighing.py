@@ -7,7 +7,7 @@ from torch import nn
 
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.root import context_of
-from composable_shard.core.weights import Weighed, Weights
+from composable_shard.core.weights import Weighed, weigh_together
 from composable_shard.errors import ShardError
 
 
@@ -62,10 +62,6 @@ def weigh(
     contexts = dict.fromkeys(map(context_of, groups))
     for context in contexts:
         context.clean_up_if_failed()
-    trees = [context.reductions for context in contexts]
-    weights = trees[0].weights
-    if weights is None or any(tree.weights is not weights for tree in trees):
-        weights = Weights(trees)
-        for tree in trees:
-            tree.weights = weights
-    return weights.add(weight, loss)
+    if not torch.is_grad_enabled():
+        return Weighed()
+    return weigh_together([context.reductions for context in contexts]).add(weight, loss)

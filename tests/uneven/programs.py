@@ -260,6 +260,8 @@ def check(program: Program) -> None:
     model: Any = shard(copy.deepcopy(whole.model), program)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     to_clear: list[str] = []
+    weigh(model, 0)  # from here on all gradients are known, also of backwards that are not weighed
+    model.reset_iter_state()
 
     def clear() -> None:
         for how in to_clear:

@@ -98,29 +98,28 @@ def test_a_program_that_was_wrong_once(name: str) -> None:
 # Faults -------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "the mean over ranks": Fault(Weights, "_close", "self._all.weight / num_ranks", "1.0"),
-    "the ranks counted twice": Fault(
-        Weights, "_close", "self._all.weight / num_ranks", "self._all.weight"
+    "the mean over ranks": Fault(
+        Weights, "_mark", "float(total) / param.mesh.num_ranks if total else 1.0", "1.0"
     ),
-    "a forgotten rank": Fault(weights._Tally, "say", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
+    "the ranks counted twice": Fault(Weights, "_mark", " / param.mesh.num_ranks", ""),
+    "a forgotten rank": Fault(weights, "_sum_of", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
     "a forgotten microbatch": Fault(
-        weights._Tally, "say", "in self._unsaid:", "in self._unsaid[-1:]:"
+        weights._Tally, "say", "zip(*self._unsaid,", "zip(*self._unsaid[-1:],"
     ),
-    "a loss of the wrong sign": Fault(weights._Tally, "say", "said[1] +=", "said[1] -="),
-    "means added to sums": Fault(
-        Weights, "open", "_divide(kept, lambda num_ranks: num_ranks / self._all.weight)", ""
-    ),
-    "zeros that are not seen": Fault(weights, "_is_cleared", "and not local.any()", "and False"),
-    "a total that is never forgotten": Fault(
-        weights._Tally, "hear", "place == 0 and num_not_anew", "place == 0"
+    "a loss of the wrong sign": Fault(weights._Tally, "say", "losses.sum()", "-losses.sum()"),
+    "means added to sums": Fault(Weights, "open", "_divide(kept)", ""),
+    "zeros that are not seen": Fault(Weights, "_forget_cleared", "if not is_kept:", "if False:"),
+    "gradients that are gone": Fault(
+        Weights, "_forget_cleared", "is_gone = any(", "is_gone = all("
     ),
     "a total that is always forgotten": Fault(
-        weights._Tally, "hear", "place == 0 and num_not_anew", "False"
+        Weights, "_forget_cleared", "if is_gone or (", "if True or ("
     ),
-    "weights of a step that failed": Fault(Weights, "abandon", "self._forget()", "pass"),
-    "gradients without weight": Fault(Weights, "end_backward", "self._clear()", "pass"),
+    "weights of a step that failed": Fault(Weights, "abandon", "self.forget()", "pass"),
+    "gradients without weight": Fault(Weights, "_mark", "param.sharded.grad = None", "pass"),
+    "what nothing was added to": Fault(Weights, "_divide_again", "if mark]", "if False]"),
     "divided too early": Fault(
-        Weights, "end_backward", "any(one.is_any_left for one in self._trees)", "False"
+        Weights, "end_backward", "any(one.is_under_way for one in self.trees)", "False"
     ),
     "a stale order": Fault(sitting_out, "_calls_like", "forward.called_last({module}) or", ""),
     "a group that is passed over": Fault(
