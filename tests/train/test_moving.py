@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -47,8 +46,7 @@ from composable_shard.testing import RankError, run_ranks, stop_ranks
 from composable_shard.train.moving import cargo
 from composable_shard.train.moving.ground import Cut, Ground
 from composable_shard.train.moving.plan import COPIES_SENT, Piece, cut_box, pieces_of, rounds_of
-
-MiB = 2**20
+from train.moved import MiB, assert_same_bits, is_in, memory, on_mesh, return_unused, values
 
 # PURE ---------------------------------------------------------------------------------------------
 
@@ -156,17 +154,6 @@ class Odd(nn.Module):
         return (self.second(x) @ self.turned * self.scale + self.frozen.sum()) * self.plain
 
 
-def on_mesh(*ranks: Any) -> DeviceMesh:
-    """Return a mesh of these ranks: of one axis, or of two if they come as rows."""
-    is_hybrid = not isinstance(ranks[0], int)
-    names = ("replicate", "shard") if is_hybrid else ("shard",)
-    return DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names)
-
-
-def is_in(mesh: DeviceMesh) -> bool:
-    return dist.get_rank() in mesh.mesh.flatten().tolist()
-
-
 def by_columns(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.shape == (7, 5) else None
 
@@ -226,32 +213,6 @@ def train(model: Odd, optimizer: torch.optim.Optimizer, *steps: int) -> list[flo
 def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     states, optims = get_state_dict(model, optimizer)
     return {"model": states, "optimizer": optims}
-
-
-def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return all that this rank has, by name."""
-    found: dict[str, torch.Tensor] = {}
-
-    def add(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                add(f"{name} {key}", inner)
-        elif isinstance(value, torch.Tensor):
-            local = value.to_local() if isinstance(value, DTensor) else value
-            found[name] = local.detach().clone()
-        else:
-            found[name] = torch.tensor(hash(str(value)))
-
-    add("", model.state_dict())
-    add("", optimizer.state_dict()["state"])
-    return found
-
-
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-        assert value.stride() == other[name].stride(), name
 
 
 def from_disk(
@@ -424,17 +385,6 @@ def copies(param: nn.Parameter) -> list[str]:
     if not isinstance(param, DTensor):
         return []
     return ["itself", "gradient", "exp_avg", "exp_avg_sq"] if param.requires_grad else ["itself"]
-
-
-def memory(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-def return_unused() -> None:
-    """Let the allocator give the system what is free."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def test_memory_of_both_layouts_and_a_bucket() -> None:

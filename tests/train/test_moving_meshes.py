@@ -26,6 +26,7 @@ from two_tensors import two_tensor_hooks
 
 from composable_shard import (
     DataParallelMeshDims,
+    ShardError,
     ShardPlacementResult,
     clip_grad_norm_,
     fully_shard,
@@ -35,7 +36,7 @@ from composable_shard import (
 from composable_shard._torch import from_local, leaves, poisoned_memory, set_local_tensor, spec_of
 from composable_shard.core.group import group_of
 from composable_shard.testing import RankError, run_ranks, stop_ranks
-from train.test_moving import MiB, assert_same_bits, is_in, memory, on_mesh, return_unused, values
+from train.moved import MiB, assert_same_bits, is_in, memory, on_mesh, return_unused, values
 
 Where = DeviceMesh | dict[str, DeviceMesh]
 
@@ -584,6 +585,23 @@ def crossed() -> None:
     move(plain(on_mesh(0, 1, 2, 3)), (), on_mesh((3, 0), (1, 2)))
 
 
+def shorter_state() -> None:
+    model = plain(on_mesh(0, 1))
+    optimizer = stock(model)
+    train(model, optimizer, 0, 0)
+    weight = model[0].weight
+    short = DTensor.from_local(
+        torch.ones(2, 6),
+        weight.device_mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    optimizer.state[weight]["exp_avg"] = short
+    move(model, optimizer, on_mesh((0,), (1,)))
+
+
 def joins_a_plain_dtensor() -> None:
     mesh = [on_mesh(0), on_mesh(1)][dist.get_rank()]
     model = plain(mesh) if dist.get_rank() == 0 else plain_on_meta(mesh)
@@ -598,26 +616,25 @@ def plain_on_meta(mesh: DeviceMesh) -> nn.Module:
 
 
 ALL = "Expected all ranks to move the model, got on rank {}: {}: {}"
-DISK = "; such a model is moved by a checkpoint"
 
 REFUSED: list[tuple[Callable[[], None], int, str]] = [
     (
         partial(of_class, Halves),
         2,
         "Expected the inner tensors of parameter 'weight', a Halves, to have its shape [2, 3], "
-        f"got [[2, 1]]{DISK}",
+        "got [[2, 1]]; such a model is moved by a checkpoint",
     ),
     (
         partial(of_class, Forgetful),
         2,
         "Expected Forgetful of parameter 'weight' to be made of inner tensors of shape [4, 3], got "
-        f"TwoTensor of shape [4, 3]{DISK}",
+        "TwoTensor of shape [4, 3]; such a model is moved by a checkpoint",
     ),
     (
         partial(of_class, Closed),
         2,
         "Expected parameter 'weight' to be a plain tensor or made of such (__tensor_flatten__), "
-        f"got Closed{DISK}",
+        "got Closed; such a model is moved by a checkpoint",
     ),
     (
         into_one_mesh,
@@ -657,7 +674,8 @@ REFUSED: list[tuple[Callable[[], None], int, str]] = [
         flattened_axes,
         2,
         "Expected dp_mesh_dims of one axis for each purpose of parameter 'weight', got "
-        f"DataParallelMeshDims(shard=('a', 'b'), replicate=None){DISK}",
+        "DataParallelMeshDims(shard=('a', 'b'), replicate=None); such a model is moved by a "
+        "checkpoint",
     ),
     (
         crossed,
@@ -666,10 +684,16 @@ REFUSED: list[tuple[Callable[[], None], int, str]] = [
         "place of their own, got [[3, 0], [1, 2]]",
     ),
     (
+        shorter_state,
+        2,
+        "Expected shape [4, 6] of state 'exp_avg' of 'weight' on this rank, got [2, 6]; such a "
+        "model is moved by a checkpoint",
+    ),
+    (
         joins_a_plain_dtensor,
         2,
         "Expected 'apart', a DTensor, to be sharded by fully_shard for the model to move to more "
-        f"ranks, got one that is not{DISK}",
+        "ranks, got one that is not; such a model is moved by a checkpoint",
     ),
 ]
 
@@ -686,3 +710,15 @@ def test_what_is_refused(act: Callable[[], None], num_ranks: int, message: str) 
     kind = "ValueError" if act in OF_VALUES else "ShardError"
     expected = ALL.format(rank, kind, message)
     assert (failure.type_name, failure.message) == ("ShardError", expected)
+
+
+@on_ranks(2)
+def test_ranks_that_name_other_meshes() -> None:
+    meshes = [on_mesh(0, 1), on_mesh((0,), (1,))]
+    with pytest.raises(ShardError) as caught:
+        move(plain(on_mesh(0, 1)), (), meshes[dist.get_rank()])
+    assert str(caught.value) == (
+        "Expected parameter '2.weight' on the same mesh on all of its ranks, got "
+        "Ground(ranks=(0, 1), extents=(2, 1), roles=('replicate', 'shard')) on rank 1, of "
+        "Ground(ranks=(0, 1), extents=(2,), roles=('shard',))"
+    )

@@ -182,9 +182,10 @@ class Possession:
         placement = self.params[param].placement
         cut = cut_of(self._what(key), tensor, placement)
         box = Ground.of(placement.mesh, placement.roles).holding(shape, cut).box(dist.get_rank())
-        if box is None or box.sizes != local.shape:
+        assert box is not None
+        if box.sizes != local.shape:
             raise ShardError(
-                f"Expected this rank to have {box} of {self._what(key)}, got shape "
+                f"Expected shape {list(box.sizes)} of {self._what(key)} on this rank, got "
                 f"{list(local.shape)}; such a model is moved by a checkpoint"
             )
         return item._replace(param=param, cut=cut), composition

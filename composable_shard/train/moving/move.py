@@ -86,6 +86,17 @@ class _Places(NamedTuple):
     peers: tuple[int, ...]
 
 
+def _check_alike(name: str, grounds: Mapping[int, Ground]) -> None:
+    """Raise if a rank has a parameter on other ranks than one of those thinks."""
+    for ground in dict.fromkeys(grounds.values()):
+        for rank in ground.ranks:
+            if grounds[rank] != ground:
+                raise ShardError(
+                    f"Expected parameter '{name}' on the same mesh on all of its ranks, got "
+                    f"{grounds[rank]} on rank {rank}, of {ground}"
+                )
+
+
 class _Move:
     """A model on its way.
 
@@ -153,17 +164,18 @@ class _Move:
                 f"got it on ranks {having} and meshes of ranks {sorted(ranks)}"
             )
         after = {ground for places in self._places.values() for ground in places.after}
-        wanted = {rank for ground in after for rank in ground.ranks}
-        missing = sorted(wanted - {rank for rank, p in self._places.items() if p.after})
-        if missing or not wanted:
+        going = {rank for ground in after for rank in ground.ranks}
+        missing = sorted(going - {rank for rank, p in self._places.items() if p.after})
+        if missing or not going:
             raise ShardError(
                 "Expected all ranks of the mesh to call move() with it, got none of "
                 f"{missing or 'them'}"
             )
-        for rank, places in self._places.items():
-            for ground in (*places.before, *places.after):
-                if rank not in ground.ranks:
-                    raise ShardError(f"Expected rank {rank} on its own meshes, got {ground}")
+        for index, param in enumerate(self._owner.params):
+            known = {r: p.before[index] for r, p in self._places.items() if p.before}
+            wanted = {r: p.after[index] for r, p in self._places.items() if p.after}
+            _check_alike(param.name, known)
+            _check_alike(param.name, wanted)
 
     def _ways_of(self, name: str, index: int) -> list[tuple[Ground, Ground]]:
         """Return where from and where to a parameter goes, for each of the meshes that it is on.
@@ -347,8 +359,8 @@ def move(
     A rank that is not in ``mesh`` has nothing of what is sharded afterwards: its parameters are
     empty DTensors on that mesh, and to use the model there is an error, until a later call moves it
     to a mesh with this rank. One that has never had the model joins with one on the meta device
-    that was sharded over ``mesh`` before; it is given parameters, buffers, states, and the settings
-    of parameter groups. What is not sharded stays as it is on ranks that have it.
+    that was sharded before, over ``mesh`` or itself alone; it is given parameters, buffers, states,
+    and the settings of parameter groups. What is not sharded stays as it is on ranks that have it.
 
     Args:
         model: A model with sharded modules.

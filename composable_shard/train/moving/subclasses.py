@@ -56,7 +56,7 @@ class Composition(NamedTuple):
         """
         if self.codec is None:
             return leaves[0]
-        made, like = self._made(iter(leaves)), leaves[0]
+        made, like = self.make(iter(leaves)), leaves[0]
         if type(made) is not self.codec.kind or made.shape != like.shape:
             raise ShardError(
                 f"Expected {self.codec.kind.__name__} of {what} to be made of inner tensors of "
@@ -65,8 +65,9 @@ class Composition(NamedTuple):
             )
         return made
 
-    def _made(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
+    def make(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Make a tensor of the next plain ones."""
         if self.codec is None:
             return next(leaves)
-        parts = [inner._made(leaves) for inner in self.inner]
+        parts = [inner.make(leaves) for inner in self.inner]
         return self.codec.rebuild(dict(zip(self.codec.names, parts, strict=True)))
