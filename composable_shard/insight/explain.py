@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from torch import nn
@@ -31,6 +31,7 @@ from composable_shard.insight.group_traffic import (
     total,
 )
 from composable_shard.insight.optimizer_steps import OptimizerExplanation, explain_optimizer
+from composable_shard.insight.parking import ParkingExplanation, explain_parking, parking_table
 from composable_shard.insight.report import (
     UNKNOWN,
     Report,
@@ -139,11 +140,14 @@ class Explanation(Report):
         groups: The groups, roots before what lies in them.
         advice: What to look at.
         optimizer: What a step of the optimizer does, if one was given.
+        parking: What ``parked`` would free now, of the memory of each device; not compared, since
+            gradients and states come with the steps.
     """
 
     groups: tuple[GroupExplanation, ...]
     advice: tuple[Advice, ...]
     optimizer: OptimizerExplanation | None = None
+    parking: tuple[ParkingExplanation, ...] = field(default=(), compare=False)
 
     @property
     def traffic(self) -> Traffic:
@@ -158,6 +162,8 @@ class Explanation(Report):
             shown.append(Sentences(_title(groups), _told(groups[0])))
         if self.optimizer is not None:
             shown += self.optimizer.sections()
+            if any(one.nbytes for one in self.parking):
+                shown.append(parking_table(self.parking))
         if self.advice:
             shown.append(Sentences("Worth a look", tuple(map(_advice_text, self.advice))))
         return shown
@@ -263,7 +269,8 @@ def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation
     Args:
         model: A sharded module, or one with sharded modules inside.
         optimizer: Tells of its step, too: how many tensors it steps, and of one that
-            ``with_layout`` made what it sends, what that occupies, and how even the work is.
+            ``with_layout`` made what it sends, what that occupies, and how even the work is. Its
+            states are among what ``parked`` would free.
 
     Returns:
         An :class:`Explanation`: ``print`` it, ask it for ``to_dict()``, or let rich or a notebook
@@ -298,6 +305,7 @@ def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation
         tuple(_explain_group(group, plan, names) for group, plan in read),
         advice_on_groups(model, read),
         None if optimizer is None else explain_optimizer(optimizer),
+        explain_parking(model, optimizer),
     )
 
 
