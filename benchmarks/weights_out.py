@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import fully_shard, iter_full
 
 MIB = 2**20
+M_MMAP_THRESHOLD = -3  # of mallopt
 
 
 class Block(nn.Module):
@@ -65,6 +66,7 @@ def ours(model: nn.Module, bucket_mib: int) -> Tensors:
     """Yield what iter_full yields."""
     for _, full in iter_full(model, bucket_bytes=bucket_mib * MIB):
         yield full
+        del full  # or it would be held while the next bucket is finished
 
 
 def each(model: nn.Module) -> Tensors:
@@ -135,12 +137,15 @@ def measure(rank: int, num_ranks: int, folder: str, options: argparse.Namespace)
         "full_tensor of each": partial(each, model),
         "full state dict of DCP": partial(at_once, model),
     }
+    # What is larger goes back to the system when it is freed: memory is what lives, of all three.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 4)
     grown = {}
     for name, contestant in contestants.items():
         consume(contestant)  # what is made once
         peak = Peak()
         consume(contestant)
         grown[name] = peak.grown()
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 32 * MIB)  # where it comes to by itself
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(options.rounds):
         for name, contestant in contestants.items():

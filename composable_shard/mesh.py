@@ -260,6 +260,17 @@ def started_process_group() -> dist.ProcessGroup | None:
     return next((group for group, process in _started if process == os.getpid()), None)
 
 
+def places_of(mesh: DeviceMesh) -> dict[int, int]:
+    """Return the place of each rank of a mesh, row by row, in the order of the shards.
+
+    Process groups sort their ranks, those of each axis too, whose order is that of the shards.
+    """
+    places = torch.zeros_like(mesh.mesh)
+    for axis in range(mesh.ndim):
+        places = places * mesh.size(axis) + mesh.mesh.argsort(axis).argsort(axis)
+    return dict(zip(mesh.mesh.flatten().tolist(), places.flatten().tolist(), strict=True))
+
+
 def axis_of(mesh: DeviceMesh, axis: int) -> ShardMesh:
     """Return the ranks along one axis of a mesh, as those that share a parameter.
 

@@ -304,19 +304,26 @@ class ParamGroup:
         self.units.give_back(param)
         self._create_gradients()
 
-    def relocate(self, units: list[GatherUnit], mesh: ShardMesh) -> None:
+    def relocate(
+        self,
+        units: list[GatherUnit],
+        mesh: ShardMesh,
+        successors: Iterable[tuple[ShardMesh, ShardMesh]],
+    ) -> None:
         """Let the parameters lie on other ranks, in other units; settings stay.
 
         Args:
-            units: Those of the parameters, which are planned for ``mesh``.
-            mesh: The ranks.
+            units: Those of the parameters, which are planned for their ranks.
+            mesh: The ranks of the group.
+            successors: A mesh that it had, and one in its place; what was set for one is for both.
 
         Collective: makes a process group if reductions have one of their own.
         """
-        choices = [channel.saved() for channel in self.channels.values()]
-        self.mesh, self.channels = mesh, {mesh: Channel(mesh)}
-        for choice in choices:
-            self.channels[mesh].restore(*choice)
+        choices = {new: self.channels[old].saved() for old, new in successors}
+        meshes = dict.fromkeys([mesh, *(param.mesh for param in self.params)])
+        self.mesh, self.channels = mesh, {one: Channel(one) for one in meshes}
+        for one, choice in choices.items():
+            self.channels[one].restore(*choice)
         self._hold(GroupUnits(self.params, units))
         self.absence = None
         self.context.is_agreed = False

@@ -316,6 +316,12 @@ class ExecutionOrder(Generic[Key]):
         """Forget all calls."""
         self._visits.clear()
 
+    def start_anew(self) -> None:
+        """Forget all that was recorded, of which other ranks may know nothing."""
+        self.of_backward = OrderRecord()
+        self._of_forward.clear()
+        self.clear()
+
     def __contains__(self, group: Key) -> bool:
         return group in self._visits
 

@@ -142,6 +142,8 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 Placements = tuple[Placement, ...]
 
+Role = Literal["replicate", "shard"] | None
+
 GradStage = Literal["sharded", "unreplicated", "unreduced"]
 """How far the reduction of a gradient has come: which placements of a parameter it has."""
 
@@ -155,6 +157,7 @@ class ParamPlacement:
         sharded: Placements of the parameter and of its reduced gradient.
         unreplicated: Those of a gradient that is reduced over the shards, not over the replicas.
         unreduced: Those of a gradient that is not reduced at all.
+        roles: What each axis does: shard, replicate, or, ``None``, split the model.
         model: What the unsharded parameter is as a DTensor; ``None`` for a plain tensor.
         model_grad: Placements of the unsharded gradient; ``None`` leaves an axis as it comes.
     """
@@ -163,6 +166,7 @@ class ParamPlacement:
     sharded: Placements
     unreplicated: Placements
     unreduced: Placements
+    roles: tuple[Role, ...]
     model: _torch.DTensorSpec | None = None
     model_grad: tuple[Placement | None, ...] = ()
 
@@ -226,7 +230,7 @@ def plan_placement(
     return _spread(both, [*axes, *((p, None) for p in spec.placements)], spec, spec.placements)
 
 
-_Axis = tuple[Placement, str | None]
+_Axis = tuple[Placement, Role]
 """The placement of a parameter on one axis, and whether that one shards or replicates."""
 
 
@@ -266,6 +270,7 @@ def _spread(
         sharded=tuple(placement for placement, _ in axes),
         unreplicated=tuple(average if role == "replicate" else p for p, role in axes),
         unreduced=tuple(average if role is not None else p for p, role in axes),
+        roles=tuple(role for _, role in axes),
         model=model,
         model_grad=model_grad,
     )
@@ -286,9 +291,8 @@ def _on_full_mesh(
             f"{mesh.full_mesh}, got one on {full}; for a parameter on some of its axes pass the "
             "data-parallel ones alone, such as mesh['data'], without dp_mesh_dims"
         )
-    roles = dict.fromkeys(dims.shard_names, "shard") | dict.fromkeys(
-        dims.replicate_names, "replicate"
-    )
+    roles: dict[str, Role] = {name: "shard" for name in dims.shard_names}
+    roles |= {name: "replicate" for name in dims.replicate_names}
     submeshes: list[DeviceMesh] = []
     axes: list[_Axis] = []
     for index, axis_name in enumerate(full.mesh_dim_names):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from torch import nn
@@ -31,6 +31,7 @@ from composable_shard.insight.group_traffic import (
     total,
 )
 from composable_shard.insight.optimizer_steps import OptimizerExplanation, explain_optimizer
+from composable_shard.insight.parking import ParkingExplanation, explain_parking, parking_table
 from composable_shard.insight.report import (
     UNKNOWN,
     Report,
@@ -42,6 +43,8 @@ from composable_shard.insight.report import (
     nbytes_text,
 )
 from composable_shard.module import group_of
+from composable_shard.train.weights.costs import PassCosts, costs_of
+from composable_shard.train.weights.stream import Asked
 
 # The result of ``explain``: plain values, and how they are shown ----------------------------------
 
@@ -139,11 +142,16 @@ class Explanation(Report):
         groups: The groups, roots before what lies in them.
         advice: What to look at.
         optimizer: What a step of the optimizer does, if one was given.
+        parking: What ``parked`` would free now, of the memory of each device; not compared, since
+            gradients and states come with the steps.
+        weights_out: What a pass of ``iter_full`` takes, if ``bucket_bytes`` were given.
     """
 
     groups: tuple[GroupExplanation, ...]
     advice: tuple[Advice, ...]
     optimizer: OptimizerExplanation | None = None
+    parking: tuple[ParkingExplanation, ...] = field(default=(), compare=False)
+    weights_out: PassCosts | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -158,6 +166,10 @@ class Explanation(Report):
             shown.append(Sentences(_title(groups), _told(groups[0])))
         if self.optimizer is not None:
             shown += self.optimizer.sections()
+            if any(one.nbytes for one in self.parking):
+                shown.append(parking_table(self.parking))
+        if self.weights_out is not None:
+            shown.append(Sentences("Weights out", _told_of_pass(self.weights_out)))
         if self.advice:
             shown.append(Sentences("Worth a look", tuple(map(_advice_text, self.advice))))
         return shown
@@ -244,6 +256,21 @@ def _copy_text(copy: Copy) -> str:
     return f"{copy.kind}{of_whom}, {nbytes_text(copy.nbytes)}{times}: {copy.why}"
 
 
+def _told_of_pass(costs: PassCosts) -> tuple[str, ...]:
+    told = [
+        f"iter_full() in buckets of {nbytes_text(costs.bucket_nbytes)}: {costs.num_buckets} of "
+        f"them, {costs.launches} gathers of {costs.messages} messages in all",
+        f"this rank sends {nbytes_text(costs.sent_nbytes)} and receives "
+        f"{nbytes_text(costs.received_nbytes)}",
+        f"beside the model at most {nbytes_text(costs.held_nbytes)} live at a time, if each tensor "
+        "is let go of",
+    ]
+    if costs.by_class:
+        names = names_text(costs.by_class)
+        told.append(f"only their class makes whole, by gathers besides: {names}")
+    return tuple(told)
+
+
 def _advice_text(advice: Advice) -> str:
     about = names_text(tuple(name or "(root)" for name in advice.about))
     return f"{advice.kind}, {about}: {advice.problem}. Advice: {advice.remedy}."
@@ -254,7 +281,9 @@ def _advice_text(advice: Advice) -> str:
 ROOT = "(root)"
 
 
-def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation:
+def explain(
+    model: nn.Module, optimizer: Optimizer | None = None, *, bucket_bytes: int | None = None
+) -> Explanation:
     """Tell what sharding does to a model: what it keeps, sends, packs, copies and casts, and why.
 
     Read off the layouts, policies and plans that the step will use, for one step in which each
@@ -263,7 +292,10 @@ def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation
     Args:
         model: A sharded module, or one with sharded modules inside.
         optimizer: Tells of its step, too: how many tensors it steps, and of one that
-            ``with_layout`` made what it sends, what that occupies, and how even the work is.
+            ``with_layout`` made what it sends, what that occupies, and how even the work is. Its
+            states are among what ``parked`` would free.
+        bucket_bytes: Tells of a pass of ``iter_full`` with such buckets, too: what it launches,
+            sends, receives and holds.
 
     Returns:
         An :class:`Explanation`: ``print`` it, ask it for ``to_dict()``, or let rich or a notebook
@@ -298,6 +330,8 @@ def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation
         tuple(_explain_group(group, plan, names) for group, plan in read),
         advice_on_groups(model, read),
         None if optimizer is None else explain_optimizer(optimizer),
+        explain_parking(model, optimizer),
+        None if bucket_bytes is None else costs_of(model, Asked(), bucket_bytes),
     )
 
 

@@ -24,6 +24,7 @@ from composable_shard import _torch
 from composable_shard.core.param import sharded_form
 from composable_shard.core.transport.process_groups import gather_objects, subgroup
 from composable_shard.errors import ShardError
+from composable_shard.mesh import places_of
 from composable_shard.optim.blocks import (
     Block,
     Box,
@@ -191,7 +192,7 @@ def sort_by_layout(
             raise ValueError(f"Expected '{fits}' to fit names of parameters, got none that it fits")
     chosen: list[list[Param]] = [[] for _ in layouts]
     for param, several in names.items():
-        places = [i for i, fits in enumerate(layouts) if _does_fit(fits, several, param)]
+        places = [i for i, fits in enumerate(layouts) if does_fit(fits, several, param)]
         if not places:
             raise ValueError(f"Expected a layout for parameter '{several[0]}', got none that fits")
         chosen[places[0]].append(Param(several[0], param))
@@ -199,7 +200,8 @@ def sort_by_layout(
     return [(layout, params) for layout, params in pairs if params]
 
 
-def _does_fit(fits: Fits, names: Sequence[str], param: torch.Tensor) -> bool:
+def does_fit(fits: Fits, names: Sequence[str], param: torch.Tensor) -> bool:
+    """Tell whether a pattern, or a function, fits a parameter of these names."""
     if isinstance(fits, str):
         return any(fnmatchcase(name, fits) for name in names)
     return any(fits(name, param) for name in names)
@@ -554,17 +556,6 @@ def ranks_of(param: Param) -> Ranks:
     if _torch.backend_name(group, device) == "gloo":
         # Two exchanges are under way at a time; see the hazard of _torch.gloo_of_one_worker.
         group = subgroup(group, group.size())
-    places = _places_on(mesh, group)
+    place_of = places_of(mesh)
+    places = tuple(place_of[rank] for rank in dist.get_process_group_ranks(group))
     return Ranks(group, places[group.rank()], places, device)
-
-
-def _places_on(mesh: DeviceMesh, group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the place on a mesh, row by row, of each rank of its process group.
-
-    Process groups sort their ranks, those of each axis too, whose order is that of the shards.
-    """
-    places = torch.zeros_like(mesh.mesh)
-    for axis in range(mesh.ndim):
-        places = places * mesh.size(axis) + mesh.mesh.argsort(axis).argsort(axis)
-    place_of = dict(zip(mesh.mesh.flatten().tolist(), places.flatten().tolist(), strict=True))
-    return tuple(place_of[rank] for rank in dist.get_process_group_ranks(group))

@@ -7,7 +7,7 @@ import copy
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -308,6 +308,102 @@ def resident_memory_while_parked(tmp_path: Path) -> None:
     assert memory.nbytes - memory.shared == pytest.approx(4 * shards + 16 * MiB, abs=MiB)
     assert free == pytest.approx(memory.nbytes - memory.shared, abs=3 * MiB)
     assert after == pytest.approx(before, abs=3 * MiB)
+
+
+def mapped_in(folder: Path) -> int:
+    """Return the bytes of this process that are mapped to files in a folder."""
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(folder) in line:
+            start, end = (int(number, 16) for number in line.split()[0].split("-"))
+            found += end - start
+    return found
+
+
+def device_nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of storages that tensors lie in, each once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the buffers of all shards, and all else that lies by itself; not from the library."""
+    groups = [group for module in model.modules() if (group := group_of(module)) is not None]
+    places = [param.place for group in groups for param in group.params]
+    found = [place.buffer for place in places if place is not None]
+    found += [param for param in model.parameters() if not isinstance(param, DTensor)]
+    found += list(model.buffers())
+    found += [param.grad for param in model.parameters() if param.grad is not None]
+    found += [value for state in optimizer.state.values() for value in state.values()]
+    return [one.detach() for one in found if not isinstance(one, DTensor)]
+
+
+def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return what ``explain`` says that parking frees, of all devices together."""
+    kinds = ("parameters", "gradients", "states", "buffers", "left")
+    said = explain(model, optimizer).parking
+    assert [one.device for one in said] == ["cpu"]
+    return {kind: sum(getattr(one, kind) for one in said) for kind in kinds}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("kind", ["stock", "flat", "layouts", "offloaded", "held", "unsynced"])
+@on_ranks(2, timeout=60.0)
+def test_parking_frees_exactly_what_explain_names(
+    kind: str, on_device: bool, tmp_path: Path
+) -> None:
+    """At every moment of a step; of the host, the file is mapped in the place of just that."""
+    kwargs = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if kind == "offloaded" else {}
+    model, _ = sharded_pair(**kwargs)
+    optimizer = OPTIMIZERS.get(kind, stock)(model)
+    sums: list[int] = []
+
+    def park() -> None:
+        if kind == "held":
+            model.inp.unshard()
+        with moved_as(on_device):
+            expected = named(model, optimizer)
+            with parked(model, optimizer, folder=tmp_path) as memory:
+                mapped = mapped_in(tmp_path)
+        assert {key: getattr(memory, key) for key in expected} == expected
+        sums.append(sum(expected.values()) - expected["left"])
+        if not on_device:
+            assert mapped == sums[-1] > 4 * MIN_NBYTES
+
+    park()
+    for step in range(2):
+        if kind == "unsynced":
+            with model.no_sync():
+                backward(model, 5 + step)
+            park()
+        backward(model, step)
+        park()
+        optimizer.step()
+        park()
+        optimizer.zero_grad()
+    assert max(sums) > sums[0]  # gradients and states have come
+
+
+@on_ranks(2)
+def test_storages_of_a_device_fall_by_what_explain_names() -> None:
+    model, _ = sharded_pair()
+    optimizer = stock(model)
+    backward(model, 0)
+    optimizer.step()
+    with moved_as(True):
+        expected = named(model, optimizer)
+        assert expected["left"] == 0
+        before = [*everything(model, optimizer), *shards_of_states(model, optimizer)]
+        nbytes = device_nbytes(before)
+        with parked(model, optimizer) as memory:
+            assert device_nbytes(before) == 0
+    assert nbytes == memory.nbytes - memory.shared == sum(expected.values())
+
+
+def shards_of_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    sharded = [param.grad for param in model.parameters() if isinstance(param.grad, DTensor)]
+    sharded += [value for state in optimizer.state.values() for value in state.values()]
+    return [one._local_tensor for one in sharded if isinstance(one, DTensor)]
 
 
 @on_ranks(2)

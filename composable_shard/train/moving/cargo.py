@@ -8,51 +8,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.bucket import GatherUnit
+from composable_shard.core.codec import carry_hooks, needs_extension
 from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
+from composable_shard.core.param import ShardedParam
+from composable_shard.core.root import context_of
 from composable_shard.core.units import build_units
 from composable_shard.errors import ShardError
-from composable_shard.mesh import ShardMesh
-from composable_shard.optim.blocks import spread_over
 from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.train.moving.plan import Holding
+from composable_shard.train.moving.ground import Cut, Ground, cut_of
+from composable_shard.train.moving.subclasses import Composition
+from composable_shard.train.moving.target import Target
 
 # What the ranks tell each other -------------------------------------------------------------------
-
-
-class Ground(NamedTuple):
-    """The ranks that a model lies on, and how many there are along each axis of their mesh.
-
-    Attributes:
-        ranks: Their numbers in the job, along the last axis first.
-        extents: ``(shards,)``, or ``(replicas, shards)``.
-    """
-
-    ranks: tuple[int, ...]
-    extents: tuple[int, ...]
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> Ground:
-        """Return the ranks of a mesh."""
-        return cls(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape))
-
-    def holding(self, shape: Sequence[int], dim: int | None) -> Holding:
-        """Return how a tensor lies there that is sharded on ``dim``, or on none."""
-        return Holding(self.ranks, spread_over(shape, self.extents, self.over_axes(dim)))
-
-    def over_axes(self, dim: int | None) -> tuple[int | None, ...]:
-        """Return which dim each axis shards."""
-        return (dim,) if len(self.extents) == 1 else (None, dim)
-
-    def placements(self, dim: int | None) -> tuple[Placement, ...]:
-        """Return how a DTensor lies there that is sharded on ``dim``."""
-        return tuple(Replicate() if d is None else Shard(d) for d in self.over_axes(dim))
 
 
 Key = tuple[str | int, ...]
@@ -66,15 +39,17 @@ class Item(NamedTuple):
         shape: Its global shape.
         stride: Its global strides.
         dtype: Its dtype.
-        dim: The dim on which it is sharded, ``None`` for one that every rank has.
-        is_sharded: Whether it is a DTensor.
+        dtypes: Those of the plain tensors that it is made of.
+        param: The parameter that it is cut like; ``None`` for what every rank has as a whole.
+        cut: How it is cut, if it is.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    dim: int | None
-    is_sharded: bool
+    dtypes: tuple[torch.dtype, ...]
+    param: int | None = None
+    cut: Cut = Cut()
 
 
 class Told(NamedTuple):
@@ -85,19 +60,21 @@ class Told(NamedTuple):
         values: Numbers among the states of optimizers, which are told and not sent, and whether
             they lie on the device.
         settings: Those of the parameter groups of each optimizer.
+        compositions: Of what the items are made that are tensor subclasses.
     """
 
     items: dict[Key, Item]
     values: dict[Key, tuple[Any, bool]]
     settings: list[list[dict[str, Any]]]
+    compositions: dict[Key, Composition]
 
     def facts(self) -> list[str]:
         """Describe what must be the same on all ranks that have the model."""
         return [f"{key}: {item}" for key, item in self.items.items()]
 
 
-Tensors = dict[Key, torch.Tensor]
-"""Plain tensors of this rank by key: local shards, or whole ones."""
+Tensors = dict[Key, list[torch.Tensor]]
+"""The plain tensors that those of this rank are made of: of local shards, or whole ones."""
 
 
 # This rank's part of a model ----------------------------------------------------------------------
@@ -112,6 +89,8 @@ class Possession:
         optimizers: Its optimizers.
 
     Attributes:
+        model: The model.
+        groups: Its groups.
         params: The parameters of all groups.
     """
 
@@ -120,11 +99,14 @@ class Possession:
     ) -> None:
         self.groups = groups
         self.params = [param for group in groups for param in group.params]
-        self._model, self._optimizers = model, optimizers
+        self.model, self._optimizers = model, optimizers
         self._indices = {id(param.sharded): index for index, param in enumerate(self.params)}
+        self._stepped = [self._stepped_by(optimizer) for optimizer in optimizers]
         self._states: list[Mapping[torch.Tensor, dict[str, Any]]] = []
         self._before = [dict(param.__dict__) for param in self.params]
+        self._meshes = {id(param): param.mesh for param in self.params}
         self._units: list[list[GatherUnit]] = []
+        self._locals: list[torch.Tensor] = []
 
     @property
     def is_empty(self) -> bool:
@@ -132,105 +114,194 @@ class Possession:
         has_gone = any(group.absence == ON_OTHER_RANKS for group in self.groups)
         return has_gone or any(param.local.is_meta for param in self.params)
 
-    def ground(self) -> Ground | None:
-        """Return the ranks that the model lies on; ``None`` if this one has no values."""
-        return None if self.is_empty else Ground.of(self.groups[0].mesh.mesh)
+    def grounds(self) -> list[Ground]:
+        """Return where each parameter lies; nothing if this rank has no values."""
+        if self.is_empty:
+            return []
+        places = (param.placement for param in self.params)
+        return [Ground.of(place.mesh, place.roles) for place in places]
 
     def told(self) -> tuple[Told, Tensors]:
         """Describe what this rank has, and return it.
 
+        Raises:
+            ShardError: If something of it cannot be moved.
+
         Collective: of optimizers whose states lie with owners, see ``LayoutOptimizer.state_dict``.
         """
-        told, tensors = Told({}, {}, []), Tensors()
+        told, tensors = Told({}, {}, [], {}), Tensors()
 
-        def add(key: Key, value: Any) -> None:
+        def add(key: Key, value: Any, param: int | None = None) -> None:
             if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim):
-                told.items[key] = _item(key, value)
-                tensors[key] = _torch.local_part(value).detach()
+                item, composition = self._described(key, value, param)
+                told.items[key], told.compositions[key] = item, composition
+                leaves = _torch.leaves(_torch.local_part(value))
+                tensors[key] = [leaf.detach() for leaf in leaves]
             elif isinstance(value, torch.Tensor):
                 told.values[key] = value.cpu(), value.device.type != "cpu"
             else:
                 told.values[key] = value, False
 
         for index, param in enumerate(self.params):
-            add(("parameter", index), param.sharded)
+            add(("parameter", index), param.sharded, index)
             if param.sharded.grad is not None:
-                add(("gradient", index), param.sharded.grad)
+                add(("gradient", index), param.sharded.grad, index)
         for name, tensor in self._plain().items():
-            add(("plain", name), tensor[None] if not tensor.ndim else tensor)
+            if not isinstance(tensor, DTensor):
+                add(("plain", name), tensor[None] if not tensor.ndim else tensor)
         for place, optimizer in enumerate(self._optimizers):
             self._states.append(_states_of(optimizer))
-            for index, stepped in self._stepped(optimizer):
+            for index, stepped in self._stepped[place].items():
                 for name, value in self._states[place].get(stepped, {}).items():
-                    add(("state", place, index, name), value)
+                    if isinstance(value, DTensor) and id(stepped) not in self._indices:
+                        continue  # of a parameter that stays where it is
+                    add(("state", place, index, name), value, self._indices.get(id(stepped)))
             settings = [dict(group) for group in optimizer.param_groups]
             told.settings.append([{**group, "params": []} for group in settings])
         return told, tensors
 
+    def check_joining(self) -> None:
+        """Raise ``ShardError`` if something of this rank could not be given to one that joins."""
+        for name, tensor in self._plain().items():
+            if isinstance(tensor, DTensor):
+                raise ShardError(
+                    f"Expected '{name}', a DTensor, to be sharded by fully_shard for the model to "
+                    "move to more ranks, got one that is not; such a model is moved by a checkpoint"
+                )
+
+    def _described(
+        self, key: Key, tensor: torch.Tensor, param: int | None
+    ) -> tuple[Item, Composition]:
+        local = _torch.local_part(tensor)
+        composition = Composition.of(self._what(key), local)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        dtypes = tuple(leaf.dtype for leaf in _torch.leaves(local))
+        item = Item(shape, stride, tensor.dtype, dtypes)
+        if param is None or not isinstance(tensor, DTensor):
+            return item, composition
+        placement = self.params[param].placement
+        cut = cut_of(self._what(key), tensor, placement)
+        box = Ground.of(placement.mesh, placement.roles).holding(shape, cut).box(dist.get_rank())
+        assert box is not None
+        if box.sizes != local.shape:
+            raise ShardError(
+                f"Expected shape {list(box.sizes)} of {self._what(key)} on this rank, got "
+                f"{list(local.shape)}; such a model is moved by a checkpoint"
+            )
+        return item._replace(param=param, cut=cut), composition
+
+    def _what(self, key: Key) -> str:
+        """Return what messages call a tensor."""
+        if key[0] in ("parameter", "gradient"):
+            name = self.params[int(key[1])].name
+            return f"{key[0]} '{name}'" if key[0] == "parameter" else f"the gradient of '{name}'"
+        if key[0] == "plain":
+            return f"'{key[1]}'"
+        stepped = self._stepped[int(key[1])][int(key[2])]
+        index = self._indices.get(id(stepped))
+        of = f" of '{self.params[index].name}'" if index is not None else ""
+        return f"state '{key[3]}'{of}"
+
     def _plain(self) -> dict[str, torch.Tensor]:
         """Return parameters and buffers that are not sharded, by name."""
-        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: tensor for name, tensor in named if id(tensor) not in self._indices}
 
-    def _stepped(self, optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
-        """Return the parameters of an optimizer that are the model's, with their numbers in it."""
+    def _stepped_by(self, optimizer: Optimizer) -> dict[int, torch.Tensor]:
+        """Return the parameters of an optimizer that are the model's, by their numbers in it."""
         own = {*self._indices, *map(id, self._plain().values())}
         stepped = (param for group in optimizer.param_groups for param in group["params"])
-        return [(index, param) for index, param in enumerate(stepped) if id(param) in own]
+        return {index: param for index, param in enumerate(stepped) if id(param) in own}
 
     # Memory for what is to come ---------------------------------------------------------------
 
-    def make_room(self, told: Told, ground: Ground, mesh: ShardMesh) -> Tensors:
+    def make_room(self, told: Told, target: Target) -> Tensors:
         """Return memory for what this rank is to have; what it has stays until :meth:`settle`.
 
         Args:
             told: What moves.
-            ground: Where to.
-            mesh: The same, of this rank.
+            target: Where to.
+
+        Raises:
+            ShardError: If a tensor subclass cannot be made anew.
         """
-        locals_ = self._new_shards(ground, mesh)
-        found, plain, is_new = Tensors(), self._plain(), self.is_empty
+        is_new, plain = self.is_empty, self._plain()
+        self._locals = self._new_shards(told, target)
+        found = Tensors()
         for key, item in told.items.items():
-            box = ground.holding(item.shape, item.dim).box(dist.get_rank())
-            assert box is not None
             if key[0] == "parameter":
-                found[key] = locals_[int(key[1])]
+                leaves = _torch.leaves(self._locals[int(key[1])])
+                found[key] = [leaf.detach() for leaf in leaves]
             elif key[0] == "plain" and is_new:
-                found[key] = _with_values(plain[str(key[1])], mesh.device).view(item.shape)
-            elif key[0] != "plain" and (item.is_sharded or is_new):
-                like = self._like(key, locals_)
-                if like.shape != box.sizes:
-                    like = like.new_zeros(()).expand(box.sizes)
-                device, dtype = mesh.device if like.is_meta else like.device, item.dtype
-                found[key] = _torch.without_values(
-                    torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
-                )
+                values = _with_values(plain[str(key[1])], self._device)
+                found[key] = [leaf.view(item.shape) for leaf in _torch.leaves(values)]
+            elif key[0] != "plain" and (item.param is not None or is_new):
+                like = _torch.leaves(self._like(key))[0]
+                sizes = self._sizes(item, target)
+                if like.shape != sizes:
+                    like = like.new_zeros(()).expand(sizes)
+                device = self._device if like.is_meta else like.device
+                found[key] = [
+                    _torch.without_values(torch.empty_like(like, dtype=dtype, device=device))
+                    for dtype in item.dtypes
+                ]
         return found
 
-    def _new_shards(self, ground: Ground, mesh: ShardMesh) -> list[torch.Tensor]:
+    @property
+    def _device(self) -> torch.device:
+        return self.groups[0].mesh.device
+
+    def _sizes(self, item: Item, target: Target) -> tuple[int, ...]:
+        """Return the shape of what this rank is to have."""
+        if item.param is None:
+            return item.shape
+        placement = target.placement_of(item.param)
+        ground = Ground.of(placement.mesh, placement.roles)
+        box = ground.holding(item.shape, item.cut).box(dist.get_rank())
+        assert box is not None
+        return box.sizes
+
+    def _new_shards(self, told: Told, target: Target) -> list[torch.Tensor]:
         """Plan all parameters for other ranks, and return memory for their local shards."""
         found: list[torch.Tensor] = []
         for group in self.groups:
-            shards = []
+            shards: list[torch.Tensor] = []
             for param in group.params:
-                dtype = param.local.dtype
-                param.replan(mesh)
-                box = ground.holding(param.shape, param.form.dim).box(dist.get_rank())
-                assert box is not None
-                shards.append(torch.zeros((), dtype=dtype, device=param.device).expand(box.sizes))
+                index = len(found) + len(shards)
+                local, key = param.local, ("parameter", index)
+                param.replan(target.mesh_of(index), target.placement_of(index))
+                item, composition = told.items[key], told.compositions[key]
+                shards.append(self._new_shard(param, local, item, composition))
             with torch.inference_mode(False):
                 units, locals_ = build_units(group.params, shards)
             self._units.append(units)
             found += locals_
         return found
 
-    def _like(self, key: Key, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _new_shard(
+        self, param: ShardedParam, local: torch.Tensor, item: Item, composition: Composition
+    ) -> torch.Tensor:
+        """Return a local shard: of a plain tensor without memory, which its bucket has."""
+        rank = param.mesh.shard_rank
+        flat = torch.empty(param.layout.local_numel(rank), device="meta")
+        like = param.form.local(flat, rank)
+        if composition.codec is None and not needs_extension(local):
+            return torch.zeros((), dtype=item.dtype, device=param.device).expand(like.shape)
+        leaves = [
+            _torch.without_values(torch.empty_like(like, dtype=dtype, device=param.device))
+            for dtype in item.dtypes
+        ]
+        made = composition.made_of(f"parameter '{param.name}'", leaves)
+        carry_hooks(local, made)
+        return made
+
+    def _like(self, key: Key) -> torch.Tensor:
         """Return the tensor beside which a gradient or a state lies."""
         if key[0] == "gradient":
-            return locals_[int(key[1])]
-        stepped = dict(self._stepped(self._optimizers[int(key[1])]))[int(key[2])]
+            return self._locals[int(key[1])]
+        stepped = self._stepped[int(key[1])][int(key[2])]
         index = self._indices.get(id(stepped))
-        return stepped if index is None else locals_[index]
+        return stepped if index is None else self._locals[index]
 
     def stay(self) -> None:
         """Forget what was planned: everything is as it was."""
@@ -240,61 +311,58 @@ class Possession:
 
     # What becomes of it -----------------------------------------------------------------------
 
-    def settle(self, told: Told, tensors: Tensors, ground: Ground, mesh: ShardMesh) -> None:
+    def settle(self, told: Told, tensors: Tensors, target: Target) -> None:
         """Let the model lie on other ranks, of which this is one.
 
         Args:
             told: What has moved.
             tensors: What :meth:`make_room` returned, filled.
-            ground: Where to.
-            mesh: The same, of this rank.
+            target: Where to.
 
         Collective: of optimizers whose states lie with owners, see ``LayoutOptimizer``.
         """
         is_new = self.is_empty
-        for index, param in enumerate(self.params):
-            local = tensors["parameter", index]
-            if _torch.local_tensor(param.sharded).is_meta:
+        for param, local in zip(self.params, self._locals, strict=True):
+            if any(leaf.is_meta for leaf in _torch.leaves(_torch.local_tensor(param.sharded))):
                 _materialize(param.sharded, local, param.spec)
                 param.hold(param.sharded)
             _torch.relocate(param.sharded, local, param.spec)
             param.adopt_local(local)
         for group, units in zip(self.groups, self._units, strict=True):
-            group.relocate(units, mesh)
-        for key, item in told.items.items():
+            pairs = [(self._meshes[id(param)], param.mesh) for param in group.params]
+            pairs = [(group.mesh, target.of_group(group)), *pairs]
+            group.relocate(units, pairs[0][1], dict.fromkeys(pairs))
+        for context in dict.fromkeys(map(context_of, self.groups)):
+            context.order.start_anew()  # who joins has recorded none
+        for key in told.items:
             if key[0] == "gradient":
                 param = self.params[int(key[1])]
-                shard = _shown(item, tensors[key], ground, mesh.mesh, param.sharded.grad)
+                shard = self._shown(key, told, tensors, param.sharded.grad)
                 if param.sharded.grad is not shard:
                     assign_grad(param.sharded, shard)
             elif key[0] == "plain" and is_new:
-                self._put_plain(str(key[1]), tensors[key])
+                values = told.compositions[key].made_of(self._what(key), tensors[key])
+                self._put_plain(str(key[1]), values)
         for place, optimizer in enumerate(self._optimizers):
-            self._settle_states(place, optimizer, told, tensors, ground, mesh)
+            self._settle_states(place, optimizer, told, tensors)
 
     def _settle_states(
-        self,
-        place: int,
-        optimizer: Optimizer,
-        told: Told,
-        tensors: Tensors,
-        ground: Ground,
-        mesh: ShardMesh,
+        self, place: int, optimizer: Optimizer, told: Told, tensors: Tensors
     ) -> None:
-        is_new, stepped = not self._states, dict(self._stepped(optimizer))
+        is_new, stepped = not self._states, self._stepped[place]
         before = {} if is_new else self._states[place]
         states: dict[torch.Tensor, dict[str, Any]] = {
             param: dict(before.get(param, {})) for param in stepped.values() if param in before
         }
-        for key, item in told.items.items():
+        for key in told.items:
             if key[:2] == ("state", place) and key in tensors:
                 own = states.setdefault(stepped[int(key[2])], {})
                 name = str(key[3])
-                own[name] = _shown(item, tensors[key], ground, mesh.mesh, own.get(name))
+                own[name] = self._shown(key, told, tensors, own.get(name))
         for key, (value, is_on_device) in told.values.items():
             if key[:2] == ("state", place) and is_new:
                 own = states.setdefault(stepped[int(key[2])], {})
-                own[str(key[3])] = value.to(mesh.device) if is_on_device else value
+                own[str(key[3])] = value.to(self._device) if is_on_device else value
         if is_new:
             for group, settings in zip(optimizer.param_groups, told.settings[place], strict=True):
                 group.update({k: v for k, v in settings.items() if k != "params"})
@@ -305,6 +373,20 @@ class Possession:
         for param, own in states.items():
             optimizer.state[param].update(own)
 
+    def _shown(self, key: Key, told: Told, tensors: Tensors, before: Any) -> torch.Tensor:
+        """Return a gradient or a state as users see it: the object of before, if there was one."""
+        item = told.items[key]
+        local = told.compositions[key].made_of(self._what(key), tensors[key])
+        if item.param is None:
+            return local
+        placement = self.params[item.param].placement
+        meta = _torch.TensorMeta(torch.Size(item.shape), item.stride, item.dtype)
+        spec = _torch.make_spec(placement.mesh, item.cut.placements(placement.roles), meta)
+        if not isinstance(before, DTensor):
+            return _torch.from_local(local, spec)
+        _torch.relocate(before, local, spec)
+        return before
+
     def _put_plain(self, name: str, values: torch.Tensor) -> None:
         """Register a buffer, or give a parameter memory, that had none."""
         tensor = self._plain()[name]
@@ -314,28 +396,28 @@ class Possession:
         if isinstance(tensor, nn.Parameter):
             _exchange(tensor, nn.Parameter(whole, requires_grad=tensor.requires_grad))
             return
-        for module in self._model.modules():
+        for module in self.model.modules():
             for attribute, buffer in module._buffers.items():
                 if buffer is tensor:
                     module._buffers[attribute] = whole
 
-    def leave(self, mesh: DeviceMesh, ground: Ground) -> None:
+    def leave(self, target: Target) -> None:
         """Let the model lie on other ranks alone: this one has nothing of what is sharded."""
-        for optimizer in self._optimizers:
-            stepped = self._stepped(optimizer)
+        for optimizer, stepped in zip(self._optimizers, self._stepped, strict=True):
             if isinstance(optimizer, LayoutOptimizer):
                 optimizer.forget_owners()
-            for _, one in stepped:
-                optimizer.state.pop(one, None)
-        for param in self.params:
-            nothing = torch.empty(0, dtype=param.local.dtype, device=param.local.device)
-            meta = param.spec.tensor_meta
+            for param in stepped.values():
+                optimizer.state.pop(param, None)
+        for index, sharded in enumerate(self.params):
+            nothing = torch.empty(0, dtype=sharded.local.dtype, device=sharded.local.device)
+            carry_hooks(sharded.local, nothing)
+            meta = sharded.spec.tensor_meta
             assert meta is not None
-            spec = _torch.make_spec(mesh, ground.placements(param.form.dim), meta)
-            param.sharded.grad = None
-            param.forget_unsharded()
-            _torch.relocate(param.sharded, nothing, spec)
-            param.local, param.place, param.spec = nothing, None, spec
+            spec = _torch.make_spec(*target.elsewhere(index), meta)
+            sharded.sharded.grad = None
+            sharded.forget_unsharded()
+            _torch.relocate(sharded.sharded, nothing, spec)
+            sharded.local, sharded.place, sharded.spec = nothing, None, spec
         for group in self.groups:
             group.leave()
 
@@ -346,40 +428,11 @@ def _states_of(optimizer: Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
     return optimizer.state
 
 
-def _item(key: Key, tensor: torch.Tensor) -> Item:
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    if not isinstance(tensor, DTensor):
-        return Item(shape, stride, tensor.dtype, None, is_sharded=False)
-    *replicas, last = tensor.placements
-    if not all(p.is_replicate() for p in replicas) or type(last) not in (Shard, Replicate):
-        raise ShardError(
-            f"Expected {' '.join(map(str, key))} to be cut by Shard over the last axis alone, got "
-            f"{tensor.placements}; such a model is moved by a checkpoint"
-        )
-    dim = last.dim if isinstance(last, Shard) else None
-    return Item(shape, stride, tensor.dtype, dim, is_sharded=True)
-
-
 def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return memory for a plain tensor: its own, or new if it has none."""
     if not tensor.is_meta:
         return tensor.detach()
     return _torch.empty_like(tensor.detach(), device=device)
-
-
-def _shown(
-    item: Item, local: torch.Tensor, ground: Ground, mesh: DeviceMesh, before: Any
-) -> torch.Tensor:
-    """Return a gradient or a state as users see it: the same object as before, if there was one."""
-    if not item.is_sharded:
-        return local
-    shape, stride = torch.Size(item.shape), item.stride
-    meta = _torch.TensorMeta(shape, stride, item.dtype)
-    spec = _torch.make_spec(mesh, ground.placements(item.dim), meta)
-    if not isinstance(before, DTensor):
-        return _torch.from_local(local, spec)
-    _torch.relocate(before, local, spec)
-    return before
 
 
 def _materialize(param: nn.Parameter, local: torch.Tensor, spec: _torch.DTensorSpec) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.core.codec import needs_extension
 from composable_shard.core.gradient import is_partial
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup, check_reshard
 from composable_shard.core.hooks import groups_in
@@ -22,12 +24,15 @@ from composable_shard.core.root import check_at_rest, context_of
 from composable_shard.core.transport import host
 from composable_shard.core.transport.process_groups import raise_first_difference
 from composable_shard.errors import ShardError
-from composable_shard.mesh import ShardMesh, resolve_mesh
 from composable_shard.optim import exchange
-from composable_shard.optim.blocks import Box
+from composable_shard.optim.blocks import Box, whole
 from composable_shard.optim.exchange import part_of
-from composable_shard.train.moving.cargo import Ground, Item, Possession, Tensors, Told
+from composable_shard.optim.layouts import Fits
+from composable_shard.train.moving.cargo import Item, Possession, Tensors, Told
+from composable_shard.train.moving.ground import Ground
 from composable_shard.train.moving.plan import Piece, pieces_of, rounds_of
+from composable_shard.train.moving.subclasses import Composition
+from composable_shard.train.moving.target import Meshes, Target
 from composable_shard.train.optimizers import listed
 from composable_shard.train.ranks import Ranks
 
@@ -37,8 +42,8 @@ DEFAULT_BUCKET_NBYTES = 64 * 2**20
 # Whether it can be moved --------------------------------------------------------------------------
 
 
-def _check_group(group: ParamGroup, over: ShardMesh | None) -> None:
-    """Raise if a group cannot be moved, or not to the ranks ``over``."""
+def _check_group(group: ParamGroup) -> None:
+    """Raise if a group cannot be moved."""
     check_at_rest(group, "move")
     if group.absence != ON_OTHER_RANKS:
         group.check_awake("to be moved")
@@ -49,24 +54,13 @@ def _check_group(group: ParamGroup, over: ShardMesh | None) -> None:
             f"Expected the gradients of {group.label} before it is moved, got some that are being "
             "reduced; end the backward first"
         )
-    if over is not None:
-        check_reshard(group.settings.reshard_after_forward, [over])
     for param in group.params:
-        _check_param(group, param)
+        _check_param(param)
 
 
-def _check_param(group: ParamGroup, param: ShardedParam) -> None:
-    if param.mesh != group.mesh or param.mesh.dims is not None or param.placement.model is not None:
-        raise ShardError(
-            f"Expected parameter '{param.name}' to be sharded over the mesh of {group.label} "
-            "alone, got one of its own, or tensor parallelism; such a model is moved by a "
-            "checkpoint"
-        )
-    if needs_extension(param.local):
-        raise ShardError(
-            f"Expected parameter '{param.name}' to be a plain tensor, got "
-            f"{type(param.local).__name__}; such a model is moved by a checkpoint"
-        )
+def _check_param(param: ShardedParam) -> None:
+    if not param.local.is_meta:
+        Composition.of(f"parameter '{param.name}'", param.local)
     grad = param.sharded.grad
     if param.is_unsynced or is_partial(grad):
         raise ShardError(
@@ -75,25 +69,32 @@ def _check_param(group: ParamGroup, param: ShardedParam) -> None:
         )
 
 
-def _check_order(mesh: DeviceMesh) -> None:
-    """Raise if ranks have other places in process groups, which sort them, than in the mesh."""
-    for axis in range(mesh.mesh.ndim):
-        if not bool((mesh.mesh.diff(dim=axis) > 0).all()):
-            raise ShardError(
-                f"Expected a mesh whose ranks ascend along each axis, got {mesh.mesh.tolist()}"
-            )
-
-
-def _check_meshes(owner: Possession) -> None:
-    if not owner.groups:
-        raise ShardError("Expected a model with sharded modules, got none; apply fully_shard to it")
-    if len({group.mesh.mesh for group in owner.groups}) > 1:
-        raise ShardError(
-            "Expected all groups of the model on one mesh, got several; move its parts one by one"
-        )
-
-
 # All together -------------------------------------------------------------------------------------
+
+
+class _Places(NamedTuple):
+    """Where a rank has a model, and where it is to have it.
+
+    Attributes:
+        before: Where each parameter lies; nothing if the rank has no values.
+        after: Where each parameter is to lie; nothing if the rank leaves.
+        peers: The ranks that are to have the same as this one of what is not cut.
+    """
+
+    before: tuple[Ground, ...]
+    after: tuple[Ground, ...]
+    peers: tuple[int, ...]
+
+
+def _check_alike(name: str, grounds: Mapping[int, Ground]) -> None:
+    """Raise if a rank has a parameter on other ranks than one of those thinks."""
+    for ground in dict.fromkeys(grounds.values()):
+        for rank in ground.ranks:
+            if grounds[rank] != ground:
+                raise ShardError(
+                    f"Expected parameter '{name}' on the same mesh on all of its ranks, got "
+                    f"{grounds[rank]} on rank {rank}, of {ground}"
+                )
 
 
 class _Move:
@@ -101,57 +102,111 @@ class _Move:
 
     Args:
         owner: What this rank has.
-        mesh: Where to.
+        meshes: Where to.
         ranks: All that take part.
     """
 
-    def __init__(self, owner: Possession, mesh: DeviceMesh, ranks: Ranks) -> None:
-        self._owner, self._mesh, self._ranks = owner, mesh, ranks
-        self._target = Ground.of(mesh)
-        self._over: ShardMesh | None = None
+    def __init__(self, owner: Possession, meshes: Meshes, ranks: Ranks) -> None:
+        self._owner, self._meshes, self._ranks = owner, meshes, ranks
+        self._target: Target
+        self._places: dict[int, _Places] = {}
+        self._having: list[int] = []
+        self._joining: list[int] = []
+        self._ways: list[list[tuple[Ground, Ground]]] = []
 
-    def check(self) -> Ground:
-        """Return the ranks that have the model, on which all agree.
+    def check(self) -> None:
+        """Learn where the model is and where it goes, on which all ranks agree.
 
         Raises:
             ShardError: On all ranks, if one of them cannot move it.
         """
-        origin, names = None, list[str]()
+        own, names = _Places((), (), ()), list[str]()
         with self._ranks.noting_failure():
-            _check_order(self._mesh)
-            if dist.get_rank() in self._target.ranks:
-                self._over = resolve_mesh(self._mesh)
-            for group in self._owner.groups:
-                _check_group(group, self._over)
-            _check_meshes(self._owner)
-            origin = self._owner.ground()
+            own = self._own_places()
             names = [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
-        self._agree([str(self._target), *names], "model and the same mesh to move it to")
-        origins = dict(zip(self._ranks.numbers, self._ranks.gather(origin), strict=True))
-        known = {ground for ground in origins.values() if ground is not None}
-        having = {rank for rank, ground in origins.items() if ground is not None}
-        if len(known) != 1 or having != set(next(iter(known)).ranks):
-            raise ShardError(
-                "Expected the model on all ranks of one mesh, and without values on the others, "
-                f"got it on {sorted(having)} of meshes {sorted(known)}"
-            )
-        missing = sorted(set(self._target.ranks) - set(origins))
-        if missing:
-            raise ShardError(
-                f"Expected all ranks of the mesh to call move(), got none of {missing}"
-            )
-        return known.pop()
+        self._agree(names, "model")
+        heard = self._ranks.gather_alike(own)
+        self._places = dict(zip(self._ranks.numbers, heard, strict=True))
+        self._having = [rank for rank, places in self._places.items() if places.before]
+        self._check_complete(self._having)
+        going = {rank for rank, places in self._places.items() if places.after}
+        self._joining = sorted(going - {*self._having})
+        with self._ranks.noting_failure():
+            for index, param in enumerate(self._owner.params):
+                self._ways.append(self._ways_of(param.name, index))
+            if self._joining and dist.get_rank() in self._having:
+                self._owner.check_joining()
+        self._agree([], "model")
 
-    def tell(self, origin: Ground) -> tuple[Told, Tensors]:
+    def _own_places(self) -> _Places:
+        owner = self._owner
+        for group in owner.groups:
+            _check_group(group)
+        if not owner.groups:
+            raise ShardError(
+                "Expected a model with sharded modules, got none; apply fully_shard to it"
+            )
+        self._target = target = Target(owner.model, owner.params, self._meshes)
+        if target.is_member:
+            for group in owner.groups:
+                over = [target.of_group(group), *map(target.mesh_for, group.params)]
+                check_reshard(group.settings.reshard_after_forward, over)
+        peers = tuple(sorted(target.peers()))
+        return _Places(tuple(owner.grounds()), tuple(target.grounds()), peers)
+
+    def _check_complete(self, having: Sequence[int]) -> None:
+        """Raise if ranks lack that have a part of the model, or are to have one."""
+        before = {ground for places in self._places.values() for ground in places.before}
+        ranks = {rank for ground in before for rank in ground.ranks}
+        if not having or ranks != {*having}:
+            raise ShardError(
+                "Expected the model on all ranks of its meshes, and without values on the others, "
+                f"got it on ranks {having} and meshes of ranks {sorted(ranks)}"
+            )
+        after = {ground for places in self._places.values() for ground in places.after}
+        going = {rank for ground in after for rank in ground.ranks}
+        missing = sorted(going - {rank for rank, p in self._places.items() if p.after})
+        if missing or not going:
+            raise ShardError(
+                "Expected all ranks of the mesh to call move() with it, got none of "
+                f"{missing or 'them'}"
+            )
+        for index, param in enumerate(self._owner.params):
+            known = {r: p.before[index] for r, p in self._places.items() if p.before}
+            wanted = {r: p.after[index] for r, p in self._places.items() if p.after}
+            _check_alike(param.name, known)
+            _check_alike(param.name, wanted)
+
+    def _ways_of(self, name: str, index: int) -> list[tuple[Ground, Ground]]:
+        """Return where from and where to a parameter goes, for each of the meshes that it is on.
+
+        It comes from the one mesh that shares ranks with its own, or from the only one.
+        """
+        places = self._places.values()
+        before = list(dict.fromkeys(known.before[index] for known in places if known.before))
+        found = []
+        for after in dict.fromkeys(known.after[index] for known in places if known.after):
+            near = [ground for ground in before if not {*ground.ranks}.isdisjoint(after.ranks)]
+            sources = near or before
+            if len(sources) > 1:
+                raise ShardError(
+                    f"Expected parameter '{name}' of ranks {list(after.ranks)} to come from one "
+                    f"mesh, got meshes of ranks {[list(ground.ranks) for ground in sources]}, "
+                    "which may have other values"
+                )
+            found.append((sources[0], after))
+        return found
+
+    def tell(self) -> tuple[Told, Tensors]:
         """Return what moves, as all ranks know it, and what of it this one has."""
         own: Told | None = None
-        tensors, text = Tensors(), ""
-        if dist.get_rank() in origin.ranks:
+        tensors, text, sent = Tensors(), "", b""
+        if dist.get_rank() in self._having:
             with self._ranks.noting_failure():
                 own, tensors = self._owner.told()
                 text = hashlib.sha256(repr(own.items).encode()).hexdigest()
-        is_first = dist.get_rank() == origin.ranks[0]
-        heard = self._ranks.gather((self._ranks.failure, text, own if is_first else None))
+                sent = pickle.dumps(own) if dist.get_rank() == self._having[0] else b""
+        heard = self._ranks.gather((self._ranks.failure, text, sent))
         for rank, (failure, _, _) in zip(self._ranks.numbers, heard, strict=True):
             if failure is not None:
                 raise ShardError(
@@ -161,29 +216,29 @@ class _Move:
             facts = self._ranks.gather(None if own is None else own.facts())
             known = [(r, f) for r, f in zip(self._ranks.numbers, facts, strict=True) if f]
             raise_first_difference([f for _, f in known], [r for r, _ in known], "state")
-        told = next(theirs for _, _, theirs in heard if theirs is not None)
+        told: Told = pickle.loads(next(theirs for _, _, theirs in heard if theirs))
         return told, tensors
 
     def go(self, bucket_nbytes: int) -> None:
         """Move everything, or nothing."""
-        origin = self.check()
-        told, before = self.tell(origin)
+        self.check()
+        told, before = self.tell()
         after = Tensors()
         try:
             with self._ranks.noting_failure():
-                if self._over is not None:
-                    after = self._owner.make_room(told, self._target, self._over)
+                if self._target.is_member:
+                    after = self._owner.make_room(told, self._target)
             self._agree([], "model")
-            self._send(origin, told, before, after, bucket_nbytes)
+            self._send(told, before, after, bucket_nbytes)
             self._agree([], "model")
         except BaseException:
             self._owner.stay()
             raise
         before.clear()
-        if self._over is not None:
-            self._owner.settle(told, after, self._target, self._over)
+        if self._target.is_member:
+            self._owner.settle(told, after, self._target)
         else:
-            self._owner.leave(self._mesh, self._target)
+            self._owner.leave(self._target)
 
     def _agree(self, facts: Sequence[str], what: str) -> None:
         failure = self._ranks.agree(facts, what)
@@ -192,35 +247,47 @@ class _Move:
 
     # The way ----------------------------------------------------------------------------------
 
-    def _send(
-        self, origin: Ground, told: Told, before: Tensors, after: Tensors, bucket_nbytes: int
-    ) -> None:
+    def _send(self, told: Told, before: Tensors, after: Tensors, bucket_nbytes: int) -> None:
         """Fill what is to be had. Collective: an all-to-all for each bucket."""
-        items, rank = list(told.items.values()), dist.get_rank()
-        keys = list(told.items)
-        pieces = [p for i, item in enumerate(items) for p in self._pieces(i, item, origin)]
-        parts = _Parts(
-            [before.get(key) for key in keys],
-            [after.get(key) for key in keys],
-            [origin.holding(item.shape, item.dim).box(rank) for item in items],
-            [self._target.holding(item.shape, item.dim).box(rank) for item in items],
-        )
+        rank, parts = dist.get_rank(), _Parts()
+        pieces, itemsizes = list[Piece](), list[int]()
+        for key, item in told.items.items():
+            ways = self._pieces(item)
+            outer, inner = self._box(item, rank, "before"), self._box(item, rank, "after")
+            for place, dtype in enumerate(item.dtypes):
+                source = before[key][place] if key in before else None
+                parts.add(source, outer, after[key][place] if key in after else None, inner)
+                pieces += [replace(piece, tensor=len(itemsizes)) for piece in ways]
+                itemsizes.append(dtype.itemsize)
         stays = [piece for piece in pieces if piece.source == piece.target]
         for piece in stays:
             if piece.target == rank:
                 parts.into(piece).copy_(parts.out_of(piece))
         goes = [piece for piece in pieces if piece.source != piece.target]
-        itemsizes = [item.dtype.itemsize for item in items]
         for some in rounds_of(goes, itemsizes, bucket_nbytes):
             self._exchange(some, parts)
 
-    def _pieces(self, index: int, item: Item, origin: Ground) -> list[Piece]:
-        """Return what moves of an item; who has a copy of what is not sharded keeps it."""
-        before = origin.holding(item.shape, item.dim)
-        pieces = pieces_of(index, before, self._target.holding(item.shape, item.dim))
-        if item.is_sharded:
-            return pieces
-        return [piece for piece in pieces if piece.target not in origin.ranks]
+    def _box(self, item: Item, rank: int, when: Literal["before", "after"]) -> Box | None:
+        """Return what a rank has of an item; ``None`` if it has nothing of the model."""
+        grounds: tuple[Ground, ...] = getattr(self._places[rank], when)
+        if not grounds:
+            return None
+        if item.param is None:
+            return whole(item.shape)
+        return grounds[item.param].holding(item.shape, item.cut).box(rank)
+
+    def _pieces(self, item: Item) -> list[Piece]:
+        """Return what moves of an item; who has a copy of what is not cut keeps it."""
+        found = list[Piece]()
+        if item.param is not None:
+            for ground in self._ways[item.param]:
+                found += pieces_of(0, *(one.holding(item.shape, item.cut) for one in ground))
+            return found
+        for place, rank in enumerate(self._joining):
+            near = [one for one in self._having if one in self._places[rank].peers]
+            sources = near or self._having
+            found.append(Piece(0, sources[place % len(sources)], rank, whole(item.shape)))
+        return found
 
     def _exchange(self, pieces: Sequence[Piece], parts: _Parts) -> None:
         group, rank = self._ranks.group, dist.get_rank()
@@ -233,7 +300,7 @@ class _Move:
                 out[places[piece.target]].append(parts.out_of(piece))
             if piece.target == rank:
                 into[places[piece.source]].append(parts.into(piece))
-        device = _torch.device_for(group, torch.device(self._mesh.device_type))
+        device = _torch.device_for(group, self._owner.groups[0].mesh.device)
         over = exchange.Ranks(group, places[rank], tuple(range(len(places))), device)
         nbytes = [sum(tensor.nbytes for tensor in tensors) for tensors in into]
         exchanged = exchange.Exchange(over, out, nbytes, self._ranks.doing)
@@ -244,23 +311,28 @@ class _Move:
 class _Parts:
     """What pieces are parts of, on this rank."""
 
-    def __init__(
+    def __init__(self) -> None:
+        self._before: list[tuple[torch.Tensor | None, Box | None]] = []
+        self._after: list[tuple[torch.Tensor | None, Box | None]] = []
+
+    def add(
         self,
-        before: Sequence[torch.Tensor | None],
-        after: Sequence[torch.Tensor | None],
-        boxes_before: Sequence[Box | None],
-        boxes_after: Sequence[Box | None],
+        before: torch.Tensor | None,
+        held: Box | None,
+        after: torch.Tensor | None,
+        wanted: Box | None,
     ) -> None:
-        self._before, self._after = before, after
-        self._boxes_before, self._boxes_after = boxes_before, boxes_after
+        """Note where a tensor is, and where it is to be, and what of it that is."""
+        self._before.append((before, held))
+        self._after.append((after, wanted))
 
     def out_of(self, piece: Piece) -> torch.Tensor:
         """View a piece where it is."""
-        return _part(self._before[piece.tensor], self._boxes_before[piece.tensor], piece)
+        return _part(*self._before[piece.tensor], piece)
 
     def into(self, piece: Piece) -> torch.Tensor:
         """View a piece where it is to be."""
-        return _part(self._after[piece.tensor], self._boxes_after[piece.tensor], piece)
+        return _part(*self._after[piece.tensor], piece)
 
 
 def _part(tensor: torch.Tensor | None, box: Box | None, piece: Piece) -> torch.Tensor:
@@ -271,7 +343,7 @@ def _part(tensor: torch.Tensor | None, box: Box | None, piece: Piece) -> torch.T
 def move(
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | Mapping[Fits, DeviceMesh],
     *,
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
     process_group: dist.ProcessGroup | None = None,
@@ -287,14 +359,17 @@ def move(
     A rank that is not in ``mesh`` has nothing of what is sharded afterwards: its parameters are
     empty DTensors on that mesh, and to use the model there is an error, until a later call moves it
     to a mesh with this rank. One that has never had the model joins with one on the meta device
-    that was sharded over ``mesh`` before; it is given parameters, buffers, states, and the settings
-    of parameter groups. What is not sharded stays as it is on ranks that have it.
+    that was sharded before, over ``mesh`` or itself alone; it is given parameters, buffers, states,
+    and the settings of parameter groups. What is not sharded stays as it is on ranks that have it.
 
     Args:
-        model: A model of which all sharded modules are on one mesh.
+        model: A model with sharded modules.
         optimizer: Its optimizer, or several, or none, ``()``; in the same order on all ranks.
-        mesh: 1-D, or 2-D ``(replicate, shard)`` with names, as for :func:`fully_shard`. All ranks
-            pass it, those that are not in it too.
+        mesh: 1-D, or 2-D ``(replicate, shard)`` with names, as for :func:`fully_shard`; or one for
+            each pattern of names (``"*.experts.*"``), or function of a name and a parameter: the
+            first that fits says where a parameter goes. All ranks pass it, those that are not in it
+            too. Under tensor parallelism the data-parallel axes of a mesh that has the
+            tensor-parallel ones too, with the same ranks; with ``dp_mesh_dims`` that whole mesh.
         bucket_nbytes: How many bytes of messages a rank has at a time.
         process_group: The ranks of both meshes, which all call this; all ranks if absent.
 
@@ -304,8 +379,9 @@ def move(
         RankMismatchError: On all ranks, if models, optimizers or meshes differ between them.
         ShardError: On all ranks, if one of them cannot move; everything is as it was then. In a
             forward or backward, within :func:`unsharded` and :func:`parked`; for gradients that are
-            not reduced, tensor subclasses, tensor parallelism, and parameters on a mesh of their
-            own.
+            not reduced; for tensor subclasses that are not made of plain tensors of their shape;
+            for parameters that different ranks have on different meshes and that are to become one;
+            for a mesh without a parameter, or with other tensor-parallel ranks.
 
     Collective: an all-to-all for each bucket, and a few all-gathers of small objects; with
         :func:`with_layout`, those of its ``state_dict`` and ``load_state_dict``.
@@ -326,8 +402,9 @@ def move(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected model to be an nn.Module, got {type(model).__name__}")
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"Expected mesh to be a DeviceMesh, got {type(mesh).__name__}")
+    for one in mesh.values() if isinstance(mesh, Mapping) else (mesh,):
+        if not isinstance(one, DeviceMesh):
+            raise TypeError(f"Expected mesh to be a DeviceMesh, got {type(one).__name__}")
     if bucket_nbytes < 1:
         raise ValueError(f"Expected bucket_nbytes of at least 1, got {bucket_nbytes}")
     optimizers, groups = listed(optimizer), groups_in(model.modules())

@@ -99,6 +99,15 @@ def private_mappings(maps: Iterable[str]) -> list[Span]:
     return merged(found)
 
 
+def movable_pages(spans: Iterable[Span]) -> list[Span]:
+    """Return the pages in ranges of addresses that can be moved; none but on Linux."""
+    if sys.platform != "linux":
+        return []
+    with open("/proc/self/maps") as maps:
+        pages = whole_pages(merged(spans), private_mappings(maps), mmap.PAGESIZE)
+    return [span for span in pages if span.nbytes >= MIN_NBYTES]
+
+
 # The file -----------------------------------------------------------------------------------------
 
 
@@ -124,9 +133,7 @@ class HostPages:
                 "out folder, so that only memory of devices is moved"
             )
         os.makedirs(folder, exist_ok=True)
-        with open("/proc/self/maps") as maps:
-            pages = whole_pages(merged(spans), private_mappings(maps), mmap.PAGESIZE)
-        self.spans = [span for span in pages if span.nbytes >= MIN_NBYTES]
+        self.spans = movable_pages(spans)
         self._mapped: list[tuple[Span, int]] = []
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
 

@@ -17,6 +17,7 @@ from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.optimizers import watch_optimizer_steps
+from composable_shard.core.param import sharded_form
 from composable_shard.core.root import check_at_rest
 from composable_shard.core.transport import host
 from composable_shard.core.transport.mailbox import return_free_slabs
@@ -25,7 +26,7 @@ from composable_shard.optim.flat import flat_states
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.optimizers import listed
 from composable_shard.train.parking.device_storages import DeviceStorages
-from composable_shard.train.parking.host_pages import HostPages, Span, merged
+from composable_shard.train.parking.host_pages import HostPages, Span, merged, movable_pages
 from composable_shard.train.ranks import Ranks
 
 # What lies where: the memory of a model and of its optimizers -------------------------------------
@@ -68,7 +69,7 @@ Tensors = dict[str, list[torch.Tensor]]
 def _tensors_of(
     model: nn.Module, groups: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
 ) -> Tensors:
-    params, grads = list[torch.Tensor](model.parameters()), list[torch.Tensor | None]()
+    params, grads = [*map(sharded_form, model.parameters())], list[torch.Tensor | None]()
     buckets = list[torch.Tensor]()
     for group in groups:
         for param in group.params:
@@ -163,6 +164,39 @@ def _places(tensors: Tensors, folder: str | os.PathLike[str] | None) -> list[_Pl
 
 def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
+
+
+def parkable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, bool, Parked]]:
+    """Tell what :func:`parked` would free now of the memory of each device.
+
+    Of the same addresses, by the same rules. What this rank has published for others is not in it:
+    who has read it nobody knows before.
+
+    Args:
+        model: The model.
+        optimizers: Its optimizers.
+
+    Returns:
+        The device, whether its memory goes to a file, and how much it is.
+
+    Collective: none.
+    """
+    tensors = _tensors_of(model, groups_in(model.modules()), optimizers)
+    kinds: dict[tuple[str, bool], Tensors] = {}
+    for kind, several in tensors.items():
+        for tensor in several:
+            key = str(tensor.device), not _is_on_device(tensor)
+            kinds.setdefault(key, {one: [] for one in tensors})[kind].append(tensor)
+    found = []
+    for (device, is_on_host), own in kinds.items():
+        together = [tensor for several in own.values() for tensor in several]
+        if is_on_host:
+            freed = movable_pages(_spans(t for t in together if not t.is_pinned()))
+        else:
+            freed = DeviceStorages(together).spans
+        spans = {kind: _spans(several) for kind, several in own.items()}
+        found.append((device, is_on_host, Parked(**_count_freed(spans, freed))))
+    return found
 
 
 class _Memory:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.hooks import groups_in
+from composable_shard.core.param import sharded_form
 from composable_shard.core.root import context_of
 from composable_shard.errors import ShardError
 from composable_shard.train.weights.files import Stored
@@ -93,6 +94,11 @@ def contents_of(module: nn.Module, doing: str) -> Contents:
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected model to be an nn.Module, got {type(module).__name__}")
     _show_shards(module, doing)
+    return listed_in(module)
+
+
+def listed_in(module: nn.Module) -> Contents:
+    """List the tensors of a model as it is; of what is gathered, the shards. Collective: none."""
     names: dict[object, list[str]] = {}
     tensors: dict[object, torch.Tensor] = {}
     left_on_meta: list[str] = []
@@ -131,7 +137,7 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         volatile = _torch.non_persistent_buffers(inner)
         for attribute, param in inner._parameters.items():
             if param is not None:
-                yield ".".join([*steps, attribute]), param, True
+                yield ".".join([*steps, attribute]), sharded_form(param), True
         for attribute, buffer in inner._buffers.items():
             if buffer is not None:
                 yield ".".join([*steps, attribute]), buffer, attribute not in volatile

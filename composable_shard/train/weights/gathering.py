@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,14 @@ class Planned:
             return ()
         return sharded_axes(tensor.device_mesh, tensor.placements)
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether what this rank holds is copied before it is sent from its own memory."""
+        plain = self.entry.plain
+        if plain is None or plain.dtype != self.dtype or not plain.is_contiguous():
+            return True
+        return plain.device.type != self.device.type
+
     def values(self) -> torch.Tensor:
         """Return what this rank holds, as a plain tensor in whatever dtype."""
         plain = self.entry.plain
@@ -143,19 +151,28 @@ class Route:
 
     Attributes:
         own: The coordinate of this rank.
-        device: Where messages are.
-        channels: The collectives along each of the axes, the last axis first.
+        extents: How many ranks there are along each of the axes, the last axis first.
     """
 
     def __init__(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> None:
         self._mesh, self._axes = mesh, axes
-        self.channels = [Channel(axis_of(mesh, axis)) for axis in reversed(axes)]
-        for channel in self.channels:
-            channel.set_label("full weights")
-        self.device = self.channels[0].mesh.device
+        self.extents = [mesh.size(axis) for axis in reversed(axes)]
         own = mesh.get_coordinate()
         assert own is not None
         self.own = tuple(own)
+
+    @cached_property
+    def channels(self) -> list[Channel]:
+        """The collectives along each of the axes, the last axis first."""
+        channels = [Channel(axis_of(self._mesh, axis)) for axis in reversed(self._axes)]
+        for channel in channels:
+            channel.set_label("full weights")
+        return channels
+
+    @property
+    def device(self) -> torch.device:
+        """Where messages are."""
+        return self.channels[0].mesh.device
 
     @property
     def origin(self) -> tuple[int, ...]:
@@ -170,14 +187,16 @@ class Route:
         ]
         yield from product(*extents)
 
-    def stages(self, to: int | None) -> list[tuple[Channel, int | None]]:
-        """Return in which gathers this rank takes part, and to whose place in each.
+    def stages(self, to: int | None) -> list[tuple[bool, int | None]]:
+        """Return of the gathers in which this rank takes part whether it is given the tensors.
+
+        And to whose place on the axis all of them go, if not to everybody.
 
         Args:
             to: The rank that gets the tensors, of the job; all get them if ``None``.
         """
         if to is None:
-            return [(channel, None) for channel in self.channels]
+            return [(True, None)] * len(self.extents)
         found = torch.nonzero(self._mesh.mesh == to).tolist()
         if not found:
             return []
@@ -185,9 +204,9 @@ class Route:
         others = [axis for axis in range(self._mesh.ndim) if axis not in self._axes]
         if any(self.own[axis] != target[axis] for axis in others):
             return []
-        stages = []
-        for axis, channel in zip(reversed(self._axes), self.channels, strict=True):
-            stages.append((channel, target[axis]))
+        stages = list[tuple[bool, int | None]]()
+        for axis in reversed(self._axes):
+            stages.append((self.own[axis] == target[axis], target[axis]))
             if self.own[axis] != target[axis]:
                 break
         return stages
@@ -227,6 +246,51 @@ class Routes:
 
 
 # On the way ---------------------------------------------------------------------------------------
+
+
+class GatherCost(NamedTuple):
+    """What one gather moves.
+
+    Attributes:
+        num_ranks: Among how many ranks.
+        inputs: Bytes of each of this rank's messages.
+        is_given: Whether this rank is given what the others send.
+        is_everyones: Whether all of them are.
+    """
+
+    num_ranks: int
+    inputs: tuple[int, ...]
+    is_given: bool
+    is_everyones: bool
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank sends."""
+        peers = self.num_ranks - 1 if self.is_everyones else int(not self.is_given)
+        return peers * sum(self.inputs)
+
+    @property
+    def received(self) -> int:
+        """Bytes that this rank receives."""
+        return (self.num_ranks - 1) * sum(self.inputs) if self.is_given else 0
+
+
+class MessageCost(NamedTuple):
+    """What of a bucket on one route takes of this rank, in bytes.
+
+    Attributes:
+        gathers: What is launched, one after another.
+        rooms: What is kept for messages of this kind, by its key.
+        direct: Of tensors that arrive in place.
+        packed: Of those that are copied out.
+        copied: Of shards that are cast, or laid out anew, to be sent from there.
+    """
+
+    gathers: tuple[GatherCost, ...]
+    rooms: dict[object, int]
+    direct: int
+    packed: int
+    copied: int
 
 
 class Message:
@@ -269,17 +333,18 @@ class Message:
         if not self._stages:
             return
         device = self._route.device
-        sent = [one.values().to(device, one.dtype).contiguous() for one in self._direct]
+        sent = [_contiguous(one.values(), device, one.dtype) for one in self._direct]
         self._inputs = [own.view(-1).view(torch.uint8) for own in sent]
         if arrives:
             self._whole = {one: self._empty(one) for one in self._direct}
         direct = [full.view(-1).view(torch.uint8) for full in self._whole.values()]
         packed = [self._pack()] if self._slots else []
         self._inputs += packed
-        for stage, (channel, to) in enumerate(self._stages):
+        for stage, (is_given, _) in enumerate(self._stages):
             outputs: list[torch.Tensor] = []
-            if to is None or to == channel.mesh.shard_rank:
-                packed = [self._room(stage, channel.mesh.num_shards * len(one)) for one in packed]
+            if is_given:
+                extent = self._route.extents[stage]
+                packed = [self._room(stage, extent * len(one)) for one in packed]
                 outputs = direct + packed
             self._outputs.append(outputs)
             direct = []
@@ -299,10 +364,33 @@ class Message:
         self._inputs = []
 
     def _launch(self, stage: int, inputs: list[torch.Tensor]) -> list[Waitable]:
-        (channel, to), outputs = self._stages[stage], self._outputs[stage]
+        (_, to), outputs = self._stages[stage], self._outputs[stage]
+        channel = self._route.channels[stage]
         if to is None:
             return channel.gather(outputs, inputs)
         return channel.gather_to(to, outputs, inputs)
+
+    def cost(self) -> MessageCost:
+        """Return what it takes, which follows from shapes. Collective: none."""
+        direct = [one.nbytes // self._route.extents[0] for one in self._direct]
+        packed = [self._packed_nbytes] if self._slots else []
+        gathers, rooms = list[GatherCost](), dict[object, int]()
+        inputs = [*direct, *packed] if self._stages else []
+        if inputs and packed:
+            rooms[self._route, self._to, "sent"] = packed[0]
+        for stage, (is_given, to) in enumerate(self._stages if inputs else ()):
+            extent = self._route.extents[stage]
+            gathers.append(GatherCost(extent, tuple(inputs), is_given, to is None))
+            packed = inputs = [extent * nbytes for nbytes in packed]
+            if is_given and packed:
+                rooms[self._route, self._to, stage] = packed[0]
+        return MessageCost(
+            tuple(gathers),
+            rooms,
+            direct=sum(one.nbytes for one in self._direct),
+            packed=sum(one.nbytes for one in self._packed),
+            copied=sum(own for own, one in zip(direct, self._direct, strict=True) if one.is_copied),
+        )
 
     def copy_out(self) -> dict[Planned, torch.Tensor]:
         """Return the whole tensors, on a rank that gets them."""
@@ -361,12 +449,19 @@ class Message:
                 yield whole[box], held[own]
 
 
+def _contiguous(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor laid out row by row: itself if it is what is asked for, or one copy."""
+    if tensor.is_contiguous() and tensor.device == device and tensor.dtype == dtype:
+        return tensor
+    return _torch.empty(*tensor.shape, dtype=dtype, device=device).copy_(tensor)
+
+
 def _arrives_in_place(one: Planned, route: Route) -> bool:
     """Tell whether the shards of a tensor, laid end to end, are the tensor, and large."""
-    if len(route.channels) > 1:
+    if len(route.extents) > 1:
         return False
     tensor, (axis,) = cast(DTensor, one.entry.tensor), one.axes
-    placement, num_shards = tensor.placements[axis], route.channels[0].mesh.num_shards
+    placement, num_shards = tensor.placements[axis], route.extents[0]
     is_in_order = type(placement) is Shard and placement.dim == 0
     is_large = one.nbytes // num_shards >= MIN_DIRECT_NBYTES
     return is_in_order and is_large and tensor.shape[0] % num_shards == 0
@@ -379,11 +474,14 @@ class Bucket:
         planned: The tensors, in their order.
         routes: The ways that they take.
         to: The rank that gets them, of the job; all do if ``None``.
+
+    Attributes:
+        arrives: Whether this rank gets them.
     """
 
     def __init__(self, planned: Sequence[Planned], routes: Routes, to: int | None) -> None:
         self._planned = planned
-        self._arrives = to is None or not dist.is_initialized() or to == dist.get_rank()
+        self.arrives = to is None or not dist.is_initialized() or to == dist.get_rank()
         by_route: dict[Route, list[Planned]] = {}
         for one in planned:
             route = routes.of(one)
@@ -397,10 +495,26 @@ class Bucket:
         """How many bytes the tensors have as a whole."""
         return sum(one.nbytes for one in self._planned)
 
+    def costs(self) -> list[MessageCost]:
+        """Return what each of its messages takes."""
+        return [message.cost() for message in self._messages]
+
+    def nbytes_of_others(self) -> int:
+        """Return the bytes of tensors that take no route."""
+        others = [one for one in self._planned if not one.axes]
+        by_class = [one for one in others if one.is_whole_by_class]
+        parts = ((one.entry.tensor.numel(), _torch.leaves(one.entry.local)) for one in by_class)
+        nbytes = sum(numel * leaf.itemsize for numel, leaves in parts for leaf in leaves)
+        return nbytes + sum(one.nbytes for one in others if not one.is_whole_by_class)
+
+    def names_by_class(self) -> list[str]:
+        """Return the names of those that only their class makes whole."""
+        return [one.name for one in self._planned if one.is_whole_by_class]
+
     def prepare(self) -> None:
         """Have what it needs on the way."""
         for message in self._messages:
-            message.prepare(arrives=self._arrives)
+            message.prepare(arrives=self.arrives)
 
     def launch(self) -> None:
         """Launch what may be waited for later. Collective: a gather for each route."""
@@ -418,7 +532,7 @@ class Bucket:
         for one in self._planned:
             if one.is_whole_by_class:
                 full = full_copy(one.entry.tensor)
-                if self._arrives:
+                if self.arrives:
                     self._whole[one] = full
 
     def whole(self, device: torch.device | None) -> deque[tuple[Planned, torch.Tensor]]:
@@ -429,14 +543,15 @@ class Bucket:
         """
         found, self._whole = self._whole, {}
         tensors: deque[tuple[Planned, torch.Tensor]] = deque()
-        if not self._arrives:
+        if not self.arrives:
             return tensors
         for message in self._messages:
             found |= message.copy_out()
         for one in self._planned:
             full = found.pop(one, None)
             if full is None:  # all of it is here
-                full = one.values().to(device or one.device, one.dtype, copy=True).contiguous()
+                values, place = one.values(), device or one.device
+                full = _torch.empty(*values.shape, dtype=one.dtype, device=place).copy_(values)
             tensors.append((one, full if device is None else full.to(device)))
         return tensors
 

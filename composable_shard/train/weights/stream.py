@@ -220,15 +220,19 @@ def iter_full(
         )
     place = None if device is None else torch.device(device)
     ranks = Ranks(process_group, "gathering full weights")
-    asked = _Asked(dtype, rename, tied, subclasses)
+    asked = Asked(dtype, rename, tied, subclasses)
     return _iterate(model, asked, bucket_bytes, ranks, place, rank0_only=rank0_only)
 
 
-class _Asked:
+class Asked:
     """Which tensors of a model are asked for, and in which form."""
 
     def __init__(
-        self, dtype: torch.dtype | None, rename: Rename | None, tied: Tied, subclasses: Subclasses
+        self,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+        tied: Tied = "first",
+        subclasses: Subclasses = "own",
     ) -> None:
         self._dtype, self._rename, self._tied = dtype, rename, tied
         self._subclasses = subclasses
@@ -261,7 +265,7 @@ class _Asked:
 
 def _iterate(
     model: nn.Module,
-    asked: _Asked,
+    asked: Asked,
     bucket_bytes: int,
     ranks: Ranks,
     device: torch.device | None,

@@ -1,0 +1,724 @@
+"""Subclasses, tensor parallelism, experts and meshes in any order move as a checkpoint has them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import two_tensors
+from on_ranks import on_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+from two_tensors import two_tensor_hooks
+
+from composable_shard import (
+    DataParallelMeshDims,
+    ShardError,
+    ShardPlacementResult,
+    clip_grad_norm_,
+    fully_shard,
+    iter_full,
+    move,
+)
+from composable_shard._torch import from_local, leaves, poisoned_memory, set_local_tensor, spec_of
+from composable_shard.core.group import group_of
+from composable_shard.testing import RankError, run_ranks, stop_ranks
+from train.moved import MiB, assert_same_bits, is_in, memory, on_mesh, return_unused, values
+
+Where = DeviceMesh | dict[str, DeviceMesh]
+
+
+class Case(NamedTuple):
+    """A kind of model, and where it goes.
+
+    Attributes:
+        build: Makes the model where it is to be, on a device, with values of a seed.
+        places: Where it lies, one after the other.
+        column: Among ranks of one number have parameters of one name the same values.
+    """
+
+    build: Callable[[Where, str], nn.Module]
+    places: Callable[[], list[Where]]
+    column: Callable[[int], int] = lambda rank: 0
+
+
+def member(where: Where) -> bool:
+    mesh = where if isinstance(where, DeviceMesh) else next(iter(where.values()))
+    return mesh.get_coordinate() is not None
+
+
+def fill(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            if not param.is_meta:
+                for leaf in leaves(param):
+                    leaf.normal_(std=0.3)
+
+
+# Tensor parallelism -------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Cut by rows and by columns; uneven along the data; a norm and an inner dim beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(torch.tanh(self.up(x))))
+
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def split(where: Where, device: str) -> nn.Module:
+    """Shard what is tensor-parallel over the data axes of a mesh."""
+    assert isinstance(where, DeviceMesh)
+    return _split(where, device, where._get_root_mesh()["tensor"], mesh=where)
+
+
+def _split(where: DeviceMesh, device: str, tensor: DeviceMesh, **kwargs: Any) -> nn.Module:
+    with torch.device(device):
+        model = nn.Sequential(Block(), Block())
+    fill(model, 3)
+    for block in model:
+        parallelize_module(block, tensor, PLAN)
+        fully_shard(block, shard_placement_fn=by_columns, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def by_columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.shape == (10, 6) else None
+
+
+def data_axes(*rows: Any) -> DeviceMesh:
+    """Return the data axes of a mesh whose last axis is tensor-parallel."""
+    numbers = torch.tensor(rows)
+    names = ("shard", "tensor") if numbers.ndim == 2 else ("replicate", "shard", "tensor")
+    mesh = DeviceMesh("cpu", numbers, mesh_dim_names=names)
+    return part(mesh, names[:-1])
+
+
+def part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return some axes of a mesh; torch does not slice it on a rank that is not in it."""
+    return mesh if mesh.get_coordinate() is None else mesh[names]
+
+
+def on_all_axes(where: Where, device: str) -> nn.Module:
+    """Shard what is a DTensor on all axes of a mesh, those of data too."""
+    assert isinstance(where, DeviceMesh)
+    with torch.device(device):
+        model = nn.Linear(6, 10)
+    fill(model, 4)
+    for name, cut in (("weight", Shard(0)), ("bias", Replicate())):
+        plain = getattr(model, name)
+        spread = distribute_tensor(plain.detach(), where, [Replicate(), cut], src_data_rank=None)
+        setattr(model, name, nn.Parameter(spread))
+    return fully_shard(model, mesh=where, dp_mesh_dims=DataParallelMeshDims(shard="shard"))
+
+
+def all_axes(*rows: Any) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("shard", "tensor"))
+
+
+# Experts ------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 6, 4))
+        self.down = nn.Parameter(torch.randn(3, 4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ self.up) @ self.down).mean(0)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(self.mix(x))
+
+
+def with_experts(where: Where, device: str) -> nn.Module:
+    """Shard experts, which differ between even and odd ranks, on a mesh of their own."""
+    assert isinstance(where, dict)
+    theirs, all_ = where["*experts*"], where["*"]
+    with torch.device(device):
+        model = nn.Sequential(Layer(), Layer())
+    fill(model, 5)
+    if device == "cpu":
+        fill(model[0].experts, 6 + column(dist.get_rank()))
+        fill(model[1].experts, 16 + column(dist.get_rank()))
+    fully_shard(model[0].experts, mesh=theirs)
+    apart = {*model[1].experts.parameters()}
+    fully_shard(model[0], mesh=all_)
+    fully_shard(
+        model[1],
+        mesh=all_,
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(1), theirs) if p in apart else None,
+    )
+    return fully_shard(model, mesh=all_)
+
+
+def column(rank: int) -> int:
+    return rank % 2
+
+
+def columns(*rows: tuple[int, int]) -> dict[str, DeviceMesh]:
+    mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("data", "expert"))
+    everywhere = DeviceMesh("cpu", sorted(rank for row in rows for rank in row))
+    return {"*experts*": part(mesh, ("data",)), "*": everywhere}
+
+
+CASES = {
+    "split-fewer": Case(split, lambda: [data_axes((0, 1), (2, 3)), data_axes((2, 3))]),
+    "split-more": Case(split, lambda: [data_axes((0, 1)), data_axes((0, 1), (2, 3))]),
+    "split-hybrid": Case(
+        split,
+        lambda: [
+            data_axes((0, 1), (2, 3)),
+            data_axes(((0, 1),), ((2, 3),)),
+            data_axes((0, 1), (2, 3)),
+        ],
+    ),
+    "all-axes": Case(
+        on_all_axes, lambda: [all_axes((0, 1), (2, 3)), all_axes((0, 1)), all_axes((0, 1), (2, 3))]
+    ),
+    "experts-fewer": Case(
+        with_experts,
+        lambda: [columns((0, 1), (2, 3)), columns((2, 1)), columns((0, 1), (2, 3))],
+        column,
+    ),
+    "experts-more": Case(with_experts, lambda: [columns((0, 1)), columns((0, 1), (2, 3))], column),
+}
+
+
+def stock(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, *steps: int
+) -> list[float]:
+    """Train on batches that are the same on ranks of one number."""
+    found = []
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + batch))
+        loss = output(model, x).square().mean()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of an output; ranks along the first axis have other inputs."""
+    if not isinstance(model, nn.Linear):
+        return model(x)
+    cuts = [Shard(0), Replicate()]
+    return model(DTensor.from_local(x, model.weight.device_mesh, cuts, run_check=False)).to_local()
+
+
+def named(state: dict[str, Any], suffix: str) -> dict[str, Any]:
+    """Return a state dict whose experts have names of their own in each column."""
+    found = {}
+    for key, value in state.items():
+        inner = named(value, suffix) if isinstance(value, dict) else value
+        found[key + suffix if isinstance(key, str) and "experts" in key else key] = inner
+    return found
+
+
+def from_disk(
+    case: Case,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pair: tuple[Where, Where],
+    folder: Path,
+) -> tuple[nn.Module, torch.optim.Optimizer] | None:
+    """Save in one place and load in another one."""
+    groups = []
+    for where in pair:
+        heard: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(heard, member(where))
+        groups.append(dist.new_group([rank for rank, is_one in enumerate(heard) if is_one]))
+    suffix = f" {case.column(dist.get_rank())}"
+    if member(pair[0]):
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(named(state, suffix), checkpoint_id=folder, process_group=groups[0])
+    dist.barrier()
+    if not member(pair[1]):
+        return None
+    loaded = case.build(pair[1], "cpu")
+    with torch.no_grad():
+        for param in loaded.parameters():
+            param.zero_()
+    optim = stock(loaded)
+    train(loaded, optim, 0, 99)  # for states to load into
+    state = dict(zip(("model", "optimizer"), get_state_dict(loaded, optim), strict=True))
+    read = named(state, suffix)
+    dcp.load(read, checkpoint_id=folder, process_group=groups[1])
+    back = unnamed(read, suffix)
+    set_state_dict(
+        loaded, optim, model_state_dict=back["model"], optim_state_dict=back["optimizer"]
+    )
+    return loaded, optim
+
+
+def unnamed(state: dict[str, Any], suffix: str) -> dict[str, Any]:
+    return {
+        key.removesuffix(suffix): unnamed(value, suffix) if isinstance(value, dict) else value
+        for key, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@on_ranks(4, timeout=60.0)
+def test_every_mesh_moves_as_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    places = case.places()
+    first = next(where for where in places if member(where))
+    has_it = member(places[0])
+    model = case.build(first, "cpu" if has_it else "meta")
+    optimizer = stock(model)
+    batch = 0 if isinstance(first, DeviceMesh) else dist.get_rank()
+    if has_it:
+        train(model, optimizer, batch, 0, 1)
+    ids = [id(param) for param in model.parameters()]
+    for number, pair in enumerate(pairwise(places)):
+        disk = from_disk(case, model, optimizer, pair, tmp_path / str(number))
+        move(model, optimizer, pair[1], bucket_nbytes=200)
+        assert [id(param) for param in model.parameters()] == ids
+        if disk is None:
+            for param in model.parameters():
+                assert param.to_local().numel() == 0 and not optimizer.state.get(param)
+            continue
+        for param, other in zip(model.parameters(), disk[0].parameters(), strict=True):
+            assert param.device_mesh == other.device_mesh
+            assert param.placements == other.placements
+        assert_same_bits(values(model, optimizer), values(*disk))
+        steps = (10 * number + 2, 10 * number + 3)
+        assert train(model, optimizer, batch, *steps) == train(*disk, batch, *steps)
+        assert_same_bits(values(model, optimizer), values(*disk))
+
+
+# Tensor subclasses --------------------------------------------------------------------------------
+
+
+def of_pairs(where: DeviceMesh, device: str) -> nn.Module:
+    """Shard a model whose weights are pairs: one uneven, one cut by columns; a bias beside."""
+    model = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 6))
+    for name, layer in (("0", model[0]), ("2", model[2])):
+        torch.manual_seed(int(name))
+        pair = [torch.randn(layer.weight.shape).to(device) for _ in range(2)]
+        layer.weight = nn.Parameter(TwoTensor(*pair))
+    frozen = torch.linspace(-1, 1, 6).to(device)
+    model[2].bias = nn.Parameter(frozen, requires_grad=False)
+    cut = {6: Shard(0), 7: Shard(1)}
+    kwargs = {
+        "mesh": where,
+        "shard_placement_fn": lambda p: cut[p.shape[-1]] if p.ndim == 2 else None,
+    }
+    fully_shard(model[0], **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, DTensor]]:
+    """Yield what is sharded, with states; each inner tensor of a pair by itself."""
+    for name, param in model.named_parameters():
+        for kind, one in [("", param), *sorted(optimizer.state.get(param, {}).items())]:
+            if isinstance(one, DTensor):
+                assert one.device_mesh == param.device_mesh and one.placements == param.placements
+                for number, leaf in enumerate(leaves(one.to_local())):
+                    yield f"{name} {kind} {number}", from_local(leaf.detach(), spec_of(one))
+
+
+PAIRS_ROUTES = {
+    "to hybrid and fewer": [(0, 1, 2), ((0, 1), (2, 3)), (1, 2)],
+    "more": [(1,), (0, 1, 2, 3)],
+}
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+@pytest.mark.parametrize("route", list(PAIRS_ROUTES))
+@on_ranks(4, timeout=60.0)
+def test_subclasses_move_as_through_a_file_of_what_they_are_made_of(
+    route: str, hooks: bool, tmp_path: Path
+) -> None:
+    meshes = [on_mesh(*ranks) for ranks in PAIRS_ROUTES[route]]
+    with two_tensor_hooks() if hooks else nullcontext():
+        alone = [on_mesh(rank) for rank in range(4)][dist.get_rank()]
+        has_it = is_in(meshes[0])
+        model = of_pairs(meshes[0], "cpu") if has_it else of_pairs(alone, "meta")
+        optimizer = in_momentum(model)
+        if has_it:
+            train_pairs(model, optimizer, 0, 1)
+        for number, (before, after) in enumerate(pairwise(meshes)):
+            file = tmp_path / f"{number}.pt"
+            if is_in(before):
+                full = {key: part.full_tensor() for key, part in parts_of(model, optimizer)}
+                if dist.get_rank() == before.mesh.flatten()[0]:
+                    torch.save(full, file)
+            move(model, optimizer, after, bucket_nbytes=100)
+            dist.barrier()
+            if not is_in(after):
+                continue
+            loaded = of_pairs(after, "cpu")
+            optim = in_momentum(loaded)
+            train_pairs(loaded, optim, 99)  # for states to load into
+            full = torch.load(file)
+            with torch.no_grad():
+                for key, part in parts_of(loaded, optim):
+                    cut = distribute_tensor(full[key], after, part.placements, src_data_rank=None)
+                    part.to_local().copy_(cut.to_local())
+            assert_same_parts(model, optimizer, loaded, optim)
+            kinds = [type(p.to_local()) for p in model.parameters()]
+            assert kinds == [TwoTensor, TwoTensor, torch.Tensor]
+            steps = (10 * number + 2, 10 * number + 3)
+            assert train_pairs(model, optimizer, *steps) == train_pairs(loaded, optim, *steps)
+            assert_same_parts(model, optimizer, loaded, optim)
+
+
+def in_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def train_pairs(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int
+) -> list[list[float]]:
+    found = []
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append([leaf.item() for leaf in leaves(loss.detach())])
+    return found
+
+
+def assert_same_parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, other: nn.Module, optim: Any
+) -> None:
+    mine, theirs = dict(parts_of(model, optimizer)), dict(parts_of(other, optim))
+    assert len(mine) == 9  # two leaves of two pairs, each with its momentum, and a bias
+    assert mine.keys() == theirs.keys()
+    for key, part in mine.items():
+        assert torch.equal(part.to_local(), theirs[key].to_local()), key
+        assert part.to_local().stride() == theirs[key].to_local().stride(), key
+
+
+# Meshes in any order ------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_ranks_in_any_order_hold_what_their_process_groups_say() -> None:
+    """Torch reads checkpoints otherwise there, so the oracle is a model that never moves."""
+    turned, straight = DeviceMesh("cpu", [2, 0, 1]), on_mesh(0, 1, 2)
+    pairs = [(model, stock(model)) for model in (plain(straight), plain(straight))]
+    for model, optimizer in pairs:
+        train(model, optimizer, dist.get_rank(), 0)
+    moved, states = pairs[0]
+    move(moved, states, turned, bucket_nbytes=100)
+    again = plain(turned)
+    for param, other in zip(moved.parameters(), again.parameters(), strict=True):
+        assert param.to_local().shape == other.to_local().shape
+        assert param.device_mesh == turned
+    for (name, one), (_, other) in zip(iter_full(moved), iter_full(pairs[1][0]), strict=True):
+        assert torch.equal(one, other), name
+    losses = [train(model, optimizer, dist.get_rank(), 1, 2) for model, optimizer in pairs]
+    assert losses[0] == losses[1]
+    move(moved, states, straight, bucket_nbytes=100)
+    assert_same_bits(values(moved, states), values(*pairs[1]))
+
+
+def plain(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pairs", "tensor parallel", "experts"])
+def test_memory_of_both_layouts_and_a_bucket(kind: str) -> None:
+    stop_ranks()  # what earlier tests have left in memory is none of this
+    run_ranks(memory_of_a_move, 2, kind)
+
+
+def large(kind: str, ranks: tuple[int, ...]) -> tuple[nn.Module, Where]:
+    """Make a model of 32 MiB, half of it on each of two ranks."""
+    layer = nn.Linear(2048, 4096 if kind != "pairs" else 2048, bias=False)
+    mesh = DeviceMesh("cpu", torch.tensor(ranks)[:, None], mesh_dim_names=("shard", "tensor"))
+    if kind == "pairs":
+        layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach() + 1))
+    elif kind == "tensor parallel":
+        parallelize_module(layer, mesh["tensor"], ColwiseParallel())
+    return layer, part(mesh, ("shard",))
+
+
+def memory_of_a_move(kind: str) -> None:
+    whole, bucket = 32 * MiB, 2 * MiB
+    last = DeviceMesh("cpu", torch.tensor([[1]]), mesh_dim_names=("shard", "tensor"))
+    last = part(last, ("shard",))
+    with poisoned_memory(False), two_tensor_hooks():
+        ctypes.CDLL(None).mallopt(-3, MiB // 4)  # what is bigger goes back when it is freed
+        layer, where = large(kind, (0, 1))
+        own = {"shard_placement_fn": lambda _: where} if kind == "experts" else {"mesh": where}
+        model = fully_shard(nn.Sequential(layer), **own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for param in model.parameters():
+            optimizer.state[param]["momentum_buffer"] = torch.ones_like(param)
+        small = plain(on_mesh(0, 1))
+        move(small, (), on_mesh(1))  # what is loaded at the first time is none of this
+        del layer
+        return_unused()
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        move(model, optimizer, {"*": last} if kind == "experts" else last, bucket_nbytes=bucket)
+        peak = memory("VmHWM") - before
+        return_unused()
+        after = memory("VmRSS") - before
+    new = 2 * whole if dist.get_rank() == 1 else 0
+    assert peak <= new + bucket + MiB, (peak / MiB, new / MiB, after / MiB)
+    assert peak >= new
+    assert after == pytest.approx(new - whole, abs=2 * MiB)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+class Halves(TwoTensor):
+    """A class that is made of inner tensors of another shape."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        self.half = self.a[:, :1]
+        return ["half"], None
+
+
+class Forgetful(TwoTensor):
+    """A class that is made again as another one."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, shape: Any, stride: Any) -> TwoTensor:
+        return TwoTensor(inner["a"], inner["b"])
+
+
+class Closed(torch.Tensor):
+    """A class with hooks that does not say of what it is made."""
+
+    fsdp_pre_all_gather = two_tensors.pre_all_gather
+    fsdp_post_all_gather = two_tensors.post_all_gather
+
+
+def of_class(kind: type) -> None:
+    layer = nn.Linear(3, 4, bias=False)
+    fully_shard(layer, mesh=on_mesh(0, 1))
+    local = torch.ones(2, 3)
+    made = local.as_subclass(kind) if kind is Closed else kind(local, local)
+    set_local_tensor(layer.weight, made)
+    group = group_of(layer)
+    assert group is not None
+    group.params[0].recover()
+    move(layer, (), on_mesh((0,), (1,)))
+
+
+def into_one_mesh() -> None:
+    model = with_experts(columns((0, 1)), "cpu")
+    move(model, (), on_mesh(0, 1))
+
+
+def without_a_mesh() -> None:
+    move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh((0,), (1,))})
+
+
+def in_some_meshes() -> None:
+    move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh(0), "*": on_mesh(0, 1)})
+
+
+def without_tensor_axis() -> None:
+    move(split(data_axes((0, 1)), "cpu"), (), on_mesh(0, 1))
+
+
+def other_tensor_ranks() -> None:
+    move(split(data_axes((0, 1)), "cpu"), (), data_axes((0,), (1,)))
+
+
+def turned_tensor_ranks() -> None:
+    where = data_axes((0, 1))
+    turned = data_axes((1, 0))
+    move(split(where, "cpu"), (), turned)
+
+
+def flattened_axes() -> None:
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1]]), mesh_dim_names=("a", "b"))
+    dims = DataParallelMeshDims(shard=("a", "b"))
+    move(fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=dims), (), mesh)
+
+
+def crossed() -> None:
+    move(plain(on_mesh(0, 1, 2, 3)), (), on_mesh((3, 0), (1, 2)))
+
+
+def shorter_state() -> None:
+    model = plain(on_mesh(0, 1))
+    optimizer = stock(model)
+    train(model, optimizer, 0, 0)
+    weight = model[0].weight
+    short = DTensor.from_local(
+        torch.ones(2, 6),
+        weight.device_mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    optimizer.state[weight]["exp_avg"] = short
+    move(model, optimizer, on_mesh((0,), (1,)))
+
+
+def joins_a_plain_dtensor() -> None:
+    mesh = [on_mesh(0), on_mesh(1)][dist.get_rank()]
+    model = plain(mesh) if dist.get_rank() == 0 else plain_on_meta(mesh)
+    spread = distribute_tensor(torch.ones(2), mesh, [Replicate()], src_data_rank=None)
+    model.register_parameter("apart", nn.Parameter(spread))
+    move(model, (), on_mesh(0, 1))
+
+
+def plain_on_meta(mesh: DeviceMesh) -> nn.Module:
+    with torch.device("meta"):
+        return plain(mesh)
+
+
+ALL = "Expected all ranks to move the model, got on rank {}: {}: {}"
+
+REFUSED: list[tuple[Callable[[], None], int, str]] = [
+    (
+        partial(of_class, Halves),
+        2,
+        "Expected the inner tensors of parameter 'weight', a Halves, to have its shape [2, 3], "
+        "got [[2, 1]]; such a model is moved by a checkpoint",
+    ),
+    (
+        partial(of_class, Forgetful),
+        2,
+        "Expected Forgetful of parameter 'weight' to be made of inner tensors of shape [4, 3], got "
+        "TwoTensor of shape [4, 3]; such a model is moved by a checkpoint",
+    ),
+    (
+        partial(of_class, Closed),
+        2,
+        "Expected parameter 'weight' to be a plain tensor or made of such (__tensor_flatten__), "
+        "got Closed; such a model is moved by a checkpoint",
+    ),
+    (
+        into_one_mesh,
+        2,
+        "Expected parameter 'up' of ranks [0, 1] to come from one mesh, got meshes of ranks "
+        "[[0], [1]], which may have other values",
+    ),
+    (
+        without_a_mesh,
+        2,
+        "Expected a mesh for parameter '2.weight', got none that fits",
+    ),
+    (
+        in_some_meshes,
+        2,
+        "Expected this rank in the meshes of all parameters, or of none, got it in those of some",
+    ),
+    (
+        without_tensor_axis,
+        2,
+        "Expected a part of a mesh that has the axes ('tensor',) too, got one of ('shard',); pass "
+        "such as mesh['data'] of a mesh of all axes",
+    ),
+    (
+        other_tensor_ranks,
+        2,
+        "Expected the tensor-parallel ranks [[0, 1]] of parameter 'up.weight' to stay together, "
+        "got a mesh with [[0]] in their place",
+    ),
+    (
+        turned_tensor_ranks,
+        2,
+        "Expected a mesh that splits the model to have ranks that ascend along each axis, got "
+        "[[1, 0]]",
+    ),
+    (
+        flattened_axes,
+        2,
+        "Expected dp_mesh_dims of one axis for each purpose of parameter 'weight', got "
+        "DataParallelMeshDims(shard=('a', 'b'), replicate=None); such a model is moved by a "
+        "checkpoint",
+    ),
+    (
+        crossed,
+        4,
+        "Expected a mesh whose ranks, sorted along each axis as process groups sort them, have a "
+        "place of their own, got [[3, 0], [1, 2]]",
+    ),
+    (
+        shorter_state,
+        2,
+        "Expected shape [4, 6] of state 'exp_avg' of 'weight' on this rank, got [2, 6]; such a "
+        "model is moved by a checkpoint",
+    ),
+    (
+        joins_a_plain_dtensor,
+        2,
+        "Expected 'apart', a DTensor, to be sharded by fully_shard for the model to move to more "
+        "ranks, got one that is not; such a model is moved by a checkpoint",
+    ),
+]
+
+OF_VALUES = {without_a_mesh, without_tensor_axis, other_tensor_ranks}
+"""What raises a ValueError on a rank, which all of them are told of."""
+
+
+@pytest.mark.parametrize(("act", "num_ranks", "message"), REFUSED)
+def test_what_is_refused(act: Callable[[], None], num_ranks: int, message: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(act, num_ranks)
+    failure = caught.value.agreed()
+    rank = 1 if act is in_some_meshes else 0
+    kind = "ValueError" if act in OF_VALUES else "ShardError"
+    expected = ALL.format(rank, kind, message)
+    assert (failure.type_name, failure.message) == ("ShardError", expected)
+
+
+@on_ranks(2)
+def test_ranks_that_name_other_meshes() -> None:
+    meshes = [on_mesh(0, 1), on_mesh((0,), (1,))]
+    with pytest.raises(ShardError) as caught:
+        move(plain(on_mesh(0, 1)), (), meshes[dist.get_rank()])
+    assert str(caught.value) == (
+        "Expected parameter '2.weight' on the same mesh on all of its ranks, got "
+        "Ground(ranks=(0, 1), extents=(2, 1), roles=('replicate', 'shard')) on rank 1, of "
+        "Ground(ranks=(0, 1), extents=(2,), roles=('shard',))"
+    )
