@@ -129,11 +129,14 @@ def _calls_like(module: nn.Module) -> Sequence[Called[ParamGroup]]:
             f"Expected a module to sit out that fully_shard has sharded, or a part of one, got "
             f"{type(module).__name__} without"
         )
-    forward = context_of(groups[0]).forward
     if group_of(module) is not None:
+        forward = context_of(groups[0]).forward
         calls = forward.called_last({module}) or _expected(module)
         return [calls[min(forward.num_called(module), len(calls) - 1)]]
-    last = forward.called_last(set(within))
+    expected, last = _expected(module), list[Called[ParamGroup]]()
+    for tree in dict.fromkeys(map(context_of, groups)):
+        unknown = [one for one in expected if context_of(one.group) is tree]
+        last += tree.forward.called_last(set(within)) or unknown
     called = [one.module for one in last]
     if len(set(called)) < len(called):
         raise ShardError(
@@ -141,7 +144,7 @@ def _calls_like(module: nn.Module) -> Sequence[Called[ParamGroup]]:
             "whose last forward has called a sharded module inside several times; call sit_out() "
             "for each of these calls"
         )
-    return last or _expected(module)
+    return last
 
 
 def _expected(module: nn.Module) -> list[Called[ParamGroup]]:

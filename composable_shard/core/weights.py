@@ -251,6 +251,7 @@ class Weights:
         self._since = _Sum()  # then
         self._steps = 0
         self._in_backward: set[Reducing] = set()
+        self._added_to: set[ParamGroup] = set()  # since gradients were divided
         self._reduced: dict[ParamGroup, None] = {}
         self._marked: list[ShardedParam] = []
         self._opened: dict[ShardedParam, tuple[_Mark, Fraction]] = {}  # and when it was begun
@@ -281,6 +282,8 @@ class Weights:
             group: Whose.
             reduces: Whether these are reduced, and not accumulated.
         """
+        is_first = group not in self._added_to
+        self._added_to.add(group)
         if reduces:
             self._reduced[group] = None
         kept = []
@@ -290,7 +293,8 @@ class Weights:
             grad: Any = param.sharded.grad
             mark: _Mark | None = vars(grad).pop(_MARK, None)
             if mark is None:
-                self._others[param] = grad, _versions(param)
+                if is_first:
+                    self._others[param] = grad, _versions(param)
                 continue
             self._opened[param] = mark, self._weight - mark.total
             if mark.versions != _versions(param):
@@ -314,6 +318,7 @@ class Weights:
         done = [group for group in self._reduced if group not in left]
         if done:
             self._reduced = dict.fromkeys(group for group in self._reduced if group in left)
+            self._added_to.difference_update(done)
             self._divide_again(done)
 
     def _divide_again(self, done: Sequence[ParamGroup]) -> None:
@@ -400,6 +405,7 @@ class Weights:
         """Forget what was weighed for a backward that failed; let gradients be what they were."""
         self._in_backward.clear()
         self.forget()
+        self._added_to.clear()
         self._reduced, self._others, self._not_zero = {}, {}, {}
         opened, self._opened = self._opened, {}
         back = [(one, mark) for one, (mark, _) in opened.items() if reduced(one) is not None]

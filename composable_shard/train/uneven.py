@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.root import context_of
 from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.errors import CommunicationError, ShardError
 from composable_shard.mesh import ShardMesh
@@ -59,7 +58,7 @@ class uneven(Generic[Batch]):
                 "Expected a model that fully_shard has sharded, or a part of one, got "
                 f"{type(model).__name__} without"
             )
-        self._mesh = context_of(groups[0]).root.mesh
+        self._mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.num_ranks)
         self._batches = batches
         self._next: _Turn[Batch] | None = None
 

@@ -16,31 +16,37 @@ def weigh(
 ) -> Weighed:
     """Say what the next backward weighs, whose loss is a sum: how many tokens or samples it has.
 
-    Call it on all ranks before each backward. When gradients are reduced they are divided once, by
-    the sum of all weights: those of all ranks, replicas included, and of all microbatches since
-    gradients were cleared, reduced one by one or together. So the gradient is that of the mean over
-    all tokens, however they are spread. A rank without a batch weighs 0, as does a backward of
-    which nothing is said beside others. If all weights are 0, gradients are ``None``.
+    Call it on all ranks, once before the backward of each batch; a rank without a batch weighs 0.
+    When gradients are reduced, each is divided once by the sum of all weights since it was cleared:
+    those of all ranks, replicas included, and of all microbatches, reduced one by one or together.
+    So it is the gradient of the mean over all tokens, however they are spread. If all weights are
+    0, gradients are ``None``.
+
+    A weight counts until gradients are cleared, and a backward of which nothing is said counts as
+    0 beside others. What is weighed and then not used, as the loss is not finite, say, is dropped
+    by ``reset_iter_state()``. Without gradients enabled nothing is weighed.
 
     Args:
         model: A sharded module, or one with sharded ones inside.
-        weight: What this rank's loss is a sum of, such as the number of its tokens; any finite
-            number that is not negative.
+        weight: What this rank's loss is a sum of, such as the number of its tokens: a finite number
+            that is not negative, or a tensor of one.
         loss: That loss, to be told the mean of all.
 
     Returns:
         :class:`Weighed`, whose ``total`` and ``loss`` are known when a backward has reduced.
 
     Raises:
-        ShardError: If nothing in ``model`` is sharded; if a divide factor is set, or a gradient has
-            hooks, which would be given sums. From the backward that reduces, if a weight of
-            another rank is not finite, or negative.
-        ValueError: From that backward, on the rank that has such a weight.
-        RankMismatchError: From that backward, on all ranks, if one has left out a microbatch. After
+        TypeError: If ``weight`` is no number.
+        ValueError: If it is a tensor of several, or of complex ones. From the backward that
+            reduces: if it is not finite, or negative.
+        ShardError: If nothing in ``model`` is sharded; if a divide factor is set, or there are
+            hooks on gradients, which would be given sums. From the backward that reduces: if
+            another rank's weight is not finite, or negative.
+        RankMismatchError: From that backward, if ranks have not weighed equally many times. After
             an error from it, gradients are ``None``.
 
-    Collective: none; in each backward that reduces an all-reduce of 56 bytes, which is waited for
-        at its end.
+    Collective: an all-reduce of 48 bytes over all ranks, which the end of the backward waits for;
+        without sync, one for all that was weighed until there is sync.
 
     Example:
         >>> from composable_shard import fully_shard

@@ -110,14 +110,13 @@ FAULTS = {
     "means added to sums": Fault(Weights, "open", "_divide(kept)", ""),
     "zeros that are not seen": Fault(Weights, "_forget_cleared", "if not is_kept:", "if False:"),
     "gradients that are gone": Fault(
-        Weights, "_forget_cleared", "is_gone = any(", "is_gone = all("
+        Weights, "_forget_cleared", "is_gone = any(", "is_gone = not any("
     ),
     "a total that is always forgotten": Fault(
         Weights, "_forget_cleared", "if is_gone or (", "if True or ("
     ),
     "weights of a step that failed": Fault(Weights, "abandon", "self.forget()", "pass"),
     "gradients without weight": Fault(Weights, "_mark", "param.sharded.grad = None", "pass"),
-    "what nothing was added to": Fault(Weights, "_divide_again", "if mark]", "if False]"),
     "divided too early": Fault(
         Weights, "end_backward", "any(one.is_under_way for one in self.trees)", "False"
     ),

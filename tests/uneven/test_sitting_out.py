@@ -63,6 +63,24 @@ def test_a_rank_that_sits_out_launches_the_collectives_of_one_that_computes() ->
     assert told[2] == told[1]
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@on_ranks(2)
+def test_trees_in_a_container_are_sat_out_together(is_known: bool) -> None:
+    """Each of them as it was called last, or as far as it is known, in the order of the modules."""
+    rank = dist.get_rank()
+    whole = nn.Sequential(layers(2), layers(3))
+    model: Any = copy.deepcopy(whole)
+    for tower in model:
+        sharded(tower)
+    if is_known:
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    (sit_out(model) if rank == 1 else model(torch.ones(2, 4)).sum()).backward()
+    (whole(torch.ones(2, 4)).sum() / 2).backward()
+    for got, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+
+
 @on_ranks(3)
 def test_what_nobody_runs_gets_no_gradient() -> None:
     model = sharded(layers())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import counted
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -235,3 +236,16 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
     expected = "Expected a model that fully_shard has sharded, or a part of one, got Linear without"
     with pytest.raises(Exception, match=expected):
         uneven(nn.Linear(2, 2), [])
+
+
+@on_ranks(4)
+def test_trees_on_fewer_ranks_do_not_decide_who_is_asked() -> None:
+    """Experts on two ranks each, and a gate on all, in a plain model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    model = nn.ModuleDict({"expert": nn.Linear(WIDTH, WIDTH), "gate": nn.Linear(WIDTH, WIDTH)})
+    fully_shard(model["expert"], mesh=mesh["data"])
+    fully_shard(model["gate"], mesh=init_device_mesh("cpu", (4,)))
+    loop = uneven(model, range(1, 1 + dist.get_rank()))
+    assert [batch is not None for batch in loop] == [True] * dist.get_rank() + [False] * (
+        3 - dist.get_rank()
+    )

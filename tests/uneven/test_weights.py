@@ -65,6 +65,14 @@ def summed(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean(-1).sum()
 
 
+def fail(_: torch.Tensor) -> None:
+    raise InterruptedError
+
+
+def fail_in_backward(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+    output.register_hook(fail)
+
+
 def expect_gradients(model: Any, whole: nn.Module, divisor: float) -> None:
     for (name, got), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         assert expected.grad is not None
@@ -261,6 +269,208 @@ def test_powers_of_two_give_bitwise_what_losses_divided_by_hand_do(kind: str) ->
         assert torch.equal(one, other)
 
 
+# What is weighed together with what ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@on_ranks(2)
+def test_gradients_that_are_left_alone_do_not_count_for_others(to_none: bool) -> None:
+    """One block is cleared after each step, one after two, one never."""
+    rank = dist.get_rank()
+    whole = blocks().double()
+    model = sharded(copy.deepcopy(whole))
+    totals = [0, 0, 0]
+    for step in range(4):
+        loss = summed(model, tokens(rank, 2 + step, step))
+        weighed = weigh(model, 2 + step, loss)
+        loss.backward()
+        for other in range(2):
+            summed(whole, tokens(other, 2 + step, step)).backward()
+        totals = [total + 2 * (2 + step) for total in totals]
+        for place, total in enumerate(totals):
+            expect_gradients(model[place], whole[place], total)
+        assert weighed.total == 2 * (2 + step)
+        for place in (0, 1) if step % 2 else (0,):
+            totals[place] = 0
+            for one in (model, whole):
+                one[place].zero_grad(set_to_none=to_none)
+
+
+@on_ranks(2)
+def test_what_the_user_has_put_on_others_stays() -> None:
+    rank = dist.get_rank()
+    model = sharded(blocks().double())
+    model[0].requires_grad_(requires_grad=False)
+    for param in model[0].parameters():
+        param.grad = torch.ones_like(param)
+    for step in range(2):
+        weigh(model, 3)
+        summed(model, tokens(rank, 3, step)).backward()
+    for param in model[0].parameters():
+        assert param.grad.to_local().eq(1).all()
+
+
+@on_ranks(2)
+def test_evaluation_and_forwards_that_failed_weigh_nothing() -> None:
+    rank = dist.get_rank()
+    model = sharded(blocks().double())
+    with torch.no_grad():
+        weigh(model, 50, summed(model, tokens(rank, 3)))
+    weigh(model, 7)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, WIDTH + 1, dtype=torch.float64))
+    weighed = weigh(model, 3)
+    summed(model, tokens(rank, 3)).backward()
+    assert weighed.total == 6
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_in_between_use_nothing_up() -> None:
+    rank = dist.get_rank()
+    whole = blocks().double()
+    model = sharded(copy.deepcopy(whole))
+    x = tokens(rank, 3).requires_grad_()
+    loss = summed(model, x)
+    weighed = weigh(model, 3, loss)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    for other in range(2):
+        summed(whole, tokens(other, 3)).backward()
+    assert weighed.total == 6
+    expect_gradients(model, whole, 6)
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_after_clearing_brings_nothing_back() -> None:
+    rank = dist.get_rank()
+    whole = blocks().double()
+    model = sharded(copy.deepcopy(whole))
+    weigh(model, 100)
+    summed(model, tokens(rank, 2)).backward()
+    model.zero_grad()
+    handle = model[1].register_forward_hook(fail_in_backward)
+    weigh(model, 50)
+    with pytest.raises(InterruptedError):
+        summed(model, tokens(rank, 3)).backward()
+    handle.remove()
+    model.zero_grad()
+    weighed = weigh(model, 5)
+    summed(model, tokens(rank, 5, 1)).backward()
+    for other in range(2):
+        summed(whole, tokens(other, 5, 1)).backward()
+    assert weighed.total == 10
+    expect_gradients(model, whole, 10)
+
+
+@on_ranks(2)
+def test_what_is_weighed_together_may_change() -> None:
+    """Two towers together, then each by itself, then wrapped by one root."""
+    rank = dist.get_rank()
+    whole = nn.Sequential(blocks(2), blocks(3)).double()
+    model: Any = copy.deepcopy(whole)
+    for tower in model:
+        sharded(tower)
+    steps = [[(model, 3)], [(model[0], 2), (model[1], 7)], [(model, 4)]]
+    totals = [0, 0]
+    for step, weights in enumerate(steps):
+        if step == 2:
+            fully_shard(model)
+        for part, weight in weights:
+            weigh(part, weight)
+            for place in (0, 1):
+                totals[place] += 2 * weight * (part in (model, model[place]))
+        summed(model, tokens(rank, 3, step)).backward()
+        for other in range(2):
+            summed(whole, tokens(other, 3, step)).backward()
+        for place in (0, 1):
+            expect_gradients(model[place], whole[place], totals[place])
+
+
+@on_ranks(2)
+def test_groups_that_are_not_synchronized_do_not_hold_up_others() -> None:
+    rank = dist.get_rank()
+    whole = blocks().double()
+    model = sharded(copy.deepcopy(whole))
+    model[0].set_requires_gradient_sync(False)
+    for step in range(2):
+        weigh(model, 3)
+        summed(model, tokens(rank, 3, step)).backward()
+        for other in range(2):
+            summed(whole, tokens(other, 3, step)).backward()
+        expect_gradients(model[1], whole[1], 6 * (step + 1))
+    model[0].set_requires_gradient_sync(True)
+    model.synchronize_gradients()
+    for place in range(3):
+        expect_gradients(model[place], whole[place], 12)
+
+
+@on_ranks(4)
+def test_the_ranks_are_those_of_the_largest_mesh() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model: Any = blocks().double()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model, mesh=mesh["b"])
+    weighed = weigh(model, 2 + rank)
+    summed(model, tokens(rank, 2 + rank)).backward()
+    assert weighed.total == 2 + 3 + 4 + 5
+
+
+@on_ranks(2)
+def test_numbers_are_those_at_the_call() -> None:
+    rank = dist.get_rank()
+    model = sharded(blocks().double())
+    count, sums = torch.tensor(0), 0.0
+    for weight in (3, 4):
+        model.set_requires_gradient_sync(weight == 4)
+        count.fill_(weight)
+        loss = summed(model, tokens(rank, weight))
+        weighed = weigh(model, count, loss)
+        sums += loss.item()
+        (loss * 1).backward()
+        with torch.no_grad():
+            loss.mul_(1024)
+    both = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(both, torch.tensor(sums))
+    assert weighed.total == 14
+    assert weighed.loss == pytest.approx(sum(both).item() / 14, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (
+            torch.ones(2),
+            "Expected a weight that is one real number, got torch.float32 of shape [2]",
+        ),
+        (
+            torch.tensor(1j),
+            "Expected a weight that is one real number, got torch.complex64 of shape []",
+        ),
+    ],
+)
+def test_what_is_no_number_is_refused_at_once(weight: torch.Tensor, expected: str) -> None:
+    with fake_ranks(2):
+        model = sharded(blocks())
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+            weigh(model, weight)
+        with pytest.raises(TypeError):
+            weigh(model, None)  # type: ignore[arg-type]
+
+
+def test_a_hook_on_reductions_beside_it_is_refused() -> None:
+    expected = (
+        "Expected no hooks on gradients beside weigh(), which divides them after all are reduced, "
+        "got one on the reductions of group '1'; remove it, or divide by the sum of the weights "
+        "yourself"
+    )
+    with fake_ranks(2):
+        model = sharded(blocks())
+        model[1].set_all_reduce_hook(lambda buffer: buffer.mul_(0.5))
+        with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
+            weigh(model, 3)
+
+
 # Refusals, failures -------------------------------------------------------------------------------
 
 
@@ -271,11 +481,7 @@ def test_a_backward_that_fails_leaves_the_means_there_were() -> None:
     weigh(model, 3 + rank)
     summed(model, tokens(rank, 3 + rank)).backward()
     before = [param.grad.to_local().clone() for param in model.parameters()]
-
-    def fail(_: torch.Tensor) -> None:
-        raise InterruptedError
-
-    handle = model[1].register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
+    handle = model[1].register_forward_hook(fail_in_backward)
     loss = summed(model, tokens(rank, 5, 1))
     handle.remove()
     weigh(model, 5)
