@@ -11,7 +11,7 @@ import pytest
 from faults.poisoned import Fault, planted
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from composable_shard.core import sitting_out, weights
+from composable_shard.core import sitting_out, tally
 from composable_shard.core.hooks import ModuleHooks
 from composable_shard.core.weights import Weights
 from composable_shard.testing import RankError, run_ranks
@@ -102,11 +102,11 @@ FAULTS = {
         Weights, "_mark", "float(total) / param.mesh.num_ranks if total else 1.0", "1.0"
     ),
     "the ranks counted twice": Fault(Weights, "_mark", " / param.mesh.num_ranks", ""),
-    "a forgotten rank": Fault(weights, "_sum_of", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
+    "a forgotten rank": Fault(tally, "_sum_of", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
     "a forgotten microbatch": Fault(
-        weights._Tally, "say", "zip(*self._unsaid,", "zip(*self._unsaid[-1:],"
+        tally.Tally, "say", "zip(*self._unsaid,", "zip(*self._unsaid[-1:],"
     ),
-    "a loss of the wrong sign": Fault(weights._Tally, "say", "losses.sum()", "-losses.sum()"),
+    "a loss of the wrong sign": Fault(tally.Tally, "say", "losses.sum()", "-losses.sum()"),
     "means added to sums": Fault(Weights, "open", "_divide(kept)", ""),
     "zeros that are not seen": Fault(Weights, "_forget_cleared", "if not is_kept:", "if False:"),
     "gradients that are gone": Fault(
