@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -258,6 +259,11 @@ def started_process_group() -> dist.ProcessGroup | None:
     A process that was forked since has none: the threads that serve it are its parent's.
     """
     return next((group for group, process in _started if process == os.getpid()), None)
+
+
+def largest_of(meshes: Iterable[ShardMesh]) -> ShardMesh:
+    """Return the mesh of the most ranks, the first of those that have equally many."""
+    return max(meshes, key=lambda mesh: mesh.num_ranks)
 
 
 def places_of(mesh: DeviceMesh) -> dict[int, int]:

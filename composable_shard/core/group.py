@@ -419,11 +419,7 @@ class ParamGroup:
         version = self.freshness.at_forward  # in backward they are as they were then
         if version is None or not in_backward:
             version = self.freshness.version()
-        try:
-            self._launch(self._start(self.units.start_gather), version)
-        except Exception as error:
-            self._tell_failure(error)
-            raise
+        self._start(self.units.start_gather, version)
 
     def _is_valid(self, state: Unsharding | Unsharded | PartlySharded) -> bool:
         """Tell whether what was gathered is what the registered parameters say."""
@@ -440,14 +436,20 @@ class ParamGroup:
         """
         self.emit("begin_regather")
         start = partial(self.units.start_regather, state.kept, state.num_ranks)
+        with self.streams.where_filled():
+            self._start(start, state.version, state.num_ranks)
+
+    def _start(
+        self, allocate: Callable[[], Transfers], version: int, num_ranks: int | None = None
+    ) -> None:
+        """Allocate what a gather needs and launch it; if that fails, the other ranks hear of it."""
         try:
-            with self.streams.where_filled():
-                self._launch(self._start(start), state.version, state.num_ranks)
+            self._launch(self._allocated(allocate), version, num_ranks)
         except Exception as error:
             self._tell_failure(error)
             raise
 
-    def _start(self, allocate: Callable[[], Transfers]) -> Transfers:
+    def _allocated(self, allocate: Callable[[], Transfers]) -> Transfers:
         """Allocate what a gather needs: all of it, or, where memory runs out, nothing."""
         self.streams.fill()
         try:

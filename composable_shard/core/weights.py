@@ -15,7 +15,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.tally import Sum, Tally
 from composable_shard.errors import ShardError
-from composable_shard.mesh import ShardMesh
+from composable_shard.mesh import largest_of
 
 _MARK = "_composable_shard_divided"
 _CHANGED = (-1, -1)  # stands for versions that a gradient does not have any more
@@ -109,7 +109,7 @@ class Weights:
 
     def __init__(self, trees: Sequence[Reducing]) -> None:
         self.trees = trees
-        self._tally = Tally(max((group.mesh for group in self._groups()), key=_num_ranks))
+        self._tally = Tally(largest_of(group.mesh for group in self._groups()))
         self._asked: list[Weighed] = []
         self._weight = self._start = Fraction()  # of all that was heard, and when last cleared
         self._since = Sum()  # then
@@ -186,6 +186,7 @@ class Weights:
             self._divide_again(done)
 
     def _divide_again(self, done: Sequence[ParamGroup]) -> None:
+        """Divide the gradients of groups that are reduced, and again those that were divided."""
         self._forget_cleared()
         asked, self._asked = self._asked, []
         marks = ((param, _mark_of(param)) for param in self._marked)
@@ -236,8 +237,11 @@ class Weights:
                 before = self._others.pop(param, None)
                 if reduced(param) is None or _mark_of(param) is not None:
                     continue
-                is_same = before is not None and before[0] is param.sharded.grad
-                if not (is_same and before is not None and before[1] == _versions(param)):
+                if (
+                    before is None
+                    or before[0] is not param.sharded.grad
+                    or before[1] != _versions(param)
+                ):
                     yield param
 
     def _mark(self, divided: Sequence[tuple[ShardedParam, Fraction, float]]) -> None:
@@ -326,10 +330,6 @@ def _refuse_other_changes(group: ParamGroup) -> None:
             f"reduced, got one on {hooked[0]}; remove it, or divide by the sum of the weights "
             "yourself"
         )
-
-
-def _num_ranks(mesh: ShardMesh) -> int:
-    return mesh.num_ranks
 
 
 def _local(param: ShardedParam) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.errors import CommunicationError, ShardError
-from composable_shard.mesh import ShardMesh
+from composable_shard.mesh import ShardMesh, largest_of
 
 _AGREEING = "agreeing on whether any rank has a batch"
 _HAS_NONE, _HAS_ONE, _FAILED = range(3)  # and on which rank, added to the last
@@ -58,7 +58,7 @@ class uneven(Generic[Batch]):
                 "Expected a model that fully_shard has sharded, or a part of one, got "
                 f"{type(model).__name__} without"
             )
-        self._mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.num_ranks)
+        self._mesh = largest_of(group.mesh for group in groups)
         self._batches = batches
         self._next: _Turn[Batch] | None = None
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -73,6 +74,12 @@ def fail_in_backward(_: nn.Module, __: Any, output: torch.Tensor) -> None:
     output.register_hook(fail)
 
 
+def add_all(whole: nn.Module, counts: Sequence[int], step: int = 0) -> None:
+    """Add the gradients of the batches of all ranks, of so many tokens each, in one process."""
+    for rank, count in enumerate(counts):
+        summed(whole, tokens(rank, count, step)).backward()
+
+
 def expect_gradients(model: Any, whole: nn.Module, divisor: float) -> None:
     for (name, got), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         assert expected.grad is not None
@@ -118,8 +125,7 @@ def test_a_gradient_of_zeros_is_not_taken_for_a_cleared_one() -> None:
         loss = summed(model, tokens(rank, count, step)) * factor
         weighed = weigh(model, count, loss)
         loss.backward()
-    for rank in range(2):
-        summed(whole, tokens(rank, 3, 1)).backward()
+    add_all(whole, [3] * 2, 1)
     assert weighed.total == 16
     expect_gradients(model, whole, 16)
 
@@ -173,8 +179,7 @@ def test_ranks_of_tensor_parallelism_are_not_counted() -> None:
     counts = [3, 4]
     weighed = weigh(model, counts[place])
     summed(model, tokens(place, counts[place])).backward()
-    for other, count in enumerate(counts):
-        summed(whole, tokens(other, count)).backward()
+    add_all(whole, counts)
     assert weighed.total == 7, rank
     expect_gradients(model, whole, 7)
 
@@ -201,8 +206,7 @@ def test_towers_that_are_trees_of_their_own(together: bool) -> None:
             ]
         loss.backward()
         for n in used:
-            for other, count in enumerate(counts):
-                summed(wholes[n], tokens(other, count, step)).backward()
+            add_all(wholes[n], counts, step)
         for n in (0, 1):
             if together or n in used:
                 totals[n] += sum(counts) * (1 if together else n + 1)
@@ -284,8 +288,7 @@ def test_gradients_that_are_left_alone_do_not_count_for_others(to_none: bool) ->
         loss = summed(model, tokens(rank, 2 + step, step))
         weighed = weigh(model, 2 + step, loss)
         loss.backward()
-        for other in range(2):
-            summed(whole, tokens(other, 2 + step, step)).backward()
+        add_all(whole, [2 + step] * 2, step)
         totals = [total + 2 * (2 + step) for total in totals]
         for place, total in enumerate(totals):
             expect_gradients(model[place], whole[place], total)
@@ -334,8 +337,7 @@ def test_gradients_of_inputs_in_between_use_nothing_up() -> None:
     weighed = weigh(model, 3, loss)
     torch.autograd.grad(loss, x, retain_graph=True)
     loss.backward()
-    for other in range(2):
-        summed(whole, tokens(other, 3)).backward()
+    add_all(whole, [3] * 2)
     assert weighed.total == 6
     expect_gradients(model, whole, 6)
 
@@ -356,8 +358,7 @@ def test_a_backward_that_fails_after_clearing_brings_nothing_back() -> None:
     model.zero_grad()
     weighed = weigh(model, 5)
     summed(model, tokens(rank, 5, 1)).backward()
-    for other in range(2):
-        summed(whole, tokens(other, 5, 1)).backward()
+    add_all(whole, [5] * 2, 1)
     assert weighed.total == 10
     expect_gradients(model, whole, 10)
 
@@ -380,8 +381,7 @@ def test_what_is_weighed_together_may_change() -> None:
             for place in (0, 1):
                 totals[place] += 2 * weight * (part in (model, model[place]))
         summed(model, tokens(rank, 3, step)).backward()
-        for other in range(2):
-            summed(whole, tokens(other, 3, step)).backward()
+        add_all(whole, [3] * 2, step)
         for place in (0, 1):
             expect_gradients(model[place], whole[place], totals[place])
 
@@ -395,8 +395,7 @@ def test_groups_that_are_not_synchronized_do_not_hold_up_others() -> None:
     for step in range(2):
         weigh(model, 3)
         summed(model, tokens(rank, 3, step)).backward()
-        for other in range(2):
-            summed(whole, tokens(other, 3, step)).backward()
+        add_all(whole, [3] * 2, step)
         expect_gradients(model[1], whole[1], 6 * (step + 1))
     model[0].set_requires_gradient_sync(True)
     model.synchronize_gradients()

@@ -129,8 +129,8 @@ class SmallAllReduce:
     """An all-reduce of a few numbers over all ranks of a mesh, launched and not waited for.
 
     Args:
-        numbers: What this rank says, on the device of the mesh, or on the host: what the host has
-            made travels there where it can, and waits for no kernel.
+        numbers: What this rank says, on the device of the mesh or on the host. From the host they
+            travel by gloo if there is gloo, so that they wait for no kernel.
         op: How it is reduced.
         mesh: The ranks.
         doing: What this is for, for messages.
