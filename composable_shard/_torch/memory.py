@@ -15,12 +15,14 @@ import os
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 import torch
 
 from composable_shard._torch.dtensors import leaves, local_part
+from composable_shard._torch.streams import has_streams
 
 POISON_VARIABLE = "COMPOSABLE_SHARD_POISON_MEMORY"
 POISON_OF_FLOATS = 0xFF
@@ -132,7 +134,7 @@ def _have_pages(storage: torch.UntypedStorage, nbytes: int) -> None:
     own in every step: a tenth of the time of a step on the CPU. A system that does not know these
     calls refuses them, and nothing is lost.
     """
-    if _advise is None or storage.device.type != "cpu":
+    if _advise is None:
         return
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (storage.data_ptr() + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -140,23 +142,62 @@ def _have_pages(storage: torch.UntypedStorage, nbytes: int) -> None:
         _advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
 
 
+_NUM_SPARE = 2
+_spare: deque[torch.UntypedStorage] = deque(maxlen=_NUM_SPARE)
+_can_swap = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # not in every supported version
+
+
 def allocate(tensor: torch.Tensor) -> None:
     """Have the memory of a tensor that fills its storage, which may be empty."""
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
     if storage.size() != nbytes:
-        storage.resize_(nbytes)
-        if nbytes >= _BIG_NBYTES:
-            _have_pages(storage, nbytes)
+        is_big = _is_big(tensor)
+        spare = _take_spare(nbytes) if is_big else None
+        if spare is not None and not storage.size():
+            storage._swap_data_ptr_(spare)
+        else:
+            storage.resize_(nbytes)
+            if is_big:
+                _have_pages(storage, nbytes)
         if _poison is not None:
             _poison.sweep()
             fill(storage, tensor.dtype)
 
 
-def free(tensor: torch.Tensor) -> None:
+def _is_big(tensor: torch.Tensor) -> bool:
+    """Tell whether memory is big, and the host's; that of streams is the business of others."""
+    device = tensor.device
+    return tensor.nbytes >= _BIG_NBYTES and device.type == "cpu" and not has_streams(device)
+
+
+def _take_spare(nbytes: int) -> torch.UntypedStorage | None:
+    """Return spare memory of that size, if there is some; give back what is older."""
+    while True:
+        try:
+            spare = _spare.popleft()
+        except IndexError:  # ranks may be threads
+            return None
+        if spare.size() == nbytes:
+            return spare
+
+
+def return_spare() -> None:
+    """Give spare memory back to the allocator."""
+    _spare.clear()
+
+
+def free(tensor: torch.Tensor, *, to_reuse: bool = False) -> None:
     """Free the memory of a tensor and of all its views, which stay.
 
     Memory that an array of NumPy shares cannot be freed; there is a warning, and it stays.
+
+    Args:
+        tensor: It fills its storage.
+        to_reuse: Whether as much memory is likely to be wanted next. If it is big and the host's,
+            it is kept until the next big allocation, which takes it or lets go of it, or until
+            :func:`return_spare`. The allocator would give it back to the system, or cut other
+            memory from it, and the next gather would have to fill fresh pages with zeros.
     """
     storage = tensor.untyped_storage()
     if not storage.resizable():
@@ -170,6 +211,11 @@ def free(tensor: torch.Tensor) -> None:
     if _poison is not None:
         _poison.sweep()
         fill(storage, tensor.dtype)
+    if to_reuse and _can_swap and _is_big(tensor) and storage.size():
+        spare = torch.UntypedStorage(0)
+        spare._swap_data_ptr_(storage)
+        _spare.append(spare)
+        return
     storage.resize_(0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.transport import host
 from composable_shard.core.weights import Weights
@@ -285,12 +286,16 @@ class Reductions:
         self.in_flight.wait()
 
     def wait_for_copies(self) -> None:
-        """Wait until what is on its way between host and device is there, gradients too."""
+        """Wait until what is on its way between host and device is there, gradients too.
+
+        Every pass ends with this, but a forward whose backward is to come.
+        """
         if host.is_busy():
             self._root.emit("begin_wait_for_copies")
             host.settle()
             self._root.emit("wait_for_copies")
         self.in_flight.end_returns()
+        _torch.return_spare()
 
     def divide_by_weights(self) -> None:
         """Divide gradients by what microbatches weigh, if that was said and nothing is to reduce.
