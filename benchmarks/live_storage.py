@@ -14,6 +14,8 @@ import torch
 from observe import Observer, tensors_in
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from composable_shard._torch import spare_storages
+
 
 class LiveStorage(Observer):
     """Tracks the storages of all tensors that operations make or take.
@@ -49,6 +51,8 @@ class LiveStorage(Observer):
             else:
                 start = storage.data_ptr()
                 ranges.append((start, start + storage.nbytes()))
+        for storage in spare_storages():  # freed, and kept for the next gather
+            ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
         return union_length(ranges)
 
     def reset_peak(self) -> None:

@@ -143,8 +143,48 @@ def _have_pages(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 
 _NUM_SPARE = 2
-_spare: deque[torch.UntypedStorage] = deque(maxlen=_NUM_SPARE)
+_spare: deque[torch.UntypedStorage] | None = None
 _can_swap = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # not in every supported version
+
+
+def keep_spare() -> None:
+    """Keep big memory of the host that is freed from now on for what is allocated next.
+
+    The allocator would give it back to the system, or cut other memory from it, and the next gather
+    would have to fill fresh pages with zeros. The next big allocation takes what was freed, or lets
+    go of it, and there are never more than two pieces.
+    """
+    global _spare
+    if _spare is None and _can_swap:
+        _spare = deque(maxlen=_NUM_SPARE)
+
+
+def return_spare() -> None:
+    """Give kept memory back to the allocator, and keep no more."""
+    global _spare
+    _spare = None
+
+
+def spare_storages() -> list[torch.UntypedStorage]:
+    """Return the memory that is kept."""
+    return list(_spare or ())
+
+
+def _take_spare(nbytes: int) -> torch.UntypedStorage | None:
+    """Return kept memory of that size, if there is some; give back what was freed before it."""
+    spare = _spare
+    while spare:
+        with contextlib.suppress(IndexError):  # ranks may be threads
+            one = spare.popleft()
+            if one.size() == nbytes:
+                return one
+    return None
+
+
+def _is_big(storage: torch.UntypedStorage, nbytes: int) -> bool:
+    """Tell whether memory is big, and the host's; that of streams is the business of others."""
+    device = storage.device
+    return nbytes >= _BIG_NBYTES and device.type == "cpu" and not has_streams(device)
 
 
 def allocate(tensor: torch.Tensor) -> None:
@@ -152,7 +192,7 @@ def allocate(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
     if storage.size() != nbytes:
-        is_big = _is_big(tensor)
+        is_big = _is_big(storage, nbytes)
         spare = _take_spare(nbytes) if is_big else None
         if spare is not None and not storage.size():
             storage._swap_data_ptr_(spare)
@@ -165,39 +205,10 @@ def allocate(tensor: torch.Tensor) -> None:
             fill(storage, tensor.dtype)
 
 
-def _is_big(tensor: torch.Tensor) -> bool:
-    """Tell whether memory is big, and the host's; that of streams is the business of others."""
-    device = tensor.device
-    return tensor.nbytes >= _BIG_NBYTES and device.type == "cpu" and not has_streams(device)
-
-
-def _take_spare(nbytes: int) -> torch.UntypedStorage | None:
-    """Return spare memory of that size, if there is some; give back what is older."""
-    while True:
-        try:
-            spare = _spare.popleft()
-        except IndexError:  # ranks may be threads
-            return None
-        if spare.size() == nbytes:
-            return spare
-
-
-def return_spare() -> None:
-    """Give spare memory back to the allocator."""
-    _spare.clear()
-
-
-def free(tensor: torch.Tensor, *, to_reuse: bool = False) -> None:
+def free(tensor: torch.Tensor) -> None:
     """Free the memory of a tensor and of all its views, which stay.
 
     Memory that an array of NumPy shares cannot be freed; there is a warning, and it stays.
-
-    Args:
-        tensor: It fills its storage.
-        to_reuse: Whether as much memory is likely to be wanted next. If it is big and the host's,
-            it is kept until the next big allocation, which takes it or lets go of it, or until
-            :func:`return_spare`. The allocator would give it back to the system, or cut other
-            memory from it, and the next gather would have to fill fresh pages with zeros.
     """
     storage = tensor.untyped_storage()
     if not storage.resizable():
@@ -211,10 +222,11 @@ def free(tensor: torch.Tensor, *, to_reuse: bool = False) -> None:
     if _poison is not None:
         _poison.sweep()
         fill(storage, tensor.dtype)
-    if to_reuse and _can_swap and _is_big(tensor) and storage.size():
-        spare = torch.UntypedStorage(0)
-        spare._swap_data_ptr_(storage)
-        _spare.append(spare)
+    kept = _spare
+    if kept is not None and _is_big(storage, storage.size()):
+        one = torch.UntypedStorage(0)
+        one._swap_data_ptr_(storage)
+        kept.append(one)
         return
     storage.resize_(0)
 

@@ -301,7 +301,7 @@ class ParamBucket:
 
     def free(self) -> None:
         if self.unsharded is not None and not self.shares_storage:
-            _torch.free(self.unsharded, to_reuse=True)
+            _torch.free(self.unsharded)
         if self._staging is not None:
             self._staging.free()
 

@@ -62,6 +62,7 @@ class Context(Tree[ParamGroup]):
         self.finalization.check_ended()
         self._free_earlier(is_anew=self._begins_anew(group, module))
         self.forward.begin(group, module, call)
+        _torch.keep_spare()
         return True
 
     def end_forward(self, outermost: ParamGroup, *, failed: bool, has_backward: bool) -> None:
@@ -88,6 +89,8 @@ class Context(Tree[ParamGroup]):
                 self.backward.finish_inside()
                 self.forward.show_sharded(outermost)
                 self.reductions.wait_for_copies()
+        if _torch.current_backward() == -1:
+            _torch.return_spare()
 
     def clean_up_if_failed(self) -> None:
         """Return to the state between two iterations if a forward or backward has failed."""

@@ -288,7 +288,7 @@ class Reductions:
     def wait_for_copies(self) -> None:
         """Wait until what is on its way between host and device is there, gradients too.
 
-        Every pass ends with this, but a forward whose backward is to come.
+        Every backward ends with this, and every forward that has none.
         """
         if host.is_busy():
             self._root.emit("begin_wait_for_copies")

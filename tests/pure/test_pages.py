@@ -1,15 +1,18 @@
-"""Big memory that is about to be written has all of its pages at once."""
+"""Big memory has all of its pages at once, and is kept for what is allocated next in a pass."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composable_shard import _torch
+from composable_shard._torch import memory
 
 MIB = 1 << 20
 
@@ -41,3 +44,84 @@ def test_big_memory_has_all_pages_and_no_less_than_was_asked(nbytes: int) -> Non
 @pytest.mark.skipif(sys.platform != "linux", reason="mincore(2) and madvise(2) are Linux's")
 def test_memory_that_nobody_asked_pages_for_has_none_before_it_is_written() -> None:
     assert resident(torch.empty(64 * MIB // 4)) < 0.5
+
+
+@pytest.fixture
+def keeping() -> Iterator[None]:
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        pytest.skip("this torch cannot hand memory from one storage to another")
+    with _torch.poisoned_memory(False):
+        _torch.keep_spare()
+        yield
+        _torch.return_spare()
+
+
+def sizes_kept() -> list[int]:
+    return [one.nbytes() for one in _torch.spare_storages()]
+
+
+@pytest.mark.usefixtures("keeping")
+def test_memory_that_was_freed_is_taken_by_the_next_of_its_size() -> None:
+    first, second = torch.empty(3 * MIB), torch.empty(3 * MIB)
+    _torch.free(second)
+    taken = [storage.data_ptr() for storage in _torch.spare_storages()]
+    assert sizes_kept() == [12 * MIB] and second.untyped_storage().size() == 0
+    view = first[:5]
+    _torch.free(first)
+    assert len(sizes_kept()) == 2 and first.untyped_storage().size() == 0
+    _torch.allocate(first)  # what was freed first is taken first
+    assert [first.data_ptr()] == taken and view.data_ptr() == first.data_ptr()
+    assert sizes_kept() == [12 * MIB] and first.untyped_storage().resizable()
+    first.fill_(2.0)
+    assert view.tolist() == [2.0] * 5
+    _torch.allocate(second)
+    assert sizes_kept() == [] and second.data_ptr() != first.data_ptr()
+    second.fill_(3.0)
+    assert first.sum().item() == 2.0 * first.numel()
+    first.untyped_storage().resize_(0)  # it belongs to the allocator like any other
+
+
+@pytest.mark.usefixtures("keeping")
+def test_what_does_not_fit_is_given_back_and_never_are_more_than_two_pieces_kept() -> None:
+    tensors = [torch.empty(count * MIB) for count in (1, 2, 3)]
+    for tensor in tensors:
+        _torch.free(tensor)
+    assert sizes_kept() == [8 * MIB, 12 * MIB]
+    _torch.allocate(tensors[2])
+    assert sizes_kept() == []  # what was freed before what fits is not wanted either
+    _torch.free(tensors[2])
+    other = torch.empty(5 * MIB)
+    other.untyped_storage().resize_(0)
+    _torch.allocate(other)
+    assert sizes_kept() == [] and other.untyped_storage().size() == 20 * MIB
+
+
+@pytest.mark.usefixtures("keeping")
+def test_small_memory_and_that_of_fake_tensors_is_not_kept() -> None:
+    small = torch.empty(MIB // 8)
+    with FakeTensorMode():
+        fake = torch.empty(3 * MIB)
+        _torch.free(fake)
+        _torch.allocate(fake)
+    _torch.free(small)
+    assert sizes_kept() == [] and fake.untyped_storage().size() == 12 * MIB
+
+
+@pytest.mark.usefixtures("keeping")
+def test_kept_memory_is_poisoned_when_it_goes_and_when_it_comes() -> None:
+    tensor = torch.ones(MIB)
+    with _torch.poisoned_memory(True):
+        _torch.free(tensor)
+        (kept,) = _torch.spare_storages()
+        assert torch.empty(0).set_(kept).isnan().all()
+        torch.empty(0).set_(kept).fill_(1.0)
+        _torch.allocate(tensor)
+        assert tensor.isnan().all()
+
+
+def test_a_torch_that_cannot_swap_memory_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_can_swap", False)
+    _torch.keep_spare()
+    tensor = torch.empty(MIB)
+    _torch.free(tensor)
+    assert sizes_kept() == [] and tensor.untyped_storage().size() == 0

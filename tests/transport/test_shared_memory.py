@@ -34,6 +34,7 @@ __all__ = ["sharing"]
 
 TAG = 977
 PAGE = mmap.PAGESIZE
+HUGE = 2 << 20
 
 
 def fresh_group(**options: object) -> dist.ProcessGroup:
@@ -310,6 +311,48 @@ def test_memory_that_was_not_used_for_long_goes_back_to_the_system(
         held.append(own.take(65 * PAGE))
     own.take(66 * PAGE)
     assert blocks(own) == with_it + (65 + 66 - 64) * PAGE
+
+
+def num_huge_bytes(address: int) -> int:
+    """Return how much of the piece of a file that is mapped at an address lies in huge pages."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith(f"{address:08x}-"))
+    line = next(line for line in lines[first:] if line.startswith("ShmemPmdMapped:"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("nbytes", [HUGE, 3 * HUGE + 5 * PAGE, 2 * HUGE - PAGE])
+def test_big_slabs_have_huge_pages_as_far_as_they_go(nbytes: int) -> None:
+    own = OwnFile(8)
+    peer = PeerFile(os.dup(own.file), 8)
+    before = blocks(own)
+    own.take(PAGE)  # so that the next does not begin on a huge page by luck
+    slab = own.take(nbytes)
+    assert blocks(own) == before + PAGE + nbytes  # all of it is there, and no more
+    assert slab.address % HUGE == slab.start % HUGE == 0
+    if num_huge_bytes(slab.address) == 0:
+        pytest.skip("this system makes no huge pages of shared memory")
+    assert num_huge_bytes(slab.address) == nbytes // HUGE * HUGE
+    for place in (0, HUGE - 1, nbytes - 1):
+        ctypes.memset(slab.address + place, 7, 1)
+        seen = torch.zeros(1, dtype=torch.uint8)
+        peer.read(slab.start + place, seen.data_ptr(), 1)
+        assert seen.item() == 7
+    own.give_back(slab)
+    assert own.return_free() == nbytes
+    assert blocks(own) == before + PAGE
+
+
+def test_a_system_that_makes_no_huge_pages_has_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = mock.Mock(wraps=shared_memory._libc())
+    libc.madvise.side_effect = lambda *_: -1
+    monkeypatch.setattr(shared_memory, "_libc", lambda: libc)
+    own = OwnFile(8)
+    before = blocks(own)
+    slab = own.take(2 * HUGE + PAGE)
+    assert libc.madvise.call_args.args == (slab.address, 2 * HUGE, 25)
+    assert blocks(own) == before + 2 * HUGE + PAGE
+    ctypes.memset(slab.address, 1, slab.nbytes)
 
 
 def test_a_lack_of_memory_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:

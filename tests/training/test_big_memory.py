@@ -1,0 +1,122 @@
+"""Big unsharded parameters of the host take turns in the same memory, inside of passes alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from composable_shard import MixedPrecisionPolicy, _torch, fully_shard
+from composable_shard._torch import memory
+from composable_shard.testing import run_ranks
+
+WIDTHS = 1024, 1024, 1024, 1024, 768, 1024, 1024  # most are 4 MiB, some 3
+
+
+class Deep(nn.Module):
+    """Wide layers, of which some do not fit into the memory of those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = itertools.pairwise(WIDTHS)
+        self.layers = nn.ModuleList(nn.Linear(*pair, bias=False) for pair in sizes)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.fails:
+            raise ArithmeticError("as planned")
+        return x
+
+
+def sharded(*, bf16: bool) -> tuple[Deep, Deep]:
+    """Return a model and the same one sharded."""
+    torch.manual_seed(3)
+    plain, model = Deep(), Deep()
+    model.load_state_dict(plain.state_dict())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return plain, model
+
+
+def addresses_of_a_step() -> tuple[list[int], float]:
+    """Note where each gather of a step lands; return that and how far a gradient is off."""
+    plain, model = sharded(bf16=False)
+    x = torch.randn(5, WIDTHS[0])
+    landed: list[int] = []
+    allocate = memory.allocate
+
+    def noted(tensor: torch.Tensor) -> None:
+        allocate(tensor)
+        if tensor.nbytes > 2 << 20:
+            landed.append(tensor.data_ptr())
+
+    for _ in range(2):
+        landed.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_torch, "allocate", noted)
+            model(x).sum().backward()
+    for _ in range(2):
+        plain(x).sum().backward()
+    off = [
+        (mine.grad.full_tensor() - theirs.grad).abs().max().item()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+    return landed, max(off)
+
+
+@pytest.mark.skipif(not memory._can_swap, reason="this torch cannot hand memory over")
+def test_gathers_of_one_size_land_where_the_last_but_one_was() -> None:
+    for landed, off in run_ranks(addresses_of_a_step, 2):
+        assert len(landed) == 11  # the last layer waits for backward
+        assert landed[2] == landed[0] and len(set(landed[:3])) == 2  # two are there at a time
+        assert off < 1e-4
+
+
+def kept_around_passes() -> list[tuple[str, int]]:
+    _, model = sharded(bf16=True)
+    x, kept = torch.randn(5, WIDTHS[0]), []
+
+    def note(what: str) -> None:
+        kept.append((what, len(_torch.spare_storages())))
+
+    loss = model(x).sum()
+    note("forward")
+    loss.backward()
+    note("backward")
+    with torch.no_grad():
+        model(x)
+    note("without gradients")
+    model.fails = True
+    with pytest.raises(ArithmeticError):
+        model(x)
+    note("failure")
+    model.fails = False
+    for layer in model.layers:
+        layer.unshard()
+    for layer in model.layers:
+        layer.reshard()
+    note("by hand")
+    for module in model.modules():
+        if module is not model and module is not model.layers:
+            module.set_reshard_after_forward(False)
+    loss = model(x).sum()
+    inside: list[int] = []
+    model.layers[0].weight.register_post_accumulate_grad_hook(
+        lambda _: inside.append(len(_torch.spare_storages()))
+    )
+    loss.backward()
+    note("gathered throughout")
+    assert all(count <= 2 for count in inside)
+    return kept
+
+
+def test_nothing_is_kept_outside_of_passes() -> None:
+    for kept in run_ranks(kept_around_passes, 2):
+        assert len(kept) == 6
+        assert [what for what, count in kept if count] == []
