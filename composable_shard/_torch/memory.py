@@ -127,19 +127,23 @@ _BIG_NBYTES = 2 * 1024 * 1024  # of a huge page
 _advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
 
-def _have_pages(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Have all pages of big memory of the host, which is about to be written as a whole.
+def with_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that fills its storage, and is about to be written as a whole.
 
-    The allocator gives big memory back to the system, so that each page would be a fault of its
-    own in every step: a tenth of the time of a step on the CPU. A system that does not know these
-    calls refuses them, and nothing is lost.
+    If its memory is big and the host's, it has all of its pages. The allocator gives such memory
+    back to the system, so that each page would be a fault of its own in every step: a tenth of the
+    time of a step on the CPU. A system that does not know these calls refuses them, and nothing is
+    lost.
     """
-    if _advise is None:
-        return
+    storage = tensor.untyped_storage()
+    nbytes = storage.size()
+    if _advise is None or not _is_big(storage, nbytes):
+        return tensor
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (storage.data_ptr() + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     for advice in (_HUGE_PAGE, _POPULATE_WRITE):
         _advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
+    return tensor
 
 
 _NUM_SPARE = 2
@@ -192,14 +196,12 @@ def allocate(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
     if storage.size() != nbytes:
-        is_big = _is_big(storage, nbytes)
-        spare = _take_spare(nbytes) if is_big else None
+        spare = _take_spare(nbytes) if _is_big(storage, nbytes) else None
         if spare is not None and not storage.size():
             storage._swap_data_ptr_(spare)
         else:
             storage.resize_(nbytes)
-            if is_big:
-                _have_pages(storage, nbytes)
+            with_pages(tensor)
         if _poison is not None:
             _poison.sweep()
             fill(storage, tensor.dtype)

@@ -510,4 +510,4 @@ class GradBucket:
         return dict(zip(grads, parts, strict=True))
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        return _torch.empty(*shape, dtype=self.dtype, device=self._device)
+        return _torch.with_pages(_torch.empty(*shape, dtype=self.dtype, device=self._device))

@@ -37,6 +37,7 @@ def test_big_memory_has_all_pages_and_no_less_than_was_asked(nbytes: int) -> Non
         _torch.allocate(tensor)
         assert tensor.untyped_storage().size() == tensor.nbytes == nbytes
         assert resident(tensor) == 1
+        assert resident(_torch.with_pages(torch.empty(nbytes // 4))) == 1
         tensor.fill_(1.0)
         assert tensor.sum().item() == tensor.numel()
 
