@@ -148,7 +148,7 @@ def with_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 _NUM_SPARE = 2
 _spare: deque[torch.UntypedStorage] | None = None
-_can_swap = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # not in every supported version
+_swap = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # not in every supported version
 
 
 def keep_spare() -> None:
@@ -159,7 +159,7 @@ def keep_spare() -> None:
     go of it, and there are never more than two pieces.
     """
     global _spare
-    if _spare is None and _can_swap:
+    if _spare is None and _swap is not None:
         _spare = deque(maxlen=_NUM_SPARE)
 
 
@@ -197,8 +197,8 @@ def allocate(tensor: torch.Tensor) -> None:
     nbytes = tensor.nbytes
     if storage.size() != nbytes:
         spare = _take_spare(nbytes) if _is_big(storage, nbytes) else None
-        if spare is not None and not storage.size():
-            storage._swap_data_ptr_(spare)
+        if spare is not None and not storage.size() and _swap is not None:
+            _swap(storage, spare)
         else:
             storage.resize_(nbytes)
             with_pages(tensor)
@@ -225,9 +225,9 @@ def free(tensor: torch.Tensor) -> None:
         _poison.sweep()
         fill(storage, tensor.dtype)
     kept = _spare
-    if kept is not None and _is_big(storage, storage.size()):
+    if kept is not None and _swap is not None and _is_big(storage, storage.size()):
         one = torch.UntypedStorage(0)
-        one._swap_data_ptr_(storage)
+        _swap(one, storage)
         kept.append(one)
         return
     storage.resize_(0)

@@ -49,7 +49,7 @@ def test_memory_that_nobody_asked_pages_for_has_none_before_it_is_written() -> N
 
 @pytest.fixture
 def keeping() -> Iterator[None]:
-    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+    if memory._swap is None:
         pytest.skip("this torch cannot hand memory from one storage to another")
     with _torch.poisoned_memory(False):
         _torch.keep_spare()
@@ -121,7 +121,7 @@ def test_kept_memory_is_poisoned_when_it_goes_and_when_it_comes() -> None:
 
 
 def test_a_torch_that_cannot_swap_memory_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_can_swap", False)
+    monkeypatch.setattr(memory, "_swap", None)
     _torch.keep_spare()
     tensor = torch.empty(MIB)
     _torch.free(tensor)
