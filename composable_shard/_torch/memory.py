@@ -3,7 +3,7 @@
 With ``COMPOSABLE_SHARD_POISON_MEMORY=1`` such memory is filled when it comes and before it goes:
 floats with NaN, integers and bytes with a pattern. What is read too early or too late is then wrong
 for certain, where by luck it would still hold the right values. Tests run with it; without it these
-functions do nothing but allocate and free.
+functions do nothing but allocate, keep and free.
 """
 
 from __future__ import annotations
@@ -185,10 +185,15 @@ def _take_spare(nbytes: int) -> torch.UntypedStorage | None:
     return None
 
 
-def _is_big(storage: torch.UntypedStorage, nbytes: int) -> bool:
+def _is_big(storage: torch.UntypedStorage, nbytes: int, limit: int = _BIG_NBYTES) -> bool:
     """Tell whether memory is big, and the host's; that of streams is the business of others."""
     device = storage.device
-    return nbytes >= _BIG_NBYTES and device.type == "cpu" and not has_streams(device)
+    return nbytes >= limit and device.type == "cpu" and not has_streams(device)
+
+
+def _is_kept(storage: torch.UntypedStorage, nbytes: int) -> bool:
+    """Tell whether memory is kept when it is freed; with poison it is whatever its size."""
+    return _is_big(storage, nbytes, _BIG_NBYTES if _poison is None else 1)
 
 
 def allocate(tensor: torch.Tensor) -> None:
@@ -196,7 +201,7 @@ def allocate(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
     if storage.size() != nbytes:
-        spare = _take_spare(nbytes) if _is_big(storage, nbytes) else None
+        spare = _take_spare(nbytes) if _is_kept(storage, nbytes) else None
         if spare is not None and not storage.size() and _swap is not None:
             _swap(storage, spare)
         else:
@@ -225,8 +230,8 @@ def free(tensor: torch.Tensor) -> None:
         _poison.sweep()
         fill(storage, tensor.dtype)
     kept = _spare
-    if kept is not None and _swap is not None and _is_big(storage, storage.size()):
-        one = torch.UntypedStorage(0)
+    if kept is not None and _swap is not None and _is_kept(storage, storage.size()):
+        one = torch.UntypedStorage(0, device=storage.device)
         _swap(one, storage)
         kept.append(one)
         return

@@ -515,7 +515,6 @@ class Exchange:
         self._mailbox: Mailbox = mailbox
         self._unread: list[int] = []
         self._is_published = False
-        self._time_out = _torch.timeout_of(group)
         self._note = mailbox.given_up.append  # globals may be gone when the interpreter ends
         mailbox.let_go()
         self._key = mailbox.next_key(tag)
@@ -612,8 +611,8 @@ class Exchange:
                     got = f"word that {failure}"
                 elif peer.ends_within(0):
                     got = "the end of its process"
-                elif now - start > self._time_out:
-                    got = f"no sign of it within the time-out of {self._time_out:.0f} s"
+                elif now - start > (time_out := _torch.timeout_of(self._group)):
+                    got = f"no sign of it within the time-out of {time_out:.0f} s"
             if seen := look():  # also what was there when it ended
                 return seen
             if got is not None:
