@@ -22,7 +22,6 @@ from operator import attrgetter
 import torch
 
 from composable_shard._torch.dtensors import leaves, local_part
-from composable_shard._torch.streams import has_streams
 
 POISON_VARIABLE = "COMPOSABLE_SHARD_POISON_MEMORY"
 POISON_OF_FLOATS = 0xFF
@@ -156,7 +155,8 @@ def keep_spare() -> None:
 
     The allocator would give it back to the system, or cut other memory from it, and the next gather
     would have to fill fresh pages with zeros. The next big allocation takes what was freed, or lets
-    go of it, and there are never more than two pieces.
+    go of it, and there are never more than two pieces. Where there are streams the allocator does
+    this, which knows them.
     """
     global _spare
     if _spare is None and _swap is not None:
@@ -186,9 +186,8 @@ def _take_spare(nbytes: int) -> torch.UntypedStorage | None:
 
 
 def _is_big(storage: torch.UntypedStorage, nbytes: int, limit: int = _BIG_NBYTES) -> bool:
-    """Tell whether memory is big, and the host's; that of streams is the business of others."""
-    device = storage.device
-    return nbytes >= limit and device.type == "cpu" and not has_streams(device)
+    """Tell whether memory is big, and the host's."""
+    return nbytes >= limit and storage.device.type == "cpu"
 
 
 def _is_kept(storage: torch.UntypedStorage, nbytes: int) -> bool:

@@ -437,7 +437,8 @@ class BackwardPass:
         plan = NO_PLAN if is_inside else self._next_plan(forward)
         run = BackwardRun(weakref.ref(end), _torch.current_backward(), plan, is_inside=is_inside)
         self.run = run
-        _torch.keep_spare()
+        if not _torch.has_streams(self._groups[0].mesh.device):
+            _torch.keep_spare()
         _torch.on_backward_end(end)
         del end  # a traceback through here would keep it
         if is_inside:

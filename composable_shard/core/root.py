@@ -62,7 +62,8 @@ class Context(Tree[ParamGroup]):
         self.finalization.check_ended()
         self._free_earlier(is_anew=self._begins_anew(group, module))
         self.forward.begin(group, module, call)
-        _torch.keep_spare()
+        if not _torch.has_streams(group.mesh.device):
+            _torch.keep_spare()
         return True
 
     def end_forward(self, outermost: ParamGroup, *, failed: bool, has_backward: bool) -> None:
