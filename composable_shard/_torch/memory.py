@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -136,7 +137,7 @@ def with_pages(tensor: torch.Tensor) -> torch.Tensor:
     """
     storage = tensor.untyped_storage()
     nbytes = storage.size()
-    if _advise is None or not _is_big(storage, nbytes):
+    if _advise is None or storage.device.type != "cpu" or nbytes < _BIG_NBYTES:
         return tensor
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (storage.data_ptr() + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -147,7 +148,7 @@ def with_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 _NUM_SPARE = 2
 _spare: deque[torch.UntypedStorage] | None = None
-_swap = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # not in every supported version
+_swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # not in every version
 
 
 def keep_spare() -> None:
@@ -174,25 +175,21 @@ def spare_storages() -> list[torch.UntypedStorage]:
     return list(_spare or ())
 
 
-def _take_spare(nbytes: int) -> torch.UntypedStorage | None:
-    """Return kept memory of that size, if there is some; give back what was freed before it."""
+def _takes_spare(storage: torch.UntypedStorage, nbytes: int) -> bool:
+    """Have kept memory of that size, if there is some; give back what was freed before it."""
     spare = _spare
-    while spare:
+    while spare and not storage.size() and _is_kept(storage, nbytes):
         with contextlib.suppress(IndexError):  # ranks may be threads
             one = spare.popleft()
             if one.size() == nbytes:
-                return one
-    return None
-
-
-def _is_big(storage: torch.UntypedStorage, nbytes: int, limit: int = _BIG_NBYTES) -> bool:
-    """Tell whether memory is big, and the host's."""
-    return nbytes >= limit and storage.device.type == "cpu"
+                _swap(storage, one)
+                return True
+    return False
 
 
 def _is_kept(storage: torch.UntypedStorage, nbytes: int) -> bool:
-    """Tell whether memory is kept when it is freed; with poison it is whatever its size."""
-    return _is_big(storage, nbytes, _BIG_NBYTES if _poison is None else 1)
+    """Tell whether so much memory is kept when it is freed; with poison it is whatever its size."""
+    return storage.device.type == "cpu" and nbytes >= (_BIG_NBYTES if _poison is None else 1)
 
 
 def allocate(tensor: torch.Tensor) -> None:
@@ -200,10 +197,7 @@ def allocate(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
     if storage.size() != nbytes:
-        spare = _take_spare(nbytes) if _is_kept(storage, nbytes) else None
-        if spare is not None and not storage.size() and _swap is not None:
-            _swap(storage, spare)
-        else:
+        if not _takes_spare(storage, nbytes):
             storage.resize_(nbytes)
             with_pages(tensor)
         if _poison is not None:
@@ -228,11 +222,11 @@ def free(tensor: torch.Tensor) -> None:
     if _poison is not None:
         _poison.sweep()
         fill(storage, tensor.dtype)
-    kept = _spare
-    if kept is not None and _swap is not None and _is_kept(storage, storage.size()):
+    spare = _spare
+    if spare is not None and _is_kept(storage, storage.size()):
         one = torch.UntypedStorage(0, device=storage.device)
         _swap(one, storage)
-        kept.append(one)
+        spare.append(one)
         return
     storage.resize_(0)
 

@@ -654,6 +654,7 @@ class BackwardPass:
 
     def _reset(self) -> None:
         self._forget_run()
+        _torch.return_spare()
         self._ran_inside.clear()
         self._reductions.reset()
         self._order.clear()

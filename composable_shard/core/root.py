@@ -90,7 +90,7 @@ class Context(Tree[ParamGroup]):
                 self.backward.finish_inside()
                 self.forward.show_sharded(outermost)
                 self.reductions.wait_for_copies()
-        if _torch.current_backward() == -1:
+        if failed or _torch.current_backward() == -1:
             _torch.return_spare()
 
     def clean_up_if_failed(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.transport import host
 from composable_shard.core.weights import Weights
@@ -286,16 +285,12 @@ class Reductions:
         self.in_flight.wait()
 
     def wait_for_copies(self) -> None:
-        """Wait until what is on its way between host and device is there, gradients too.
-
-        Every backward ends with this, and every forward that has none.
-        """
+        """Wait until what is on its way between host and device is there, gradients too."""
         if host.is_busy():
             self._root.emit("begin_wait_for_copies")
             host.settle()
             self._root.emit("wait_for_copies")
         self.in_flight.end_returns()
-        _torch.return_spare()
 
     def divide_by_weights(self) -> None:
         """Divide gradients by what microbatches weigh, if that was said and nothing is to reduce.

@@ -112,10 +112,11 @@ def kept_around_passes() -> list[tuple[str, int]]:
     )
     loss.backward()
     note("gathered throughout")
-    assert all(count <= 2 for count in inside)
+    assert len(inside) == 1 and 1 <= inside[0] <= 2
     return kept
 
 
+@pytest.mark.skipif(memory._swap is None, reason="this torch cannot hand memory over")
 def test_nothing_is_kept_outside_of_passes() -> None:
     for kept in run_ranks(kept_around_passes, 2):
         assert len(kept) == 6

@@ -39,7 +39,7 @@ slabs than backward, and memory is short where backward begins."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
 _COLLAPSE = 25  # of madvise(2)
-_HUGE_PAGE = 2 * 1024 * 1024  # bytes, on most processors; others refuse to make one
+_HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page, on most processors; others refuse to make one
 
 # Slabs, and the files that they are pieces of -----------------------------------------------------
 
@@ -75,9 +75,8 @@ def _mapped(
 
 def _map(address: int | None, nbytes: int, access: int, flags: int, file: int, start: int) -> int:
     got: int | None = _libc().mmap(address, nbytes, access, flags, file, start)
-    if got in (None, ctypes.c_void_p(-1).value):
+    if got is None or got == ctypes.c_void_p(-1).value:
         raise _no_memory(nbytes, OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno())))
-    assert got is not None
     return got
 
 
@@ -102,10 +101,9 @@ class Slab:
         last_use: When it was taken last, counted in uses of slabs.
     """
 
-    def __init__(self, file: int, start: int, nbytes: int) -> None:
+    def __init__(self, file: int, start: int, nbytes: int, alignment: int) -> None:
         self.start = start
         self.nbytes = nbytes
-        alignment = _HUGE_PAGE if nbytes >= _HUGE_PAGE else mmap.PAGESIZE
         both = mmap.PROT_READ | mmap.PROT_WRITE
         self._piece = _mapped(file, start, nbytes, both, alignment)
         self.address = ctypes.addressof(self._piece)
@@ -164,12 +162,14 @@ class OwnFile:
         Others read those three times as fast, since the system copies them page by page, and they
         come in a quarter of the time. One small page has to be there for it to become a huge one.
         """
-        start = _round_up(self._end, _HUGE_PAGE) if nbytes >= _HUGE_PAGE else self._end
-        slab, num_huge = Slab(self.file, start, nbytes), nbytes // _HUGE_PAGE
+        num_huge = nbytes // _HUGE_NBYTES
+        alignment = _HUGE_NBYTES if num_huge else mmap.PAGESIZE
+        start = _round_up(self._end, alignment)
+        slab = Slab(self.file, start, nbytes, alignment)
         try:  # an error now, not a signal later
             for number in range(num_huge):
-                os.posix_fallocate(self.file, start + number * _HUGE_PAGE, mmap.PAGESIZE)
-            _libc().madvise(slab.address, num_huge * _HUGE_PAGE, _COLLAPSE)
+                os.posix_fallocate(self.file, start + number * _HUGE_NBYTES, mmap.PAGESIZE)
+            _libc().madvise(slab.address, num_huge * _HUGE_NBYTES, _COLLAPSE)
             os.posix_fallocate(self.file, start, nbytes)  # what is small, or was refused
         except OSError as error:
             raise _no_memory(nbytes, error) from error
