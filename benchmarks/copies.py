@@ -94,6 +94,7 @@ class Copies(Observer):
             (point_to_point.DirectAllGather, "launch"): self._saw_launch,
             (point_to_point.DirectReduceScatter, "launch"): self._saw_launch,
             (point_to_point, "copy_bytes"): self._saw_copy,
+            (mailbox.Exchange, "copy_to"): self._saw_message,
             (mailbox.Published, "copy_to"): self._saw_read,
         }
         for (owner, name), note in watched.items():
@@ -111,9 +112,13 @@ class Copies(Observer):
     def _saw_copy(self, source: int, nbytes: int, *into: int) -> None:
         self.counts.in_collectives += nbytes * len(into)
 
-    def _saw_read(self, _: Any, into: torch.Tensor, first: int = 0) -> None:
+    def _saw_message(self, exchange: Any, *_: Any) -> None:
+        for numel, dtype in zip(exchange.form.numels, exchange.form.dtypes, strict=True):
+            self._saw_read(None, 0, numel * dtype.itemsize)
+
+    def _saw_read(self, _: Any, address: int, nbytes: int, start: int = 0) -> None:
         self.counts.messages += 1
-        self.counts.sent += into.nbytes
+        self.counts.sent += nbytes
 
     def saw(
         self,

@@ -135,10 +135,10 @@ def with_pages(tensor: torch.Tensor) -> torch.Tensor:
     time of a step on the CPU. A system that does not know these calls refuses them, and nothing is
     lost.
     """
-    storage = tensor.untyped_storage()
-    nbytes = storage.size()
-    if _advise is None or storage.device.type != "cpu" or nbytes < _BIG_NBYTES:
+    nbytes = tensor.nbytes
+    if _advise is None or nbytes < _BIG_NBYTES or not _is_of_host(tensor):
         return tensor
+    storage = tensor.untyped_storage()
     begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (storage.data_ptr() + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     for advice in (_HUGE_PAGE, _POPULATE_WRITE):
@@ -175,10 +175,10 @@ def spare_storages() -> list[torch.UntypedStorage]:
     return list(_spare or ())
 
 
-def _takes_spare(storage: torch.UntypedStorage, nbytes: int) -> bool:
-    """Have kept memory of that size, if there is some; give back what was freed before it."""
-    spare = _spare
-    while spare and not storage.size() and _is_kept(storage, nbytes):
+def _takes_spare(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Have kept memory of its size, if there is some; give back what was freed before it."""
+    spare, nbytes = _spare, tensor.nbytes
+    while spare and not storage.size() and _is_kept(tensor, nbytes):
         with contextlib.suppress(IndexError):  # ranks may be threads
             one = spare.popleft()
             if one.size() == nbytes:
@@ -187,9 +187,14 @@ def _takes_spare(storage: torch.UntypedStorage, nbytes: int) -> bool:
     return False
 
 
-def _is_kept(storage: torch.UntypedStorage, nbytes: int) -> bool:
+def _is_kept(tensor: torch.Tensor, nbytes: int) -> bool:
     """Tell whether so much memory is kept when it is freed; with poison it is whatever its size."""
-    return storage.device.type == "cpu" and nbytes >= (_BIG_NBYTES if _poison is None else 1)
+    return nbytes >= (_BIG_NBYTES if _poison is None else 1) and _is_of_host(tensor)
+
+
+def _is_of_host(tensor: torch.Tensor) -> bool:
+    """Tell whether its memory is the host's; that of a fake tensor is not, whatever it says."""
+    return tensor.is_cpu and type(tensor) is torch.Tensor
 
 
 def allocate(tensor: torch.Tensor) -> None:
@@ -197,7 +202,7 @@ def allocate(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
     if storage.size() != nbytes:
-        if not _takes_spare(storage, nbytes):
+        if not _takes_spare(tensor, storage):
             storage.resize_(nbytes)
             with_pages(tensor)
         if _poison is not None:
@@ -223,8 +228,8 @@ def free(tensor: torch.Tensor) -> None:
         _poison.sweep()
         fill(storage, tensor.dtype)
     spare = _spare
-    if spare is not None and _is_kept(storage, storage.size()):
-        one = torch.UntypedStorage(0, device=storage.device)
+    if spare is not None and _is_kept(tensor, storage.size()):
+        one = torch.UntypedStorage(0, device="cpu")
         _swap(one, storage)
         spare.append(one)
         return

@@ -83,6 +83,24 @@ def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None, r
     assert run_ranks(kept_apart(gathered, apart), ranks, dtype) == [True] * ranks
 
 
+def many_gathered() -> bool:
+    """Gather more tensors than one system call fills; tell whether each is exact."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    inputs = [torch.full((1 + number % 3,), number + rank / 8) for number in range(1100)]
+    outputs = [torch.empty(count * one.numel()) for one in inputs]
+    group = dist.group.WORLD
+    assert group is not None
+    Pending(DirectAllGather().launch(outputs, inputs, group, TAG)).wait()
+    return all(
+        out.tolist() == [number + peer / 8 for peer in range(count) for _ in own]
+        for number, (out, own) in enumerate(zip(outputs, inputs, strict=True))
+    )
+
+
+def test_more_tensors_are_gathered_than_one_call_reads() -> None:
+    assert run_ranks(many_gathered, 3) == [True] * 3
+
+
 def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
     """Reduce in `dtype` what is of the first of `dtypes` on rank 0, of the next on rank 1, ..."""
     rank, count = dist.get_rank(), dist.get_world_size()

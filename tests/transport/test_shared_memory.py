@@ -271,6 +271,21 @@ def test_a_slab_is_read_where_it_was_written() -> None:
         assert seen.tolist() == [number + 1] * 5 + [0, 0]
 
 
+def test_several_places_are_filled_by_one_call() -> None:
+    own, into = OwnFile(8), torch.full((12,), -1, dtype=torch.int32)
+    peer, slab = PeerFile(os.dup(own.file), 8), own.take(PAGE)
+    written = torch.arange(100, dtype=torch.int32)
+    ctypes.memmove(slab.address, written.data_ptr(), written.nbytes)
+    first, second = into[:3].data_ptr(), into[5:].data_ptr()
+    assert peer.read_pieces(slab.start + 8, [second, 16, first, 12, second, 0])
+    assert into.tolist() == [6, 7, 8, -1, -1, 2, 3, 4, 5, -1, -1, -1]
+    assert not peer.read_pieces(slab.start + PAGE - 16, [first, 12, second, 12])  # its end
+    assert not peer.read_pieces(slab.start, [8, 4])
+    each = [word for _ in range(1025) for word in (first, 4)]
+    assert peer.read_pieces(slab.start, each[2:])
+    assert not peer.read_pieces(slab.start, each)  # more than the system takes
+
+
 def test_what_is_not_there_cannot_be_read() -> None:
     own, into = OwnFile(8), torch.zeros(PAGE, dtype=torch.uint8)
     peer = PeerFile(os.dup(own.file), 8)

@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,9 @@ _DTYPES = [
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]  # by the number that says which one it is
 _ALIGNMENT = 64  # bytes
+_GAP = (ctypes.c_uint8 * _ALIGNMENT)()  # what lies between tensors is read to there
+_GAP_ADDRESS = ctypes.addressof(_GAP)
+_dtype_of = attrgetter("dtype")
 
 
 class Form(NamedTuple):
@@ -80,7 +84,7 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Form:
         """Return that of a message of these tensors, as they are."""
-        return cls(tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors), 1)
+        return cls(tuple(map(torch.Tensor.numel, tensors)), tuple(map(_dtype_of, tensors)), 1)
 
 
 class Published(NamedTuple):
@@ -96,16 +100,26 @@ class Published(NamedTuple):
     start: int
     dtype: torch.dtype
 
-    def copy_to(self, into: torch.Tensor, first: int = 0) -> None:
-        """Fill a contiguous tensor with elements from the number ``first`` on."""
-        self.file.read(self.start + first * self.dtype.itemsize, into.data_ptr(), into.nbytes)
+    def copy_to(self, address: int, nbytes: int, start: int = 0) -> None:
+        """Copy bytes from the number ``start`` on to an address of this process."""
+        self.file.read(self.start + start, address, nbytes)
 
 
 class _Plan(NamedTuple):
-    """Where the tensors of a form lie in a slab, behind a table that says what they are."""
+    """Where the tensors of a form lie in a slab, behind a table that says what they are.
+
+    Attributes:
+        table: That table.
+        offsets: Where each tensor begins.
+        lengths: How many bytes each has, all parts together.
+        gaps: How many bytes lie between each and the next.
+        nbytes: How long the slab is.
+    """
 
     table: bytes
     offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    gaps: tuple[int, ...]
     nbytes: int
 
 
@@ -115,12 +129,14 @@ def _plan(form: Form) -> _Plan:
     for numel, dtype in zip(form.numels, form.dtypes, strict=True):
         words += [_DTYPES.index(dtype), numel]
     table = bytes(memoryview((ctypes.c_int64 * len(words))(*words)))
-    end, offsets = len(table), []
+    end, offsets, lengths = len(table), [], []
     for numel, dtype in zip(form.numels, form.dtypes, strict=True):
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        offsets.append(start)
-        end = start + form.num_parts * numel * dtype.itemsize
-    return _Plan(table, tuple(offsets), end)
+        offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        lengths.append(form.num_parts * numel * dtype.itemsize)
+        end = offsets[-1] + lengths[-1]
+    ends = map(int.__add__, offsets, lengths)
+    gaps = map(int.__sub__, [*offsets[1:], end], ends)
+    return _Plan(table, tuple(offsets), tuple(lengths), tuple(gaps), end)
 
 
 def _form_of(table: Any, num_parts: int) -> Form:
@@ -144,6 +160,18 @@ _log = logging.getLogger("composable_shard")
 _fence = threading.Lock()
 
 Key = tuple[int, int]  # a tag, and which of its collectives
+
+
+_num_forks = 0  # between the first process and this one
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 def _order_memory() -> None:
@@ -226,7 +254,7 @@ class Mailbox:
         self._own: OwnFile = shared.own
         self._words = shared.own.words
         self._rank, self._num_ranks = group.rank(), group.size()
-        self._process = os.getpid()
+        self._num_forks = _num_forks
         self._lock = threading.RLock()
         self._counts: dict[int, int] = {}  # of collectives, by tag
         self._num_published = 0
@@ -249,9 +277,10 @@ class Mailbox:
     def publish(self, key: Key, slab: Slab, ranks: Sequence[int]) -> bool:
         """Show a slab to some ranks; ``False`` if it has to wait until they take note of others."""
         with self._lock:
-            self._take_back()
             if not self._has_room(ranks):
                 return False
+            if not self._free_acks:
+                self._take_back()
             if not self._free_acks:
                 if self._num_acks == NUM_ACKS:
                     return False
@@ -300,16 +329,25 @@ class Mailbox:
             _order_memory()
             self._words[own_place] = peer.num_taken
 
-    def has_read(self, peer: Peer, key: Key) -> None:
-        """Tell a peer that this rank has what was published, and needs it no more."""
+    def has_read(self, key: Key, ranks: list[int]) -> None:
+        """Tell others that this rank has what they published, and needs it no more.
+
+        Args:
+            key: Of the collective.
+            ranks: Them; each is taken away once it is told.
+        """
         self._refuse_fork()
         with self._lock:
-            entry = peer.arrived.get(key)
-            if entry is None:
-                peer.unwanted.add(key)
-            else:
-                self._acknowledge(peer, entry)
-                del peer.arrived[key]
+            _order_memory()
+            while ranks:
+                peer = self.peers[ranks[-1]]
+                entry = peer.arrived.get(key)
+                if entry is None:
+                    peer.unwanted.add(key)
+                else:
+                    self._acknowledge(peer, entry)
+                    del peer.arrived[key]
+                ranks.pop()
 
     def let_go(self) -> None:
         """Say which collectives this rank has given up.
@@ -326,8 +364,7 @@ class Mailbox:
                     return
                 if not is_published and not self._has_room(ranks):
                     return  # the next time
-                for rank in ranks:
-                    self.has_read(self.peers[rank], key)
+                self.has_read(key, ranks)
                 if not is_published:
                     self._write(key, -1, 0, _GIVEN_UP)
                 self.given_up.popleft()
@@ -342,24 +379,23 @@ class Mailbox:
     def _arrive(self, peer: Peer, key: Key, entry: _Entry) -> None:
         if key in peer.unwanted:
             peer.unwanted.discard(key)
+            _order_memory()
             self._acknowledge(peer, entry)
         elif entry.nbytes != _GIVEN_UP or key not in peer.arrived:
             peer.arrived[key] = entry
 
     def _acknowledge(self, peer: Peer, entry: _Entry) -> None:
         if entry.nbytes != _GIVEN_UP:
-            _order_memory()
             acks = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY
             self._words[acks + peer.rank * NUM_ACKS + entry.ack] = entry.number
 
     def _take_back(self) -> None:
         """Take back the slabs that all have read."""
-        acks = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY + self._rank * NUM_ACKS
+        acks, peers = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY + self._rank * NUM_ACKS, self.peers
         for published in list(self._unread):
-            place, peers = acks + published.ack, self.peers
-            published.ranks = [
-                rank for rank in published.ranks if peers[rank].words[place] != published.number
-            ]
+            place, number, ranks = acks + published.ack, published.number, published.ranks
+            while ranks and peers[ranks[-1]].words[place] == number:
+                ranks.pop()
             if not published.ranks:
                 _order_memory()
                 self._unread.remove(published)
@@ -390,7 +426,7 @@ class Mailbox:
         self._num_published = self._words[0] = number
 
     def _refuse_fork(self) -> None:
-        if os.getpid() != self._process:
+        if self._num_forks != _num_forks:
             raise ShardError(
                 "Expected the process that made a process group to use it, got one that was forked "
                 "from it; start the ranks before, or make a process group in each"
@@ -426,13 +462,15 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
 
     Collective: three all-gathers of a few bytes at the first call for ``group``.
     """
-    if group not in _mailboxes:
-        with watched(group, "finding the ranks of this host"):
-            shared = share(group, Mailbox.num_words(group.size()))
-        _tell(group, shared)
-        _reasons[group] = shared.reasons
-        _mailboxes[group] = Mailbox(group, shared) if shared.files else None
-    return _mailboxes[group]
+    known = _mailboxes.get(group)
+    if known is not None or group in _mailboxes:
+        return known
+    with watched(group, "finding the ranks of this host"):
+        shared = share(group, Mailbox.num_words(group.size()))
+    _tell(group, shared)
+    _reasons[group] = shared.reasons
+    _mailboxes[group] = made = Mailbox(group, shared) if shared.files else None
+    return made
 
 
 def near_ranks(group: dist.ProcessGroup) -> list[int]:
@@ -495,6 +533,9 @@ class Exchange:
         form: What this rank publishes.
         fill: Writes it, given where each tensor of the form begins.
 
+    Attributes:
+        form: What this rank publishes.
+
     Raises:
         ShardError: Here and below, if a rank has ended, does not do its part within the time-out
             of the process group, has given up, or did not so before. The group is lost then.
@@ -509,7 +550,7 @@ class Exchange:
         fill: Callable[[list[int]], object],
     ) -> None:
         self._group = group
-        self._form = form
+        self.form = form
         mailbox = mailbox_of(group)
         assert mailbox is not None
         self._mailbox: Mailbox = mailbox
@@ -519,7 +560,7 @@ class Exchange:
         mailbox.let_go()
         self._key = mailbox.next_key(tag)
         self._unread = list(ranks)  # from here on it is given up unless it is finished
-        plan = _plan(form)
+        self._plan = plan = _plan(form)
         slab = mailbox.take_slab(plan.nbytes)
         ctypes.memmove(slab.address, plan.table, len(plan.table))
         fill([slab.address + offset for offset in plan.offsets])
@@ -547,11 +588,8 @@ class Exchange:
             RankMismatchError: If the tensors are not as many as this rank publishes, or not as
                 long, or of other dtypes.
         """
-        peer, own = self._mailbox.peers[rank], self._form
-        entry = self._wait(rank, lambda: self._mailbox.look(peer, self._key))
-        if entry.nbytes == _GIVEN_UP:
-            raise lost(self._group, rank, "word that it has given that one up")
-        form, plan = own, _plan(own)
+        entry, peer = self._entry(rank), self._mailbox.peers[rank]
+        form, own, plan = self.form, self.form, self._plan
         table = (ctypes.c_int64 * (len(plan.table) // 8))()
         peer.file.read(entry.start, ctypes.addressof(table), len(plan.table))
         if bytes(table) != plan.table:
@@ -574,17 +612,45 @@ class Exchange:
             for offset, numel, dtype in zip(plan.offsets, form.numels, form.dtypes, strict=True)
         ]
 
+    def copy_to(self, rank: int, places: Sequence[int]) -> None:
+        """Wait for what a rank publishes; copy each tensor to an address, all by one call.
+
+        Args:
+            rank: Which one.
+            places: The addresses, in this process.
+
+        Raises:
+            RankMismatchError: If it is not what this rank publishes, as :meth:`read` says.
+        """
+        entry, plan = self._entry(rank), self._plan
+        head = ctypes.create_string_buffer(plan.offsets[0] if plan.offsets else len(plan.table))
+        pieces = [ctypes.addressof(head), len(head)]
+        for place, length, gap in zip(places, plan.lengths, plan.gaps, strict=True):
+            pieces += (place, length, _GAP_ADDRESS, gap) if gap else (place, length)
+        is_whole = self._mailbox.peers[rank].file.read_pieces(entry.start, pieces)
+        if is_whole and head.raw.startswith(plan.table):
+            return
+        published = self.read(rank, dtypes=self.form.dtypes)
+        for theirs, place, length in zip(published, places, plan.lengths, strict=True):
+            theirs.copy_to(place, length)
+
     def is_there(self) -> bool:
         """Tell whether all others have published, so that nothing is left to wait for."""
-        mailbox, key = self._mailbox, self._key
-        return all(mailbox.look(mailbox.peers[rank], key) for rank in self._unread)
+        look, peers, key = self._mailbox.look, self._mailbox.peers, self._key
+        return all(look(peers[rank], key) is not None for rank in self._unread)
 
     def finish(self) -> None:
         """Tell the others that this rank has read."""
-        unread, mailbox = self._unread, self._mailbox
-        while unread:
-            mailbox.has_read(mailbox.peers[unread[-1]], self._key)
-            unread.pop()
+        if self._unread:
+            self._mailbox.has_read(self._key, self._unread)
+
+    def _entry(self, rank: int) -> _Entry:
+        """Wait for what a rank publishes."""
+        look, peer, key = self._mailbox.look, self._mailbox.peers[rank], self._key
+        entry: _Entry = look(peer, key) or self._wait(rank, partial(look, peer, key))
+        if entry.nbytes == _GIVEN_UP:
+            raise lost(self._group, rank, "word that it has given that one up")
+        return entry
 
     def __del__(self) -> None:
         """Note that this rank gives up what it has not finished."""

@@ -37,32 +37,35 @@ class DirectAllGather(AllGatherLaunch):
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int
     ) -> list[Waitable]:
-        rank, num_ranks = group.rank(), group.size()
-        places = [out.view(num_ranks, -1) for out in _sendable(outputs)]
-        shards = _sendable(inputs)
         near, far = _peers_of(group)
-        messages = _Messages(group, tag)
-        for peer in far:
-            for place in places:
-                messages.receive(place[peer], peer)
-        for peer in far:
-            for own in shards:
-                messages.send(own, peer)
-        works: list[Waitable] = [messages]
+        shards = _sendable(inputs)
+        sizes = [own.nbytes for own in shards]
+        own_places = _places(outputs, sizes, group.rank())
+        works: list[Waitable] = []
+        if far:
+            gathered = [out.view(group.size(), -1) for out in _sendable(outputs)]
+            messages = _Messages(group, tag)
+            for peer in far:
+                for parts in gathered:
+                    messages.receive(parts[peer], peer)
+            for peer in far:
+                for own in shards:
+                    messages.send(own, peer)
+            works.append(messages)
         if near:
 
             def fill(addresses: list[int]) -> None:
-                for address, place, own in zip(addresses, places, shards, strict=True):
-                    copy_bytes(own.data_ptr(), own.nbytes, address, place[rank].data_ptr())
+                for own, address, place in zip(shards, addresses, own_places, strict=True):
+                    copy_bytes(own.data_ptr(), own.nbytes, address, place)
 
             exchange = Exchange(group, tag, near, Form.of(shards), fill)
-            reading = _Reading(exchange, {peer: [place[peer] for place in places] for peer in near})
+            reading = _Reading(exchange, near, outputs, sizes)
             works.append(reading)
             if exchange.is_there():  # the sooner it is read, the less memory is shared
                 reading.wait()
         else:
-            for place, own in zip(places, shards, strict=True):
-                copy_bytes(own.data_ptr(), own.nbytes, place[rank].data_ptr())
+            for own, place in zip(shards, own_places, strict=True):
+                copy_bytes(own.data_ptr(), own.nbytes, place)
         return works
 
 
@@ -72,16 +75,17 @@ class DirectGather(GatherLaunch):
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int, to: int
     ) -> list[Waitable]:
-        rank, num_ranks = group.rank(), group.size()
-        shards = _sendable(inputs)
+        rank, shards = group.rank(), _sendable(inputs)
         near, far = _peers_of(group)
+        sizes = [own.nbytes for own in shards]
         messages = _Messages(group, tag)
-        places = [out.view(num_ranks, -1) for out in _sendable(outputs)] if rank == to else []
-        for place, own in zip(places, shards if places else [], strict=True):
-            copy_bytes(own.data_ptr(), own.nbytes, place[rank].data_ptr())
-        for peer in far if rank == to else []:
-            for place in places:
-                messages.receive(place[peer], peer)
+        if rank == to:
+            for own, place in zip(shards, _places(outputs, sizes, rank), strict=True):
+                copy_bytes(own.data_ptr(), own.nbytes, place)
+            gathered = [out.view(group.size(), -1) for out in _sendable(outputs)]
+            for peer in far:
+                for parts in gathered:
+                    messages.receive(parts[peer], peer)
         if to in far:
             for own in shards:
                 messages.send(own, to)
@@ -96,11 +100,15 @@ class DirectGather(GatherLaunch):
 
             exchange = Exchange(group, tag, near, Form.of(published), fill)
             if rank == to:
-                members = {peer: [place[peer] for place in places] for peer in near}
-                works.append(_Reading(exchange, members))
+                works.append(_Reading(exchange, near, outputs, sizes))
             else:
                 exchange.finish()  # what the others publish is not for this one
         return works
+
+
+def _places(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
+    """Return the addresses at which the shards of a rank belong, of so many bytes each."""
+    return [out.data_ptr() + rank * size for out, size in zip(outputs, nbytes, strict=True)]
 
 
 def copy_bytes(source: int, nbytes: int, *into: int) -> None:
@@ -161,19 +169,29 @@ class _Messages:
 
 
 class _Reading:
-    """Copies what ranks of this host have published into its places."""
+    """Copies the shards that ranks of this host have published into their places.
 
-    def __init__(self, exchange: Exchange, places: dict[int, Tensors]) -> None:
+    Args:
+        exchange: In which they are published.
+        near: Those ranks.
+        outputs: What to write.
+        sizes: How many bytes each shard has.
+    """
+
+    def __init__(
+        self, exchange: Exchange, near: list[int], outputs: Tensors, sizes: list[int]
+    ) -> None:
         self._exchange = exchange
-        self._places = places
+        self._near = near
+        self._outputs = outputs
+        self._sizes = sizes
 
     def wait(self) -> bool:
-        places, self._places = self._places, {}
-        for peer, members in places.items():
-            dtypes = [own.dtype for own in members]
-            for theirs, own in zip(self._exchange.read(peer, dtypes=dtypes), members, strict=True):
-                theirs.copy_to(own)
-        if places:
+        near, self._near = self._near, []
+        outputs, self._outputs = self._outputs, []
+        for peer in near:
+            self._exchange.copy_to(peer, _places(outputs, self._sizes, peer))
+        if near:
             self._exchange.finish()
         return True
 
@@ -199,16 +217,18 @@ class DirectReduceScatter(ReduceScatterLaunch):
         rank, num_ranks = group.rank(), group.size()
         divisor = op if isinstance(op, float) else {_SUM: 1, _AVERAGE: num_ranks}[op]
         near, far = _peers_of(group)
-        parts = [full.view(num_ranks, -1) for full in inputs]
         sums = [_RankOrderSum(out, rank, divisor) for out in outputs]
-        messages = _Messages(group, tag)
-        for peer in far:
-            for total, out in zip(sums, outputs, strict=True):
-                total.parts[peer] = _torch.empty_like(out)
-                messages.receive(total.parts[peer], peer)
-        for peer in far:
-            for part, out in zip(parts, outputs, strict=True):
-                messages.send(part[peer].to(out.dtype), peer)
+        works: list[Waitable] = []
+        if far:
+            messages = _Messages(group, tag)
+            for peer in far:
+                for total, out in zip(sums, outputs, strict=True):
+                    total.parts[peer] = _torch.empty_like(out)
+                    messages.receive(total.parts[peer], peer)
+            for peer in far:
+                for full, out in zip(inputs, outputs, strict=True):
+                    messages.send(full.view(num_ranks, -1)[peer].to(out.dtype), peer)
+            works.append(messages)
         exchange = None
         if near:
             form = Form(
@@ -225,12 +245,15 @@ class DirectReduceScatter(ReduceScatterLaunch):
                     copy_bytes(full.data_ptr() + end, full.nbytes - end, address + begin)
 
             exchange = Exchange(group, tag, near, form, fill)
-        for part, out in zip(parts, outputs, strict=True):
-            out.copy_(part[rank])
+        for full, out in zip(inputs, outputs, strict=True):
+            if full.dtype == out.dtype:
+                copy_bytes(full.data_ptr() + rank * out.nbytes, out.nbytes, out.data_ptr())
+            else:
+                out.copy_(full.view(num_ranks, -1)[rank])
         summing = _Summing(sums, exchange, near, rank)
         if exchange is not None and not far and exchange.is_there():
             summing.wait()
-        return [messages, summing]
+        return [*works, summing]
 
 
 class _Summing:
@@ -253,8 +276,9 @@ class _Summing:
                 place = self._rank - (self._rank > peer)  # they leave their own part out
                 for total, part in zip(sums, exchange.read(peer, place), strict=True):
                     total.published[peer] = part
+        scratch = _Scratch(max((total.out.numel() for total in sums), default=0))
         for total in sums:
-            total.take()
+            total.take(scratch)
         if exchange is not None and near:
             exchange.finish()
         return True
@@ -284,47 +308,66 @@ class _RankOrderSum:
         self._rank = rank
         self._divisor = divisor
 
-    def take(self) -> None:
+    def take(self, scratch: _Scratch) -> None:
         """Take the sum."""
-        out, numel = self.out, self.out.numel()
-        parts, published = self.parts, self.published
+        out, published, parts = self.out, self.published, self.parts
         self.parts, self.published = {}, {}
         others = sorted({*parts, *published})
         earlier = [rank for rank in others if rank < self._rank]
         wide = sum_dtype(out.dtype)
-        rounds = wide != out.dtype
-        chunk_numel = min(CHUNK_NUMEL if published or rounds or others[1:] else numel, numel)
+        as_it_is = not published and wide == out.dtype and len(others) < 2
+        is_one = as_it_is or out.numel() <= CHUNK_NUMEL
+        start = 0
 
-        def scratch(dtype: torch.dtype) -> torch.Tensor:
-            return _torch.empty(chunk_numel, dtype=dtype, device=out.device)
+        def part(rank: int, into: torch.Tensor | None = None) -> torch.Tensor:
+            """Return a part of a rank, in ``into`` if it is read there without a conversion."""
+            one = published.get(rank)
+            if one is None:
+                return parts[rank][start : start + numel]
+            if into is None or into.dtype != one.dtype:
+                into = scratch("part", one.dtype, numel)
+            one.copy_to(into.data_ptr(), into.nbytes, start * one.dtype.itemsize)
+            return into
 
-        read = {dtype: scratch(dtype) for dtype in {one.dtype for one in published.values()}}
-        total = scratch(wide) if rounds else None
-        before = scratch(wide) if len(earlier) > 1 else None
-        for start in range(0, numel, max(chunk_numel, 1)):
-            count = min(chunk_numel, numel - start)
-
-            def part(rank: int, start: int = start, count: int = count) -> torch.Tensor:
-                if rank in parts:
-                    return parts[rank][start : start + count]
-                into = read[published[rank].dtype][:count]
-                published[rank].copy_to(into, start)
-                return into
-
-            own = chunk = out[start : start + count]
-            if total is not None:
-                own = total[:count].copy_(chunk)
-            if before is not None:
-                first = before[:count].copy_(part(earlier[0]))
+        for chunk in (out,) if is_one else out.split(CHUNK_NUMEL):
+            numel = chunk.numel()
+            own = chunk if wide == out.dtype else scratch("sum", wide, numel).copy_(chunk)
+            added = others
+            if len(earlier) > 1:
+                before = scratch("sum of those before", wide, numel)
+                first = part(earlier[0], before)
+                if first is not before:
+                    before.copy_(first)
                 for rank in earlier[1:]:
-                    first.add_(part(rank))
-                own.add_(first)
-            for rank in others if before is None else others[len(earlier) :]:
+                    before.add_(part(rank))
+                own.add_(before)
+                added = others[len(earlier) :]
+            for rank in added:
                 own.add_(part(rank))
             if self._divisor != 1:
                 own.div_(self._divisor)
             if own is not chunk:
                 chunk.copy_(own)
+            start += numel
+
+
+class _Scratch:
+    """Memory for chunks, one piece for each use and dtype.
+
+    Args:
+        numel: How many elements the longest tensor has that is summed.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self._numel = min(numel, CHUNK_NUMEL)
+        self._tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def __call__(self, use: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return a tensor of that dtype and length."""
+        found = self._tensors.get((use, dtype))
+        if found is None:
+            self._tensors[use, dtype] = found = _torch.empty(self._numel, dtype=dtype, device="cpu")
+        return found if numel == self._numel else found[:numel]
 
 
 def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
@@ -334,7 +377,9 @@ def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """
     refuse_lost(group)
     rank, num_ranks, near = group.rank(), group.size(), near_ranks(group)
-    others = [(rank + step) % num_ranks for step in range(1, num_ranks)]
+    others = [*range(rank + 1, num_ranks), *range(rank)]
+    if len(near) == len(others):
+        return others, []
     return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
 
 

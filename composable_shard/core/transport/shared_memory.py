@@ -23,6 +23,7 @@ import select
 import socket
 import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ slabs than backward, and memory is short where backward begins."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
 _COLLAPSE = 25  # of madvise(2)
+_MAX_PIECES = 1024  # that one system call fills; more are refused
 _HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page, on most processors; others refuse to make one
 
 # Slabs, and the files that they are pieces of -----------------------------------------------------
@@ -53,7 +55,8 @@ def _libc() -> ctypes.CDLL:
     libc.munmap.argtypes = [ctypes.c_void_p, word]
     libc.madvise.argtypes = [ctypes.c_void_p, word, number]
     libc.pread.argtypes = [number, ctypes.c_void_p, word, ctypes.c_int64]
-    libc.pread.restype = ctypes.c_ssize_t
+    libc.preadv.argtypes = [number, ctypes.c_void_p, number, ctypes.c_int64]
+    libc.pread.restype = libc.preadv.restype = ctypes.c_ssize_t
     return libc
 
 
@@ -210,6 +213,7 @@ class PeerFile:
 
     def __init__(self, file: int, num_words: int) -> None:
         self._file = file
+        self._pread, self._preadv = _libc().pread, _libc().preadv
         weakref.finalize(self, os.close, file).atexit = False
         piece = _mapped(file, 0, _round_up(num_words * 8), mmap.PROT_READ)
         self.words = memoryview(piece).cast("B").cast("q")
@@ -220,15 +224,35 @@ class PeerFile:
         Raises:
             ShardError: If the system does not let it.
         """
-        done = 0
+        done = self._pread(self._file, address, nbytes, start)
+        if done == nbytes:
+            return
+        done = max(done, 0)
         while done < nbytes:
-            count = _libc().pread(self._file, address + done, nbytes - done, start + done)
+            count = self._pread(self._file, address + done, nbytes - done, start + done)
             if count <= 0:
                 got = f"the error '{os.strerror(ctypes.get_errno())}'" if count else "its end"
                 raise ShardError(
                     f"Expected to read {nbytes} bytes of shared memory, got {done} and {got}"
                 )
             done += count
+
+    def read_pieces(self, start: int, pieces: Sequence[int]) -> bool:
+        """Copy what begins at ``start`` to several places, one behind another, by one call.
+
+        Args:
+            start: Where it begins.
+            pieces: The address and the number of bytes of each place in turn.
+
+        Returns:
+            Whether all of it was copied; if not, :meth:`read` says why.
+        """
+        num_pieces = len(pieces) // 2
+        if num_pieces > _MAX_PIECES:
+            return False
+        places = (ctypes.c_size_t * len(pieces))(*pieces)
+        done: int = self._preadv(self._file, places, num_pieces, start)
+        return done == sum(pieces[1::2])
 
 
 # Which ranks can share memory, and how they come by each other's files ----------------------------
