@@ -88,14 +88,14 @@ class Copies(Observer):
 
     def __enter__(self) -> Copies:
         """Begin to watch operations, and what this library's collectives do without any."""
-        from composable_shard.core.transport import mailbox, point_to_point
+        from composable_shard.core.transport import exchange, point_to_point
 
         watched = {
             (point_to_point.DirectAllGather, "launch"): self._saw_launch,
             (point_to_point.DirectReduceScatter, "launch"): self._saw_launch,
             (point_to_point, "copy_bytes"): self._saw_copy,
-            (mailbox.Exchange, "copy_to"): self._saw_message,
-            (mailbox.Published, "copy_to"): self._saw_read,
+            (exchange.Exchange, "copy_to"): self._saw_message,
+            (exchange.Published, "copy_to"): self._saw_read,
         }
         for (owner, name), note in watched.items():
             self._patches.enter_context(noticed(owner, name, note))

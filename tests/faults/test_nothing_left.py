@@ -16,8 +16,9 @@ from nets import Net, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
+from composable_shard.core.transport.exchange import Exchange
 from composable_shard.core.transport.failures import watched
-from composable_shard.core.transport.mailbox import Exchange, mailbox_of
+from composable_shard.core.transport.mailbox import mailbox_of
 from composable_shard.testing import run_ranks
 
 __all__ = ["sharing"]

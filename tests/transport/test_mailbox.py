@@ -18,8 +18,9 @@ from near import Apart, sharing
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.core.transport import failures, mailbox, point_to_point
-from composable_shard.core.transport.mailbox import Exchange, Mailbox, mailbox_of
+from composable_shard.core.transport import exchange, failures, mailbox, point_to_point
+from composable_shard.core.transport.exchange import Exchange
+from composable_shard.core.transport.mailbox import Mailbox, mailbox_of
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather, DirectReduceScatter
 from composable_shard.errors import ShardError
@@ -515,14 +516,14 @@ def test_an_exchange_may_go_while_the_lock_is_held() -> None:
 
 def goes_without_globals() -> tuple[list[object], list[bool]]:
     pending, found = gather(10.0)[1], []
-    names = [name for name in vars(mailbox) if not name.startswith("__")]
     with contextlib.ExitStack() as stack:
         hook = mock.patch.object(
             sys, "unraisablehook", lambda one: found.append(str(one.exc_value))
         )
         stack.enter_context(hook)
-        for name in names:
-            stack.enter_context(mock.patch.object(mailbox, name, None))
+        for module in (exchange, mailbox):
+            for name in [name for name in vars(module) if not name.startswith("__")]:
+                stack.enter_context(mock.patch.object(module, name, None))
         del pending
     return found, complete(gather)
 

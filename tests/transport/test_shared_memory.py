@@ -23,7 +23,8 @@ import torch.distributed as dist
 from near import sharing
 
 from composable_shard.core.transport import mailbox, shared_memory
-from composable_shard.core.transport.mailbox import Exchange, mailbox_of, near_ranks, why_apart
+from composable_shard.core.transport.exchange import Exchange
+from composable_shard.core.transport.mailbox import mailbox_of, near_ranks, why_apart
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
 from composable_shard.core.transport.shared_memory import SWITCH, OwnFile, PeerFile, Shared

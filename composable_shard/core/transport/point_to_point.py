@@ -1,6 +1,6 @@
 """All-gather and reduce-scatter from rank to rank on the CPU, for gloo, whose own are slow.
 
-Ranks on the same host read what the others publish in shared memory (``mailbox.py``). Others send:
+Ranks on the same host read what the others publish in shared memory (``exchange.py``). Others send:
 every rank its shard to every other, straight into place.
 """
 
@@ -21,8 +21,9 @@ from composable_shard.core.transport.collectives import (
     Tensors,
     sum_dtype,
 )
+from composable_shard.core.transport.exchange import Exchange, Form, Published
 from composable_shard.core.transport.failures import lost, refuse_lost
-from composable_shard.core.transport.mailbox import Exchange, Form, Published, near_ranks
+from composable_shard.core.transport.mailbox import near_ranks
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 

@@ -1,0 +1,281 @@
+"""A collective of ranks of one host: each publishes tensors for the others, and reads theirs.
+
+A message is a slab: a table that says which tensors it consists of, and the tensors behind it.
+``mailbox.py`` says how one is shown to others, and when its memory is free again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from composable_shard import _torch
+from composable_shard.core.transport.failures import failure_in, lost, mismatch, refuse_lost
+from composable_shard.core.transport.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
+from composable_shard.core.transport.shared_memory import PeerFile, Slab
+
+# What lies in a slab ------------------------------------------------------------------------------
+
+_DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]  # by the number that says which one it is
+_ALIGNMENT = 64  # bytes
+_GAP = (ctypes.c_uint8 * _ALIGNMENT)()  # what lies between tensors is read to there
+_GAP_ADDRESS = ctypes.addressof(_GAP)
+_dtype_of = attrgetter("dtype")
+
+
+class Form(NamedTuple):
+    """What a message consists of: ``num_parts`` tensors of each dtype and number of elements.
+
+    Attributes:
+        numels: Of the tensors.
+        dtypes: Of the tensors.
+        num_parts: How many parts, of so many elements each, lie one behind another.
+    """
+
+    numels: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    num_parts: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Form:
+        """Return that of a message of these tensors, as they are."""
+        return cls(tuple(map(torch.Tensor.numel, tensors)), tuple(map(_dtype_of, tensors)), 1)
+
+
+class Published(NamedTuple):
+    """A tensor that another rank has published.
+
+    Attributes:
+        file: The file that it is in.
+        start: Where it begins there.
+        dtype: Its dtype.
+    """
+
+    file: PeerFile
+    start: int
+    dtype: torch.dtype
+
+    def copy_to(self, address: int, nbytes: int, start: int = 0) -> None:
+        """Copy bytes from the number ``start`` on to an address of this process."""
+        self.file.read(self.start + start, address, nbytes)
+
+
+class _Plan(NamedTuple):
+    """Where the tensors of a form lie in a slab, behind a table that says what they are.
+
+    Attributes:
+        table: That table.
+        offsets: Where each tensor begins.
+        lengths: How many bytes each has, all parts together.
+        gaps: How many bytes lie between each and the next.
+        nbytes: How long the slab is.
+    """
+
+    table: bytes
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    gaps: tuple[int, ...]
+    nbytes: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(form: Form) -> _Plan:
+    words = [len(form.numels)]
+    for numel, dtype in zip(form.numels, form.dtypes, strict=True):
+        words += [_DTYPES.index(dtype), numel]
+    table = bytes(memoryview((ctypes.c_int64 * len(words))(*words)))
+    end, offsets, lengths = len(table), [], []
+    for numel, dtype in zip(form.numels, form.dtypes, strict=True):
+        offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        lengths.append(form.num_parts * numel * dtype.itemsize)
+        end = offsets[-1] + lengths[-1]
+    ends = map(int.__add__, offsets, lengths)
+    gaps = map(int.__sub__, [*offsets[1:], end], ends)
+    return _Plan(table, tuple(offsets), tuple(lengths), tuple(gaps), end)
+
+
+def _form_of(table: Any, num_parts: int) -> Form:
+    """Return what a message says that it consists of."""
+    words = table[1 : 1 + 2 * table[0]]
+    return Form(tuple(words[1::2]), tuple(_DTYPES[number] for number in words[::2]), num_parts)
+
+
+# One collective -----------------------------------------------------------------------------------
+
+_NUM_YIELDS = 20  # looks before the first nap
+_NAPS = 2e-5, 1e-3  # seconds: the shortest and the longest
+_NAP_SHARE = 0.1  # of the time already waited
+_LONG = 0.05  # seconds after which a rank looks whether the other has ended
+
+
+class Exchange:
+    """One collective of this rank with those of its host: it publishes, and reads what they do.
+
+    Args:
+        group: The process group.
+        tag: A number on which the ranks have agreed.
+        ranks: Those to exchange with; each of them exchanges with this one.
+        form: What this rank publishes.
+        fill: Writes it, given where each tensor of the form begins.
+
+    Attributes:
+        form: What this rank publishes.
+
+    Raises:
+        ShardError: Here and below, if a rank has ended, does not do its part within the time-out
+            of the process group, has given up, or did not so before. The group is lost then.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        ranks: Sequence[int],
+        form: Form,
+        fill: Callable[[list[int]], object],
+    ) -> None:
+        self._group = group
+        self.form = form
+        mailbox = mailbox_of(group)
+        assert mailbox is not None
+        self._mailbox: Mailbox = mailbox
+        self._unread: list[int] = []
+        self._is_published = False
+        self._note = mailbox.given_up.append  # globals may be gone when the interpreter ends
+        mailbox.let_go()
+        self._key = mailbox.next_key(tag)
+        self._unread = list(ranks)  # from here on it is given up unless it is finished
+        self._plan = plan = _plan(form)
+        slab = mailbox.take_slab(plan.nbytes)
+        ctypes.memmove(slab.address, plan.table, len(plan.table))
+        fill([slab.address + offset for offset in plan.offsets])
+        self._publish(slab)
+
+    def _publish(self, slab: Slab) -> None:
+        mailbox, ranks = self._mailbox, self._unread
+        if mailbox.publish(self._key, slab, ranks):
+            self._is_published = True
+            return
+        for rank in ranks:  # one by one, to name the one that is late
+            self._wait(rank, partial(mailbox.make_room, [rank]))
+        self._wait(ranks[0], lambda: mailbox.publish(self._key, slab, ranks))
+        self._is_published = True
+
+    def read(self, rank: int, part: int = 0, dtypes: Sequence[torch.dtype] = ()) -> list[Published]:
+        """Wait for what a rank publishes; return where it is, until :meth:`finish`.
+
+        Args:
+            rank: Which one.
+            part: Which part of each tensor, if they have several.
+            dtypes: Those that are expected; any if absent.
+
+        Raises:
+            RankMismatchError: If the tensors are not as many as this rank publishes, or not as
+                long, or of other dtypes.
+        """
+        entry, peer = self._entry(rank), self._mailbox.peers[rank]
+        form, own, plan = self.form, self.form, self._plan
+        table = (ctypes.c_int64 * (len(plan.table) // 8))()
+        peer.file.read(entry.start, ctypes.addressof(table), len(plan.table))
+        if bytes(table) != plan.table:
+            if not 0 <= table[0] <= entry.nbytes // 16:
+                raise lost(self._group, rank, "a message that is not whole")
+            table = (ctypes.c_int64 * (1 + 2 * table[0]))()
+            peer.file.read(entry.start, ctypes.addressof(table), ctypes.sizeof(table))
+            form = _form_of(table, own.num_parts)
+            plan = _plan(form)
+            wanted = tuple(dtypes) or form.dtypes
+            if form.numels != own.numels or form.dtypes != wanted:
+                raise mismatch(
+                    self._group,
+                    rank,
+                    f"{list(own.numels)} elements of {list(wanted)}",
+                    f"{list(form.numels)} elements of {list(form.dtypes)}",
+                )
+        return [
+            Published(peer.file, entry.start + offset + part * numel * dtype.itemsize, dtype)
+            for offset, numel, dtype in zip(plan.offsets, form.numels, form.dtypes, strict=True)
+        ]
+
+    def copy_to(self, rank: int, places: Sequence[int]) -> None:
+        """Wait for what a rank publishes; copy each tensor to an address, all by one call.
+
+        Args:
+            rank: Which one.
+            places: The addresses, in this process.
+
+        Raises:
+            RankMismatchError: If it is not what this rank publishes, as :meth:`read` says.
+        """
+        entry, plan = self._entry(rank), self._plan
+        head = ctypes.create_string_buffer(plan.offsets[0] if plan.offsets else len(plan.table))
+        pieces = [ctypes.addressof(head), len(head)]
+        for place, length, gap in zip(places, plan.lengths, plan.gaps, strict=True):
+            pieces += (place, length, _GAP_ADDRESS, gap) if gap else (place, length)
+        is_whole = self._mailbox.peers[rank].file.read_pieces(entry.start, pieces)
+        if is_whole and head.raw.startswith(plan.table):
+            return
+        published = self.read(rank, dtypes=self.form.dtypes)
+        for theirs, place, length in zip(published, places, plan.lengths, strict=True):
+            theirs.copy_to(place, length)
+
+    def is_there(self) -> bool:
+        """Tell whether all others have published, so that nothing is left to wait for."""
+        look, peers, key = self._mailbox.look, self._mailbox.peers, self._key
+        return all(look(peers[rank], key) is not None for rank in self._unread)
+
+    def finish(self) -> None:
+        """Tell the others that this rank has read."""
+        if self._unread:
+            self._mailbox.has_read(self._key, self._unread)
+
+    def _entry(self, rank: int) -> Entry:
+        """Wait for what a rank publishes."""
+        look, peer, key = self._mailbox.look, self._mailbox.peers[rank], self._key
+        entry: Entry = look(peer, key) or self._wait(rank, partial(look, peer, key))
+        if entry.nbytes == GIVEN_UP:
+            raise lost(self._group, rank, "word that it has given that one up")
+        return entry
+
+    def __del__(self) -> None:
+        """Note that this rank gives up what it has not finished."""
+        if self._unread:
+            self._note((self._key, self._unread, self._is_published))
+
+    def _wait(self, rank: int, look: Callable[[], Any]) -> Any:
+        """Look until there is something; return it."""
+        for _ in range(_NUM_YIELDS):
+            if seen := look():
+                return seen
+            os.sched_yield()
+        refuse_lost(self._group)
+        peer, start = self._mailbox.peers[rank], time.monotonic()
+        last = now = start
+        shortest, longest = _NAPS
+        while True:
+            time.sleep(min(longest, max(shortest, _NAP_SHARE * (now - start))))
+            now, got = time.monotonic(), None
+            if now - last > _LONG:
+                last = now
+                failure = failure_in(self._group)
+                if failure is not None:
+                    got = f"word that {failure}"
+                elif peer.ends_within(0):
+                    got = "the end of its process"
+                elif now - start > (time_out := _torch.timeout_of(self._group)):
+                    got = f"no sign of it within the time-out of {time_out:.0f} s"
+            if seen := look():  # also what was there when it ended
+                return seen
+            if got is not None:
+                raise lost(self._group, rank, got)
