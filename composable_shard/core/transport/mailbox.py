@@ -271,8 +271,7 @@ class Mailbox:
     def _arrive(self, peer: Peer, key: Key, entry: Entry) -> None:
         if key in peer.unwanted:
             peer.unwanted.discard(key)
-            _order_memory()
-            self._acknowledge(peer, entry)
+            self._acknowledge(peer, entry)  # nothing of it was read
         elif entry.nbytes != GIVEN_UP or key not in peer.arrived:
             peer.arrived[key] = entry
 
