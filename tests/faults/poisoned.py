@@ -207,7 +207,7 @@ FAULTS = {
         "_storages_of([*inner, tensor])",
     ),
     "a rank's own part of a gather is left out": Fault(
-        DirectAllGather, "launch", "own.nbytes, address, place)", "own.nbytes, address)"
+        DirectAllGather, "launch", "(shards, addresses, own_places)", "(shards, addresses)"
     ),
     "what is packed is not copied out": Fault(
         Staging, "copy_out", "_torch.copy_all_(self._into, self._sources)", "pass"
@@ -237,7 +237,7 @@ FAULTS = {
         Mailbox, "_take_back", "if not published.ranks:", "if True:"
     ),
     "what is published is not filled in": Fault(
-        DirectAllGather, "launch", "own.nbytes, address, place)", "own.nbytes, place)"
+        DirectAllGather, "launch", "(shards, addresses, own_places)", "(shards, own_places)"
     ),
 }
 

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ _DTYPES = [
 _ALIGNMENT = 64  # bytes
 _GAP = (ctypes.c_uint8 * _ALIGNMENT)()  # what lies between tensors is read to there
 _GAP_ADDRESS = ctypes.addressof(_GAP)
-_dtype_of = attrgetter("dtype")
 
 
 class Form(NamedTuple):
@@ -50,7 +48,7 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Form:
         """Return that of a message of these tensors, as they are."""
-        return cls(tuple(map(torch.Tensor.numel, tensors)), tuple(map(_dtype_of, tensors)), 1)
+        return cls(tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors), 1)
 
 
 class Published(NamedTuple):
@@ -78,7 +76,7 @@ class _Plan(NamedTuple):
         table: That table.
         offsets: Where each tensor begins.
         lengths: How many bytes each has, all parts together.
-        gaps: How many bytes lie between each and the next.
+        gaps: How many bytes lie between each and what is before it.
         nbytes: How long the slab is.
     """
 
@@ -95,13 +93,12 @@ def _plan(form: Form) -> _Plan:
     for numel, dtype in zip(form.numels, form.dtypes, strict=True):
         words += [_DTYPES.index(dtype), numel]
     table = bytes(memoryview((ctypes.c_int64 * len(words))(*words)))
-    end, offsets, lengths = len(table), [], []
+    end, offsets, lengths, gaps = len(table), list[int](), list[int](), list[int]()
     for numel, dtype in zip(form.numels, form.dtypes, strict=True):
-        offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        gaps.append(-end % _ALIGNMENT)
+        offsets.append(end + gaps[-1])
         lengths.append(form.num_parts * numel * dtype.itemsize)
         end = offsets[-1] + lengths[-1]
-    ends = map(int.__add__, offsets, lengths)
-    gaps = map(int.__sub__, [*offsets[1:], end], ends)
     return _Plan(table, tuple(offsets), tuple(lengths), tuple(gaps), end)
 
 
@@ -219,12 +216,12 @@ class Exchange:
             RankMismatchError: If it is not what this rank publishes, as :meth:`read` says.
         """
         entry, plan = self._entry(rank), self._plan
-        head = ctypes.create_string_buffer(plan.offsets[0] if plan.offsets else len(plan.table))
-        pieces = [ctypes.addressof(head), len(head)]
-        for place, length, gap in zip(places, plan.lengths, plan.gaps, strict=True):
-            pieces += (place, length, _GAP_ADDRESS, gap) if gap else (place, length)
+        table = ctypes.create_string_buffer(len(plan.table))
+        pieces = [ctypes.addressof(table), len(table)]
+        for gap, place, length in zip(plan.gaps, places, plan.lengths, strict=True):
+            pieces += _GAP_ADDRESS, gap, place, length
         is_whole = self._mailbox.peers[rank].file.read_pieces(entry.start, pieces)
-        if is_whole and head.raw.startswith(plan.table):
+        if is_whole and table.raw == plan.table:
             return
         published = self.read(rank, dtypes=self.form.dtypes)
         for theirs, place, length in zip(published, places, plan.lengths, strict=True):
@@ -232,8 +229,8 @@ class Exchange:
 
     def is_there(self) -> bool:
         """Tell whether all others have published, so that nothing is left to wait for."""
-        look, peers, key = self._mailbox.look, self._mailbox.peers, self._key
-        return all(look(peers[rank], key) is not None for rank in self._unread)
+        mailbox, key = self._mailbox, self._key
+        return all(mailbox.look(mailbox.peers[rank], key) for rank in self._unread)
 
     def finish(self) -> None:
         """Tell the others that this rank has read."""

@@ -251,12 +251,10 @@ class _Board:
 
 
 def _board_of(group: dist.ProcessGroup) -> _Board | None:
-    known = _boards.get(group)
-    if known is not None or group in _boards:
-        return known
-    is_gloo = group.size() > 1 and _torch.backend_name(group, torch.device("cpu")) == "gloo"
-    _boards[group] = made = _Board(group) if is_gloo else None
-    return made
+    if group not in _boards:
+        is_gloo = group.size() > 1 and _torch.backend_name(group, torch.device("cpu")) == "gloo"
+        _boards[group] = _Board(group) if is_gloo else None
+    return _boards[group]
 
 
 def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Exception) -> None:

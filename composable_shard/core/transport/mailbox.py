@@ -54,17 +54,6 @@ _fence = threading.Lock()
 
 Key = tuple[int, int]  # a tag, and which of its collectives
 
-_num_forks = 0  # between the first process of all and this one
-
-
-def _count_fork() -> None:
-    global _num_forks
-    _num_forks += 1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
-
 
 def _order_memory() -> None:
     """Keep what this thread has done to memory before apart from what it does after.
@@ -146,7 +135,7 @@ class Mailbox:
         self._own: OwnFile = shared.own
         self._words = shared.own.words
         self._rank, self._num_ranks = group.rank(), group.size()
-        self._num_forks = _num_forks
+        self._process = os.getpid()
         self._lock = threading.RLock()
         self._counts: dict[int, int] = {}  # of collectives, by tag
         self._num_published = 0
@@ -317,7 +306,7 @@ class Mailbox:
         self._num_published = self._words[0] = number
 
     def _refuse_fork(self) -> None:
-        if self._num_forks != _num_forks:
+        if os.getpid() != self._process:
             raise ShardError(
                 "Expected the process that made a process group to use it, got one that was forked "
                 "from it; start the ranks before, or make a process group in each"
@@ -353,15 +342,13 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
 
     Collective: three all-gathers of a few bytes at the first call for ``group``.
     """
-    known = _mailboxes.get(group)
-    if known is not None or group in _mailboxes:
-        return known
-    with watched(group, "finding the ranks of this host"):
-        shared = share(group, Mailbox.num_words(group.size()))
-    _tell(group, shared)
-    _reasons[group] = shared.reasons
-    _mailboxes[group] = made = Mailbox(group, shared) if shared.files else None
-    return made
+    if group not in _mailboxes:
+        with watched(group, "finding the ranks of this host"):
+            shared = share(group, Mailbox.num_words(group.size()))
+        _tell(group, shared)
+        _reasons[group] = shared.reasons
+        _mailboxes[group] = Mailbox(group, shared) if shared.files else None
+    return _mailboxes[group]
 
 
 def near_ranks(group: dist.ProcessGroup) -> list[int]:

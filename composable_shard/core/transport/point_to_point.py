@@ -44,11 +44,8 @@ class DirectAllGather(AllGatherLaunch):
         own_places = _places(outputs, sizes, group.rank())
         works: list[Waitable] = []
         if far:
-            gathered = [out.view(group.size(), -1) for out in _sendable(outputs)]
             messages = _Messages(group, tag)
-            for peer in far:
-                for parts in gathered:
-                    messages.receive(parts[peer], peer)
+            messages.receive_shards(outputs, far)
             for peer in far:
                 for own in shards:
                     messages.send(own, peer)
@@ -56,8 +53,7 @@ class DirectAllGather(AllGatherLaunch):
         if near:
 
             def fill(addresses: list[int]) -> None:
-                for own, address, place in zip(shards, addresses, own_places, strict=True):
-                    copy_bytes(own.data_ptr(), own.nbytes, address, place)
+                _copy_shards(shards, addresses, own_places)
 
             exchange = Exchange(group, tag, near, Form.of(shards), fill)
             reading = _Reading(exchange, near, outputs, sizes)
@@ -65,8 +61,7 @@ class DirectAllGather(AllGatherLaunch):
             if exchange.is_there():  # the sooner it is read, the less memory is shared
                 reading.wait()
         else:
-            for own, place in zip(shards, own_places, strict=True):
-                copy_bytes(own.data_ptr(), own.nbytes, place)
+            _copy_shards(shards, own_places)
         return works
 
 
@@ -81,12 +76,8 @@ class DirectGather(GatherLaunch):
         sizes = [own.nbytes for own in shards]
         messages = _Messages(group, tag)
         if rank == to:
-            for own, place in zip(shards, _places(outputs, sizes, rank), strict=True):
-                copy_bytes(own.data_ptr(), own.nbytes, place)
-            gathered = [out.view(group.size(), -1) for out in _sendable(outputs)]
-            for peer in far:
-                for parts in gathered:
-                    messages.receive(parts[peer], peer)
+            _copy_shards(shards, _places(outputs, sizes, rank))
+            messages.receive_shards(outputs, far)
         if to in far:
             for own in shards:
                 messages.send(own, to)
@@ -96,8 +87,7 @@ class DirectGather(GatherLaunch):
 
             def fill(addresses: list[int]) -> None:
                 if rank != to:
-                    for address, own in zip(addresses, published, strict=True):
-                        copy_bytes(own.data_ptr(), own.nbytes, address)
+                    _copy_shards(published, addresses)
 
             exchange = Exchange(group, tag, near, Form.of(published), fill)
             if rank == to:
@@ -110,6 +100,12 @@ class DirectGather(GatherLaunch):
 def _places(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
     """Return the addresses at which the shards of a rank belong, of so many bytes each."""
     return [out.data_ptr() + rank * size for out, size in zip(outputs, nbytes, strict=True)]
+
+
+def _copy_shards(shards: Tensors, *into: list[int]) -> None:
+    """Copy each shard to its address in every list of them."""
+    for own, *places in zip(shards, *into, strict=True):
+        copy_bytes(own.data_ptr(), own.nbytes, *places)
 
 
 def copy_bytes(source: int, nbytes: int, *into: int) -> None:
@@ -136,6 +132,13 @@ class _Messages:
 
     def receive(self, into: torch.Tensor, peer: int) -> None:
         self._launch(self._group.recv, into, peer)
+
+    def receive_shards(self, outputs: Tensors, peers: list[int]) -> None:
+        """Receive those of several ranks, each straight into its place."""
+        gathered = [out.view(self._group.size(), -1) for out in _sendable(outputs)]
+        for peer in peers:
+            for parts in gathered:
+                self.receive(parts[peer], peer)
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         self._launch(self._group.send, tensor, peer)  # keeps the tensor
@@ -247,10 +250,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
 
             exchange = Exchange(group, tag, near, form, fill)
         for full, out in zip(inputs, outputs, strict=True):
-            if full.dtype == out.dtype:
-                copy_bytes(full.data_ptr() + rank * out.nbytes, out.nbytes, out.data_ptr())
-            else:
-                out.copy_(full.view(num_ranks, -1)[rank])
+            out.copy_(full.view(num_ranks, -1)[rank])
         summing = _Summing(sums, exchange, near, rank)
         if exchange is not None and not far and exchange.is_there():
             summing.wait()
@@ -316,8 +316,8 @@ class _RankOrderSum:
         others = sorted({*parts, *published})
         earlier = [rank for rank in others if rank < self._rank]
         wide = sum_dtype(out.dtype)
-        as_it_is = not published and wide == out.dtype and len(others) < 2
-        is_one = as_it_is or out.numel() <= CHUNK_NUMEL
+        needs_chunks = published or wide != out.dtype or len(others) > 1
+        chunks = out.split(CHUNK_NUMEL) if needs_chunks and out.numel() > CHUNK_NUMEL else (out,)
         start = 0
 
         def part(rank: int, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -330,7 +330,7 @@ class _RankOrderSum:
             one.copy_to(into.data_ptr(), into.nbytes, start * one.dtype.itemsize)
             return into
 
-        for chunk in (out,) if is_one else out.split(CHUNK_NUMEL):
+        for chunk in chunks:
             numel = chunk.numel()
             own = chunk if wide == out.dtype else scratch("sum", wide, numel).copy_(chunk)
             added = others

@@ -224,10 +224,7 @@ class PeerFile:
         Raises:
             ShardError: If the system does not let it.
         """
-        done = self._pread(self._file, address, nbytes, start)
-        if done == nbytes:
-            return
-        done = max(done, 0)
+        done = 0
         while done < nbytes:
             count = self._pread(self._file, address + done, nbytes - done, start + done)
             if count <= 0:
