@@ -483,8 +483,8 @@ class ParamGroup:
                 else:
                     works += channel.regather(outputs, inputs, num_ranks)
             op = channel.gathering
-        if lane is not None:  # before the gathers, which may read on the compute stream
-            works.insert(0, lane.arrival())
+        if lane is not None:  # gathers may read on the compute stream, and leave memory behind
+            works = [lane.arrival(), *works, lane.departure()]
         pending = Pending(works, op, self.streams.home)
         self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
         self.emit("all_gather")

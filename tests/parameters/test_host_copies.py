@@ -82,6 +82,9 @@ class LateLane:
     def arrival(self) -> Any:
         return mock.Mock(wait=partial(self.do, len(self.launched)))
 
+    def departure(self) -> Any:
+        return mock.Mock(wait=lambda: None)  # it has no memory of its own
+
     @property
     def is_busy(self) -> bool:
         return bool(self.seen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import (
+    AllGather,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    ReduceScatter,
     _torch,
     fully_shard,
     sit_out,
@@ -286,6 +288,46 @@ def hook_on_a_stream(model: Any, device: SimulatedDevice) -> None:
         block.set_all_reduce_hook(lambda buffer: buffer.mul_(0.5), stream=stream)
 
 
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Gather(AllGather):
+    def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: Any = 0) -> Any:
+        return _all_gather(output_tensor, input_tensor, group, async_op)
+
+
+class _Reduce(ReduceScatter):
+    allocate = _Gather.allocate
+
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: Any = 0
+    ) -> Any:
+        return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+
+
+def custom(model: Any, device: SimulatedDevice) -> None:
+    """Bring collectives along, which allocate for themselves."""
+    for module in (*model, model):
+        module.set_custom_all_gather(_Gather())
+        module.set_custom_reduce_scatter(_Reduce())
+
+
+def custom_on_branches(model: Any, device: SimulatedDevice) -> None:
+    """Bring collectives along for branches on two streams."""
+    custom(model, device)
+    branches(model, device)
+
+
+def custom_on_streams(model: Any, device: SimulatedDevice) -> None:
+    """Bring collectives along for blocks on two streams."""
+    custom(model, device)
+    blocks_on_streams(model, device)
+
+
 def without_some_gradients(model: Any, device: SimulatedDevice) -> None:
     """Leave a parameter of each block without a gradient on the first rank."""
     for block in model if dist.get_rank() == 0 else ():
@@ -362,6 +404,7 @@ def _streams(device: SimulatedDevice) -> list[Stream]:
 _OF_ANY_DEVICE = (
     Training.prepare,
     Training.around,
+    custom,
     without_some_gradients,
     sits_out,
     sometimes_without_all_reduce,
@@ -442,5 +485,25 @@ PROGRAMS: dict[str, Training] = {
         accumulates=True,
     ),
     "a hook": Training(prepare=hook_on_a_stream),
+    "custom": Training(prepare=custom),
+    "custom, bf16": Training(prepare=custom, options={"mp_policy": LOW}),
+    "custom, replicas": Training(replicas=2, prepare=custom),
+    "custom, subclasses": Training(prepare=custom, has_subclasses=True),
+    "custom, offload": Training(prepare=custom, options={"offload_policy": OFFLOAD}),
+    "custom, blocks on streams": Training(prepare=custom_on_streams),
+    "custom, branches": Training(prepare=custom_on_branches),
+    "custom, offload, branches": Training(
+        prepare=custom_on_branches, options={"offload_policy": OFFLOAD}
+    ),
+    "custom, offload, gathered beside": Training(
+        prepare=custom, around=gathered_beside, options={"offload_policy": OFFLOAD}
+    ),
+    "offload, branches": Training(prepare=branches, options={"offload_policy": OFFLOAD}),
+    "offload, branches, bf16": Training(
+        prepare=branches, options={"offload_policy": OFFLOAD, "mp_policy": LOW}
+    ),
+    "offload, blocks on streams": Training(
+        prepare=blocks_on_streams, options={"offload_policy": OFFLOAD}
+    ),
     "dropped": Training(around=dropped, options={"mp_policy": LOW}),
 }

@@ -183,6 +183,11 @@ PLANTS: dict[str, Plant] = {
         "offload, one shard",
         ("does not wait for copy_", "writes"),
     ),
+    "memory of copies is let go of while another stream gathers from it": Plant(
+        lambda: instead(host.Lane, "departure", arrive_at_once),
+        "custom, offload, branches",
+        ("has gone back to stream", "does not wait for all_gather", "reads it"),
+    ),
     "what is copied to the host is let go of": Plant(
         lambda: instead(host.Lane, "copy", copy_and_forget),
         "offload",

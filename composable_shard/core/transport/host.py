@@ -123,8 +123,7 @@ class Lane:
     def behind(self) -> Iterator[None]:
         """Let what is launched inside begin after the copies so far, and after compute.
 
-        What is allocated inside belongs to the lane; used on the compute stream, it may be freed
-        all the same, since whatever takes its memory next is launched behind compute again.
+        What is allocated inside belongs to the lane; see :meth:`departure`.
         """
         self._stream.wait_stream(_torch.current_stream(self._device))
         with _torch.on_stream(self._stream):
@@ -133,6 +132,15 @@ class Lane:
     def arrival(self) -> Waitable:
         """Return what makes the compute stream continue after all that was launched so far."""
         return _Arrival(self._stream.record_event(), self._device)
+
+    def departure(self) -> Waitable:
+        """Return what makes the lane continue after the compute stream that waits.
+
+        Hazard: that stream lets go of memory that was allocated behind the lane, which allocates
+        again behind another compute stream alone. Guard: it continues after this one, too. Test:
+        ``test_programs.py``, by the program "custom, offload, branches".
+        """
+        return _Departure(self._stream, self._device)
 
     def settle(self) -> None:
         """Wait, on the host, until all copies have been made."""
@@ -151,6 +159,17 @@ class _Arrival:
 
     def wait(self) -> None:
         _torch.current_stream(self.device).wait_event(self.event)
+
+
+@dataclass
+class _Departure:
+    """The moment when a compute stream has used what belongs to a lane."""
+
+    stream: torch.Stream
+    device: torch.device
+
+    def wait(self) -> None:
+        self.stream.wait_stream(_torch.current_stream(self.device))
 
 
 def upload(source: torch.Tensor, into: torch.Tensor) -> Lane:
