@@ -149,6 +149,8 @@ class FSDPModule(TorchFSDPModule):
         context_of(group).free_unless_trusted(group)
         group.unshard()
         group.is_held = group.is_exposed = True
+        if group.is_unsharded:
+            group.units.own_memory()
         handle = UnshardHandle(group)
         if async_op:
             return handle

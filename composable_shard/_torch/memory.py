@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -146,6 +147,16 @@ def with_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether the storage of a tensor is not empty."""
+    return tensor.untyped_storage().size() > 0
+
+
+def is_big(tensor: torch.Tensor) -> bool:
+    """Tell whether to look after where the memory of a tensor is; with poison, of any tensor."""
+    return _is_kept(tensor, tensor.nbytes)
+
+
 _NUM_SPARE = 2
 _spare: deque[torch.UntypedStorage] | None = None
 _swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # not in every version
@@ -210,30 +221,86 @@ def allocate(tensor: torch.Tensor) -> None:
             fill(storage, tensor.dtype)
 
 
-def free(tensor: torch.Tensor) -> None:
+def free(tensor: torch.Tensor) -> bool:
     """Free the memory of a tensor and of all its views, which stay.
 
-    Memory that an array of NumPy shares cannot be freed; there is a warning, and it stays.
+    Memory that an array of NumPy shares cannot be freed; there is a warning, and it stays. That
+    does not show of memory that was adopted.
+
+    Returns:
+        Whether it is free.
     """
     storage = tensor.untyped_storage()
-    if not storage.resizable():
+    is_own = not _has_adopted(storage)
+    if is_own and not storage.resizable():
         warnings.warn(
             "Expected to free memory of unsharded parameters, got some that an array shares, as "
             "that of weight.detach().numpy() does; it stays allocated, and the next gather "
             "overwrites it; keep a copy, such as weight.detach().clone().numpy()",
             stacklevel=2,
         )
-        return
+        return False
     if _poison is not None:
         _poison.sweep()
         fill(storage, tensor.dtype)
     spare = _spare
-    if spare is not None and _is_kept(tensor, storage.size()):
-        one = torch.UntypedStorage(0, device="cpu")
-        _swap(one, storage)
+    if is_own and (spare is None or not _is_kept(tensor, storage.size())):
+        storage.resize_(0)
+        return True
+    one = torch.UntypedStorage(0, device="cpu")
+    _swap(one, storage)
+    if is_own and spare is not None:
         spare.append(one)
-        return
-    storage.resize_(0)
+    return True
+
+
+# Memory of others that tensors have for a while ---------------------------------------------------
+
+_adopted: set[int] = set()  # where it begins
+
+
+def can_adopt_memory() -> bool:
+    """Tell whether :func:`adopt` is there; it is not in every version of torch."""
+    return _swap is not None
+
+
+def adopt(tensor: torch.Tensor, address: int, owner: object) -> bool:
+    """Give a tensor that fills its storage memory that is there already, until it is freed.
+
+    Args:
+        tensor: Whose memory was freed.
+        address: Where the memory begins.
+        owner: Kept as long as the tensor, or a view of it, has the memory.
+
+    Returns:
+        Whether it has; not if it has memory of its own, which somebody wants to keep.
+    """
+    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+    if storage.size() or not nbytes or _swap is None:
+        return False
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    _adopted.add(address)
+    weakref.finalize(memory, _let_go, address, owner).atexit = False
+    with torch._C.DisableTorchFunction():
+        _swap(storage, torch.frombuffer(memory, dtype=torch.uint8).untyped_storage())
+    return True
+
+
+def own(tensor: torch.Tensor) -> None:
+    """Give a tensor that fills its storage memory of its own, if what it has was adopted."""
+    storage = tensor.untyped_storage()
+    if _has_adopted(storage):
+        copy = empty(storage.size(), dtype=torch.uint8, device="cpu").untyped_storage()
+        ctypes.memmove(copy.data_ptr(), storage.data_ptr(), storage.size())
+        _swap(storage, copy)
+
+
+def _has_adopted(storage: torch.UntypedStorage) -> bool:
+    return bool(_adopted) and storage.size() > 0 and storage.data_ptr() in _adopted
+
+
+def _let_go(address: int, owner: object) -> None:
+    _adopted.discard(address)
 
 
 def storage_number(tensor: torch.Tensor) -> int:

@@ -164,11 +164,14 @@ class Transfer:
         outputs: What to receive.
         inputs: What to send.
         lane: What brings the inputs from the host, or the output where nothing is sent, if any.
+        buffer: What the outputs are parts of, if it has no memory yet: the gather gives it some, or
+            it is allocated.
     """
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
     lane: Lane | None = None
+    buffer: torch.Tensor | None = None
 
 
 class GatherUnit(Protocol):
@@ -251,6 +254,8 @@ class ParamBucket:
         self._inputs = [] if mesh.num_shards == 1 else self._messages(self.sharded)
         self._staging: Staging | None = None
         self._outputs: list[torch.Tensor] = []
+        self._takes_memory = False
+        self._needs_own_memory = True  # until it has been freed once
 
     def local_view(self, index: int) -> torch.Tensor:
         """Return the place of a parameter's local shard in the sharded buffer.
@@ -266,10 +271,10 @@ class ParamBucket:
     def start_gather(self) -> Transfer:
         if self.unsharded is None:
             self._create_unsharded()
-        else:
-            _torch.allocate(self.unsharded)
         assert self.unsharded is not None
         layout = self.layout
+        if not self._takes_memory or self._needs_own_memory:
+            _torch.allocate(self.unsharded)
         if self._staging is not None:
             self._staging.allocate()
         if self.mesh.num_shards == 1:
@@ -282,7 +287,8 @@ class ParamBucket:
             return Transfer(self._outputs, self._messages(source), lane)
         source = self.sharded.to(self.mesh.device).to(self._compute_dtype)
         inputs = self._inputs if source is self.sharded else self._messages(source)
-        return Transfer(self._outputs, inputs)
+        buffer = self.unsharded if self._takes_memory else None
+        return Transfer(self._outputs, inputs, buffer=buffer)
 
     def _fill(self, unsharded: torch.Tensor) -> Transfer:
         """Bring the parameters of one shard; nothing is sent."""
@@ -299,9 +305,25 @@ class ParamBucket:
             self._staging.copy_out()
             self._staging.free()
 
+    def own_memory(self) -> None:
+        """Have unsharded storage of this rank's own from now on, with what was gathered."""
+        if self.unsharded is not None:
+            _torch.own(self.unsharded)
+
     def free(self) -> None:
-        if self.unsharded is not None and not self.shares_storage:
-            _torch.free(self.unsharded)
+        """Free the unsharded storage.
+
+        Hazard: a NumPy array of an unsharded parameter outlives it, and would show what is gathered
+        next in shared memory. Guard: memory of its own tells that there are arrays, and the first
+        gather has such; who makes arrays later on is not seen (``docs/design.md``). Test:
+        ``test_memory_that_an_array_shares_is_kept``.
+        """
+        if (
+            self.unsharded is not None
+            and not self.shares_storage
+            and _torch.has_memory(self.unsharded)
+        ):
+            self._needs_own_memory = not _torch.free(self.unsharded)
         if self._staging is not None:
             self._staging.free()
 
@@ -329,6 +351,10 @@ class ParamBucket:
                 layout.unsharded_numel, dtype=self._compute_dtype, device=self.mesh.device
             )
             self._outputs = [self._unsharded_region(index) for index in layout.direct]
+            in_place = sum(out.numel() for out in self._outputs)  # what is copied out costs more
+            is_of_host = self.mesh.device.type == "cpu" and not self._is_on_host
+            if is_of_host and 2 * in_place >= layout.unsharded_numel:
+                self._takes_memory = _torch.is_big(self.unsharded)
             if layout.staging_numel:
                 regions = {i: self._unsharded_region(i) for i in layout.permuted + layout.packed}
                 self._staging = Staging(layout, regions, fuses=fuses_on(self.mesh.device))

@@ -219,7 +219,7 @@ class ForwardPass:
             group.note_forward()
         reshard = group.settings.reshard_after_forward
         if reshard is None:  # the root's parameters are needed at once, if there is a backward
-            reshard = group is not self._groups[0]
+            reshard = not group.stays_after_forward
         stays = not reshard and (has_backward or group.is_held)
         if stays or self._opens_backward(run, group):
             group.is_exposed = True

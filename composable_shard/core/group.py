@@ -373,6 +373,12 @@ class ParamGroup:
     def is_trainable(self) -> bool:
         return self.units.all.is_trainable
 
+    @property
+    def stays_after_forward(self) -> bool:
+        """Whether forward leaves it unsharded, if a backward may come: see the settings."""
+        reshard = self.settings.reshard_after_forward
+        return self.context.groups[0] is self if reshard is None else not reshard
+
     def unshard(self) -> None:
         """Launch the gather unless it is under way, done and still valid.
 
@@ -453,7 +459,20 @@ class ParamGroup:
         """Allocate what a gather needs: all of it, or, where memory runs out, nothing."""
         self.streams.fill()
         try:
-            return allocate()
+            transfers = allocate()
+            for mesh, transfer in transfers:
+                if transfer.buffer is None:
+                    continue
+                gives_memory = self.channels[mesh].gives_memory()
+                if (
+                    not gives_memory
+                    or self.stays_after_forward
+                    or self.settings.keeps_unsharded_storage
+                ):
+                    _torch.allocate(transfer.buffer)  # users may have it in their hands
+                if not gives_memory:
+                    transfer.buffer = None
+            return transfers
         except BaseException:
             host.settle()  # what is freed may be on its way
             self._free()
@@ -470,16 +489,18 @@ class ParamGroup:
         for _, transfer in transfers:
             lane = lane or transfer.lane
         for mesh, channel in self.channels.items():
-            inputs, outputs = list[torch.Tensor](), list[torch.Tensor]()
+            inputs, outputs, buffers = [], [], list[torch.Tensor]()
             for over, transfer in transfers:
                 if over is mesh or over == mesh:
                     inputs += transfer.inputs
                     outputs += transfer.outputs
+                    if transfer.buffer is not None:
+                        buffers.append(transfer.buffer)
             if not inputs:
                 continue
             with nullcontext() if lane is None else lane.behind():
                 if num_ranks is None:
-                    works += channel.gather(outputs, inputs)
+                    works += channel.gather(outputs, inputs, buffers)
                 else:
                     works += channel.regather(outputs, inputs, num_ranks)
             op = channel.gathering
@@ -517,6 +538,8 @@ class ParamGroup:
         self.units.all.register_unsharded()
         self.shows_sharded = False
         self.units.all.allow_reading()
+        if self.is_held:
+            self.units.own_memory()
         self._move_to(Unsharded(state.version))
         self.emit("wait_for_all_gather")
 

@@ -278,6 +278,12 @@ class GroupUnits:
         if not self.all.is_created:
             self.all.look_again()
 
+    def own_memory(self) -> None:
+        """Have unsharded storage of this rank's own, with what was gathered."""
+        for unit in self._units:
+            if isinstance(unit, ParamBucket):
+                unit.own_memory()
+
     def keep(self, num_parts: int) -> Kept:
         """Copy this rank's part, of ``num_parts`` equal ones, of the unsharded storage."""
         return [unit.keep(unit.mesh.shard_rank % num_parts, num_parts) for unit in self._units]

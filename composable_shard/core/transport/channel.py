@@ -143,10 +143,29 @@ class Channel:
 
     # Collectives ----------------------------------------------------------------------------
 
-    def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
-        """Gather every input from the ranks that share the parameters."""
-        assert self.mesh.shard_group is not None
-        return self._gather_from(self.mesh.shard_group, outputs, inputs)
+    def gives_memory(self) -> bool:
+        """Tell whether :meth:`gather` gives outputs memory. Collective: see `near_ranks`, once."""
+        group = self.mesh.shard_group
+        return group is not None and self.all_gather.gives_memory(group)
+
+    def gather(
+        self, outputs: Tensors, inputs: Tensors, buffers: Tensors | None = None
+    ) -> list[Waitable]:
+        """Gather every input from the ranks that share the parameters.
+
+        Args:
+            outputs: What to write.
+            inputs: What to send.
+            buffers: What outputs are parts of that is to be given memory.
+        """
+        group = self.mesh.shard_group
+        assert group is not None
+        if not buffers:
+            return self._gather_from(group, outputs, inputs)
+        launch, tag = self.all_gather.launch_into, self.tags[0]
+        return self._launch(
+            partial(launch, buffers, outputs, inputs, group, tag), group, self.gathering
+        )
 
     def gather_to(self, to: int, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
         """Gather every input on one of the ranks that share the parameters.

@@ -41,6 +41,29 @@ class AllGatherLaunch(Protocol):
             tag: A number on which the ranks have agreed, to tell these messages from others.
         """
 
+    def gives_memory(self, group: dist.ProcessGroup) -> bool:
+        """Tell whether :meth:`launch_into` is there. Collective: see `near_ranks`, once."""
+        return False
+
+    def launch_into(
+        self,
+        buffers: Tensors,
+        outputs: Tensors,
+        inputs: Tensors,
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> list[Waitable]:
+        """Launch the all-gather, and give memory to the tensors that its outputs are parts of.
+
+        Args:
+            buffers: Them; each fills its storage, which is empty.
+            outputs: See :meth:`launch`. Some may be no part of any.
+            inputs: See there.
+            group: See there.
+            tag: See there.
+        """
+        raise AssertionError("gives_memory() says that there is no such thing")
+
 
 class GatherLaunch(Protocol):
     """Gathers many tensors at once on one rank."""

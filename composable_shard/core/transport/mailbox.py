@@ -10,7 +10,8 @@ Which entry is for which collective is told by its tag, on which the ranks have 
 number among those of that tag. So an interrupt in the middle of one never makes the next one read
 what was meant for it. A rank that gives one up before it has published says that, too.
 
-Everybody writes his own memory alone. The words of control are, in the memory of each rank:
+Everybody writes his own memory alone, but for the slabs of the common file (``common_gather.py``).
+The words of control are, in the memory of each rank:
 
 - how many entries it has published;
 - for each rank, how many of that one's entries it has taken note of;
@@ -28,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -46,8 +47,8 @@ from composable_shard.errors import ShardError
 
 NUM_ENTRIES = 256  # of the ring
 NUM_ACKS = 1 << 14  # messages to a rank that it may leave unread
-_ENTRY = 6  # words: its number, tag, number of its tag, place of the acknowledgement, start, nbytes
-GIVEN_UP = -1  # in the place of nbytes
+_ENTRY = 7  # words: its number, tag, number of its tag, place of the acknowledgement, start, ...
+GIVEN_UP, WRITTEN = -1, -2  # in the place of nbytes
 
 _log = logging.getLogger("composable_shard")
 _fence = threading.Lock()
@@ -75,13 +76,16 @@ class Entry(NamedTuple):
         number: Of the entry, from 1.
         ack: Where to say that it was read.
         start: Of the slab in the file of that rank.
-        nbytes: Of the slab; :data:`GIVEN_UP` if there is none.
+        nbytes: Of the slab. If there is none, :data:`GIVEN_UP`, or :data:`WRITTEN` of a rank that
+            has written its part of a slab of the common file.
+        form: A digest of what a slab of the common file consists of.
     """
 
     number: int
     ack: int
     start: int
     nbytes: int
+    form: int
 
 
 class Peer:
@@ -143,6 +147,7 @@ class Mailbox:
         self._num_acks = 0  # that were ever used
         self._unread: list[_Published] = []
         self.given_up: deque[tuple[Key, list[int], bool]] = deque()  # appended to by any thread
+        self.to_write: weakref.WeakSet[Writer] = weakref.WeakSet()
 
     @staticmethod
     def num_words(num_ranks: int) -> int:
@@ -155,8 +160,17 @@ class Mailbox:
             count = self._counts[tag] = self._counts.get(tag, -1) + 1
         return tag, count
 
-    def publish(self, key: Key, slab: Slab, ranks: Sequence[int]) -> bool:
-        """Show a slab to some ranks; ``False`` if it has to wait until they take note of others."""
+    def publish(self, key: Key, slab: Slab, ranks: Sequence[int], form: int = 0) -> bool:
+        """Show a slab to some ranks; ``False`` if it has to wait until they take note of others.
+
+        Args:
+            key: Of the collective.
+            slab: What to show: of the common file if it is held, and of the own file if not.
+            ranks: Them.
+            form: See :class:`Entry`.
+        """
+        file = self.shared.slabs if slab.is_held else self._own
+        assert file is not None
         with self._lock:
             if not self._has_room(ranks):
                 return False
@@ -168,8 +182,16 @@ class Mailbox:
                 self._free_acks.append(self._num_acks)
                 self._num_acks += 1
             ack = heappop(self._free_acks)
-            self._unread.append(_Published(self._num_published + 1, ack, slab, list(ranks)))
-            self._write(key, ack, slab.start, slab.nbytes)
+            self._unread.append(_Published(self._num_published + 1, ack, slab, list(ranks), file))
+            self._write(key, ack, slab.start, slab.nbytes, form)
+        return True
+
+    def tell_written(self, key: Key, ranks: Sequence[int], form: int) -> bool:
+        """Say that this rank has written its part of a slab of the common file; see `publish`."""
+        with self._lock:
+            if not self._has_room(ranks):
+                return False
+            self._write(key, -1, 0, WRITTEN, form)
         return True
 
     def take_slab(self, nbytes: int) -> Slab:
@@ -178,11 +200,23 @@ class Mailbox:
             self._take_back()
             return self._own.take(nbytes)
 
-    def return_free(self) -> int:
-        """Give memory that nobody reads back to the system; return how many bytes that is."""
+    def take_common_slab(self, nbytes: int) -> Slab:
+        """Return a slab of the common file, which this rank owns; it is held."""
+        file = self.shared.slabs
+        assert file is not None
         with self._lock:
             self._take_back()
-            return self._own.return_free()
+            slab = file.take(nbytes)
+            slab.is_held = True
+        return slab
+
+    def return_free(self) -> int:
+        """Give memory that nobody reads back to the system; return how many bytes that is."""
+        self.let_go()
+        with self._lock:
+            self._take_back()
+            files = [file for file in (self._own, self.shared.slabs) if file is not None]
+            return sum(file.return_free() for file in files)
 
     def look(self, peer: Peer, key: Key) -> Entry | None:
         """Return what a peer has published for a collective, if it has."""
@@ -204,8 +238,8 @@ class Mailbox:
             ring = 1 + self._num_ranks
             while peer.num_taken < count:
                 start = ring + peer.num_taken % NUM_ENTRIES * _ENTRY
-                number, tag, index, ack, place, nbytes = words[start : start + _ENTRY]
-                self._arrive(peer, (tag, index), Entry(number, ack, place, nbytes))
+                number, tag, index, *rest = words[start : start + _ENTRY]
+                self._arrive(peer, (tag, index), Entry(number, *rest))
                 peer.num_taken += 1
             _order_memory()
             self._words[own_place] = peer.num_taken
@@ -230,8 +264,14 @@ class Mailbox:
                     del peer.arrived[key]
                 ranks.pop()
 
+    def go_on(self) -> None:
+        """Write what others have made room for; say what this rank uses no more."""
+        for writer in list(self.to_write):
+            writer.write_if_it_can()
+        self.let_go()
+
     def let_go(self) -> None:
-        """Say which collectives this rank has given up.
+        """Say which collectives this rank has given up, and which slabs it uses no more.
 
         Hazard: garbage is collected at any time and on any thread, also while the lock is held.
         Guard: an exchange that goes leaves a note, and this does the rest. Test:
@@ -243,16 +283,17 @@ class Mailbox:
                     key, ranks, is_published = self.given_up[0]
                 except IndexError:  # another thread was quicker
                     return
-                if not is_published and not self._has_room(ranks):
+                if not is_published and not self._has_room(self.peers):
                     return  # the next time
                 self.has_read(key, ranks)
                 if not is_published:
-                    self._write(key, -1, 0, GIVEN_UP)
+                    self._write(key, -1, 0, GIVEN_UP, 0)
                 self.given_up.popleft()
 
     @property
     def num_unread(self) -> int:
-        """How many messages somebody has still to read."""
+        """How many messages somebody has still to read, or to use."""
+        self.let_go()
         with self._lock:
             self._take_back()
             return len(self._unread)
@@ -265,7 +306,7 @@ class Mailbox:
             peer.arrived[key] = entry
 
     def _acknowledge(self, peer: Peer, entry: Entry) -> None:
-        if entry.nbytes != GIVEN_UP:
+        if entry.nbytes >= 0:
             acks = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY
             self._words[acks + peer.rank * NUM_ACKS + entry.ack] = entry.number
 
@@ -276,10 +317,10 @@ class Mailbox:
             place, number, ranks = acks + published.ack, published.number, published.ranks
             while ranks and peers[ranks[-1]].words[place] == number:
                 ranks.pop()
-            if not published.ranks:
+            if not published.ranks and not published.slab.is_held:
                 _order_memory()
                 self._unread.remove(published)
-                self._own.give_back(published.slab)
+                published.file.give_back(published.slab)
                 heappush(self._free_acks, published.ack)
 
     def make_room(self, ranks: Iterable[int]) -> bool:
@@ -296,11 +337,11 @@ class Mailbox:
         place, most = 1 + self._rank, self._num_published - NUM_ENTRIES
         return most < 0 or all(self.peers[rank].words[place] > most for rank in ranks)
 
-    def _write(self, key: Key, ack: int, start: int, nbytes: int) -> None:
+    def _write(self, key: Key, ack: int, start: int, nbytes: int, form: int) -> None:
         self._refuse_fork()
         number = self._num_published + 1
         place = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY
-        for offset, word in enumerate((number, *key, ack, start, nbytes)):
+        for offset, word in enumerate((number, *key, ack, start, nbytes, form)):
             self._words[place + offset] = word
         _order_memory()
         self._num_published = self._words[0] = number
@@ -316,13 +357,21 @@ class Mailbox:
 class _Published:
     """A message that some ranks have still to read."""
 
-    __slots__ = ("ack", "number", "ranks", "slab")
+    __slots__ = ("ack", "file", "number", "ranks", "slab")
 
-    def __init__(self, number: int, ack: int, slab: Slab, ranks: list[int]) -> None:
+    def __init__(self, number: int, ack: int, slab: Slab, ranks: list[int], file: OwnFile) -> None:
         self.number = number
         self.ack = ack
         self.slab = slab
         self.ranks = ranks
+        self.file = file
+
+
+class Writer(Protocol):
+    """What has something to write, once another rank has made room for it."""
+
+    def write_if_it_can(self) -> None:
+        """Write it unless there is no room yet."""
 
 
 # The mailboxes of this process --------------------------------------------------------------------

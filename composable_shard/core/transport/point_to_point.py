@@ -22,6 +22,7 @@ from composable_shard.core.transport.collectives import (
     Tensors,
     sum_dtype,
 )
+from composable_shard.core.transport.common_gather import CommonGather, have_common_memory
 from composable_shard.core.transport.exchange import Exchange, Form, Published
 from composable_shard.core.transport.failures import lost, refuse_lost
 from composable_shard.core.transport.mailbox import near_ranks
@@ -64,6 +65,23 @@ class DirectAllGather(AllGatherLaunch):
         else:
             _copy_shards(shards, own_places)
         return works
+
+    def gives_memory(self, group: dist.ProcessGroup) -> bool:
+        return have_common_memory(group)
+
+    def launch_into(
+        self,
+        buffers: Tensors,
+        outputs: Tensors,
+        inputs: Tensors,
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> list[Waitable]:
+        refuse_lost(group)
+        gather = CommonGather(group, tag, buffers, outputs, inputs)
+        if gather.is_there():  # the sooner others are told, the sooner they go on
+            gather.wait()
+        return [gather]
 
 
 class DirectGather(GatherLaunch):

@@ -7,6 +7,9 @@ processes, and nobody writes where another one owns the memory.
 
 The file begins with some words of control; ``mailbox.py`` says what they mean. Behind them lie
 slabs, pieces in which tensors wait until the others have read them.
+
+Where all ranks of a process group share memory, the first one has a second file, the common one,
+which all of them write and compute from; ``common_gather.py`` says how.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ import select
 import socket
 import sys
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,7 @@ IDLE_USES = 8
 slabs than backward, and memory is short where backward begins."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
+_NUM_MAPPED = 16  # slabs of a common file that stay mapped while they are not in use
 _COLLAPSE = 25  # of madvise(2)
 _MAX_PIECES = 1024  # that one system call fills; more are refused
 _HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page, on most processors; others refuse to make one
@@ -56,12 +61,18 @@ def _libc() -> ctypes.CDLL:
     libc.madvise.argtypes = [ctypes.c_void_p, word, number]
     libc.pread.argtypes = [number, ctypes.c_void_p, word, ctypes.c_int64]
     libc.preadv.argtypes = [number, ctypes.c_void_p, number, ctypes.c_int64]
-    libc.pread.restype = libc.preadv.restype = ctypes.c_ssize_t
+    libc.pwrite.argtypes = libc.pread.argtypes
+    libc.pread.restype = libc.preadv.restype = libc.pwrite.restype = ctypes.c_ssize_t
     return libc
 
 
 def _mapped(
-    file: int, start: int, nbytes: int, access: int, alignment: int = mmap.PAGESIZE
+    file: int,
+    start: int,
+    nbytes: int,
+    access: int,
+    alignment: int = mmap.PAGESIZE,
+    flags: int = mmap.MAP_SHARED,
 ) -> ctypes.Array[ctypes.c_uint8]:
     """Map a piece of a file; it stays until the last reference is gone, without a descriptor.
 
@@ -70,7 +81,7 @@ def _mapped(
     reserved = nbytes + alignment - mmap.PAGESIZE
     begin = _map(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     address = _round_up(begin, alignment)
-    _map(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, file, start)
+    _map(address, nbytes, access, flags | _MAP_FIXED, file, start)
     piece = (ctypes.c_uint8 * nbytes).from_address(address)
     weakref.finalize(piece, _libc().munmap, begin, reserved).atexit = False
     return piece
@@ -79,7 +90,7 @@ def _mapped(
 def _map(address: int | None, nbytes: int, access: int, flags: int, file: int, start: int) -> int:
     got: int | None = _libc().mmap(address, nbytes, access, flags, file, start)
     if got is None or got == ctypes.c_void_p(-1).value:
-        raise _no_memory(nbytes, OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno())))
+        raise _no_memory(nbytes, OSError(ctypes.get_errno(), _last_error()))
     return got
 
 
@@ -102,11 +113,13 @@ class Slab:
         nbytes: How long it is.
         address: Where it is mapped.
         last_use: When it was taken last, counted in uses of slabs.
+        is_held: Whether its owner uses it, besides those whom it was shown to.
     """
 
     def __init__(self, file: int, start: int, nbytes: int, alignment: int) -> None:
         self.start = start
         self.nbytes = nbytes
+        self.is_held = False
         both = mmap.PROT_READ | mmap.PROT_WRITE
         self._piece = _mapped(file, start, nbytes, both, alignment)
         self.address = ctypes.addressof(self._piece)
@@ -228,7 +241,7 @@ class PeerFile:
         while done < nbytes:
             count = self._pread(self._file, address + done, nbytes - done, start + done)
             if count <= 0:
-                got = f"the error '{os.strerror(ctypes.get_errno())}'" if count else "its end"
+                got = f"the error '{_last_error()}'" if count else "its end"
                 raise ShardError(
                     f"Expected to read {nbytes} bytes of shared memory, got {done} and {got}"
                 )
@@ -252,6 +265,86 @@ class PeerFile:
         return done == sum(pieces[1::2])
 
 
+class CommonFile:
+    """The file that all ranks of a process group write and compute from.
+
+    Each maps its slabs privately: it sees what all have written, and what it writes there by itself
+    stays its own until :class:`Lease` ends.
+
+    Args:
+        file: A descriptor of it, which is closed with this object.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        weakref.finalize(self, os.close, file).atexit = False
+        self._mapped: OrderedDict[tuple[int, int], ctypes.Array[ctypes.c_uint8]] = OrderedDict()
+
+    def write(self, start: int, address: int, nbytes: int) -> None:
+        """Copy from an address of this process to ``start``.
+
+        Mapping what is written would count as memory of this process.
+
+        Raises:
+            ShardError: If the system does not let it.
+        """
+        done = 0
+        while done < nbytes:
+            count = _libc().pwrite(self._file, address + done, nbytes - done, start + done)
+            if count <= 0:
+                raise _no_memory(nbytes, OSError(ctypes.get_errno(), _last_error()))
+            done += count
+
+    def lease(self, start: int, nbytes: int, on_end: Callable[[], object]) -> Lease:
+        """Use a slab.
+
+        Args:
+            start: Where it begins in the file.
+            nbytes: How long it is.
+            on_end: Called when this rank uses it no more; at any time, on any thread.
+
+        Raises:
+            ShardError: If it cannot be mapped.
+        """
+        key = start, nbytes
+        piece = self._mapped.pop(key, None)
+        if piece is None:
+            alignment = _HUGE_NBYTES if nbytes >= _HUGE_NBYTES else mmap.PAGESIZE
+            both = mmap.PROT_READ | mmap.PROT_WRITE
+            piece = _mapped(self._file, start, nbytes, both, alignment, mmap.MAP_PRIVATE)
+        self._mapped[key] = piece
+        while len(self._mapped) > _NUM_MAPPED:  # what is in use stays until its lease ends
+            self._mapped.popitem(last=False)
+        return Lease(piece, on_end)
+
+
+class Lease:
+    """The use of one slab of a common file, until nobody refers to this object.
+
+    Hazard: what this rank has written there by itself would be seen in place of what the next
+    gather brings. Guard: its pages are given up before ``on_end`` is called. Test:
+    ``test_what_a_rank_writes_stays_its_own_and_goes``.
+
+    Attributes:
+        address: Where the slab begins in this process.
+    """
+
+    def __init__(self, piece: ctypes.Array[ctypes.c_uint8], on_end: Callable[[], object]) -> None:
+        self.address = ctypes.addressof(piece)
+        self._piece = piece
+        self._on_end = on_end
+        self._give_up = _libc().madvise  # globals may be gone when the interpreter ends
+        self._how = mmap.MADV_DONTNEED
+
+    def __del__(self) -> None:
+        self._give_up(self.address, len(self._piece), self._how)
+        self._on_end()
+
+
+def _last_error() -> str:
+    return os.strerror(ctypes.get_errno())
+
+
 # Which ranks can share memory, and how they come by each other's files ----------------------------
 
 
@@ -265,6 +358,8 @@ class Shared:
         ends: By rank, the descriptor that tells of the end of that rank's process.
         reasons: By rank, why it shares nothing with the others.
         on_this_host: Those of all others that run on this host.
+        common: The file that all ranks write, if all of them can.
+        slabs: That file as its owner, the first rank, has it.
     """
 
     own: OwnFile | None
@@ -272,6 +367,12 @@ class Shared:
     ends: dict[int, int] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     on_this_host: list[int] = field(default_factory=list)
+    common: CommonFile | None = None
+    slabs: OwnFile | None = None
+
+
+FIRST = 0
+"""The rank within a process group that owns the common file."""
 
 
 def share(group: dist.ProcessGroup, num_words: int) -> Shared:
@@ -288,7 +389,7 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
     ``test_a_rank_that_cannot_share_is_sent_messages``.
     """
     rank = group.rank()
-    door, refused = _open_door(group.size(), num_words)
+    door, refused = _open_door(rank, group.size(), num_words)
     cards = _hear((_host(), door.card if door else refused), group)
     shared = Shared(door.own if door else None)
     for peer, (host, card) in enumerate(cards):
@@ -306,7 +407,8 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
     if door is not None:
         door.take_in(shared, num_words)
         door.close()
-    _hear_reasons(shared, group)
+    if not _hear_reasons(shared, group):
+        shared.common = shared.slabs = None
     return shared
 
 
@@ -316,14 +418,21 @@ def _hear(said: Any, group: dist.ProcessGroup) -> list[Any]:
     return heard
 
 
-def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
-    """Take over the reasons that others have for not sharing with this rank."""
-    rank = group.rank()
-    for peer, reasons in enumerate(_hear(shared.reasons, group)):
+def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> bool:
+    """Take over the reasons that others have for not sharing with this rank.
+
+    Returns:
+        Whether all ranks have the common file and share with all others.
+    """
+    rank, said = group.rank(), (shared.reasons, shared.common is not None)
+    have_common = True
+    for peer, (reasons, has_common) in enumerate(_hear(said, group)):
+        have_common = have_common and has_common and not reasons
         if rank in reasons:
             shared.reasons.setdefault(peer, reasons[rank])
     for peer in shared.reasons:
         shared.files.pop(peer, None)
+    return have_common
 
 
 @functools.cache
@@ -336,7 +445,7 @@ def _host() -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
 
 
-def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
+def _open_door(rank: int, num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
     """Return a door, or why there is none."""
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0 is set"
@@ -344,7 +453,7 @@ def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
     if not sys.platform.startswith("linux") or not all(hasattr(os, name) for name in needs):
         return None, "shared memory needs Linux"
     try:
-        return _Door(num_ranks, num_words), ""
+        return _Door(rank, num_ranks, num_words), ""
     except (OSError, ShardError) as error:
         return None, f"a rank has no memory to share: {error}"
 
@@ -356,17 +465,21 @@ class _Door:
     secret besides, which only ranks of the process group have heard.
 
     Args:
+        rank: This one.
         num_ranks: How many may come.
         num_words: See :class:`OwnFile`.
 
     Attributes:
         own: The file of this process.
+        slabs: The common file, if this rank owns it.
         card: How to find the door, and the secret.
     """
 
-    def __init__(self, num_ranks: int, num_words: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, num_words: int) -> None:
         with contextlib.ExitStack() as stack:
             self.own = OwnFile(num_words)
+            owns_common = rank == FIRST and _torch.can_adopt_memory()
+            self.slabs = OwnFile(1) if owns_common else None
             self.card = secrets.token_hex(16), secrets.token_bytes(16)
             self._socket = stack.enter_context(_new_socket())
             self._socket.bind(_name_of(self.card))
@@ -374,8 +487,9 @@ class _Door:
             self._own_end = os.pidfd_open(os.getpid())
             stack.callback(os.close, self._own_end)
             own = f"/proc/self/fd/{self.own.file}"
-            self._to_read = os.open(own, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, self._to_read)
+            to_read = os.open(own, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, to_read)
+            self._passed = [to_read, self._own_end, *(one.file for one in (self.slabs,) if one)]
             self.close = stack.pop_all().close
 
     def pass_to(self, card: tuple[str, bytes], rank: int) -> str | None:
@@ -387,13 +501,15 @@ class _Door:
         try:
             with _new_socket() as visit:
                 visit.connect(_name_of(card))
-                socket.send_fds(visit, [_secret_of(card, rank)], [self._to_read, self._own_end])
+                socket.send_fds(visit, [_secret_of(card, rank)], self._passed)
         except OSError as error:
             return f"no Unix socket leads from one to the other: {error}"
         return None
 
     def take_in(self, shared: Shared, num_words: int) -> None:
         """Take the files of those who have come."""
+        if self.slabs is not None:
+            shared.slabs, shared.common = self.slabs, CommonFile(os.dup(self.slabs.file))
         expected = {
             _secret_of(self.card, peer): peer
             for peer in shared.on_this_host
@@ -404,13 +520,15 @@ class _Door:
                 visit, _ = self._socket.accept()
                 with visit:
                     visit.settimeout(_VISIT)
-                    secret, found, *_ = socket.recv_fds(visit, _SECRET_NBYTES, 2)
+                    secret, found, *_ = socket.recv_fds(visit, _SECRET_NBYTES, 3)
                 peer = expected.get(secret)
-                if peer is None or len(found) != 2:  # somebody else
+                if peer is None or len(found) < 2:  # somebody else
                     for file in found:
                         os.close(file)
                     continue
-                file, shared.ends[peer] = found
+                file, shared.ends[peer], *common = found
+                if common:
+                    shared.common = CommonFile(*common)
                 weakref.finalize(self.own, os.close, shared.ends[peer]).atexit = False
                 shared.files[peer] = PeerFile(file, num_words)
                 del expected[secret]

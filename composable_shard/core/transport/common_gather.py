@@ -1,0 +1,197 @@
+"""A gather whose result lies once in memory, for all ranks of a host.
+
+The first rank of the process group takes a slab of the common file, long enough for what all
+gather, writes its shards into their places there, and shows it to the others. Each of them writes
+its own likewise and says so. Who has heard that of all others computes from the slab, and tells the
+first one when it does so no more; then the slab may be taken again. So a rank copies its own shard
+and nothing else, and the unsharded parameters are no more memory for many ranks than for one.
+
+A rank maps the slab privately. What it writes into unsharded parameters by itself, it alone sees,
+and only until they are freed, as if it had a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from composable_shard import _torch
+from composable_shard.core.transport.exchange import HostCollective
+from composable_shard.core.transport.failures import mismatch
+from composable_shard.core.transport.mailbox import WRITTEN, Entry, mailbox_of
+from composable_shard.core.transport.shared_memory import FIRST, CommonFile, Lease, Slab
+
+_ALIGNMENT = 64  # bytes
+
+Region = tuple[int, int]
+"""Of a buffer, its number, and where something begins in it; the number is -1 for what has none."""
+
+
+class _Plan(NamedTuple):
+    """Where everything lies in a slab.
+
+    Attributes:
+        buffers: Where each buffer begins.
+        outputs: Where each output begins.
+        nbytes: How long the slab is at least.
+        digest: A number that differs for every other plan.
+    """
+
+    buffers: tuple[int, ...]
+    outputs: tuple[int, ...]
+    nbytes: int
+    digest: int
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    buffers: tuple[int, ...], regions: tuple[Region, ...], sizes: tuple[int, ...], kinds: str
+) -> _Plan:
+    """Plan a slab.
+
+    Args:
+        buffers: How many bytes each buffer has.
+        regions: Of each output.
+        sizes: How many bytes each output has.
+        kinds: The dtypes of the outputs.
+    """
+    end, starts = 0, list[int]()
+    for nbytes in buffers:
+        starts.append(end)
+        end += nbytes + -nbytes % _ALIGNMENT
+    outputs = list[int]()
+    for (number, offset), nbytes in zip(regions, sizes, strict=True):
+        if number >= 0:
+            outputs.append(starts[number] + offset)
+        else:
+            outputs.append(end)
+            end += nbytes + -nbytes % _ALIGNMENT
+    text = repr((buffers, regions, sizes, kinds)).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    return _Plan(tuple(starts), tuple(outputs), end, digest)
+
+
+def have_common_memory(group: dist.ProcessGroup) -> bool:
+    """Tell whether all ranks of ``group`` can compute from the same memory. Collective: once."""
+    mailbox = mailbox_of(group)
+    return mailbox is not None and mailbox.shared.common is not None
+
+
+class CommonGather(HostCollective):
+    """One gather of the ranks of a host, which has been launched.
+
+    Args:
+        group: The process group; all of its ranks :func:`have_common_memory`.
+        tag: A number on which the ranks have agreed.
+        buffers: Tensors that fill their storages. Those that have no memory are going to lie in the
+            slab; into others the result is copied.
+        outputs: What to gather, [N * n] each. Those that are no parts of buffers are copied out.
+        inputs: The shards of this rank, [n] each; kept until they are written.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        buffers: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        self._rank = group.rank()
+        super().__init__(group, tag, [peer for peer in range(group.size()) if peer != self._rank])
+        self._buffers, self._outputs, self._inputs = list(buffers), list(outputs), list(inputs)
+        numbers = {number: i for i, number in enumerate(_torch.storage_numbers(buffers))}
+        self._regions = tuple(
+            (numbers.get(number, -1), out.storage_offset() * out.itemsize)
+            for number, out in zip(_torch.storage_numbers(outputs), outputs, strict=True)
+        )
+        self._plan = _plan(
+            tuple([buffer.nbytes for buffer in buffers]),
+            tuple([region if region[0] >= 0 else (-1, 0) for region in self._regions]),
+            tuple([out.nbytes for out in outputs]),
+            ",".join([str(out.dtype) for out in outputs]),
+        )
+        self._lease: Lease | None = None
+        if self._rank == FIRST:
+            self._show_slab()
+        else:
+            self._mailbox.to_write.add(self)
+            self.write_if_it_can()
+
+    @property
+    def _common(self) -> CommonFile:
+        common = self._mailbox.shared.common
+        assert common is not None
+        return common
+
+    def _show_slab(self) -> None:
+        plan, mailbox = self._plan, self._mailbox
+        slab = mailbox.take_common_slab(plan.nbytes)
+        self._lease = self._common.lease(slab.start, slab.nbytes, partial(_stop_holding, slab))
+        self._write(slab.start)
+        self._publish(partial(mailbox.publish, self._key, slab, self._ranks, plan.digest))
+
+    def write_if_it_can(self) -> None:
+        """Write the shards of this rank, if there is a slab already."""
+        if not self._is_published:
+            entry = self._mailbox.look(self._mailbox.peers[FIRST], self._key)
+            if entry is not None and entry.nbytes >= 0 and entry.form == self._plan.digest:
+                self._write_into(entry)
+
+    def _write_into(self, entry: Entry) -> None:
+        key = self._key
+        on_end = partial(self._note, (key, [FIRST], True))
+        self._lease = self._common.lease(entry.start, entry.nbytes, on_end)
+        self._mailbox.to_write.discard(self)
+        self._unread.remove(FIRST)  # which the lease tells
+        self._write(entry.start)
+        tell = self._mailbox.tell_written
+        self._publish(partial(tell, key, self._ranks, self._plan.digest))
+
+    def _write(self, start: int) -> None:
+        for place, own in zip(self._plan.outputs, self._inputs, strict=True):
+            self._common.write(start + place + self._rank * own.nbytes, own.data_ptr(), own.nbytes)
+        self._inputs.clear()
+
+    def wait(self) -> bool:
+        """Wait until all have written; give the buffers their memory."""
+        if not self._outputs:
+            return True
+        if not self._is_published:
+            self._write_into(self._checked(FIRST))
+        for rank in self._unread:
+            self._checked(rank)
+        self.finish()
+        self._take_over()
+        return True
+
+    def _checked(self, rank: int) -> Entry:
+        """Wait for what a rank publishes, which has to gather the same."""
+        entry, plan = self._entry(rank), self._plan
+        if entry.form != plan.digest or (rank != FIRST and entry.nbytes != WRITTEN):
+            wanted = f"{len(self._outputs)} tensors of {plan.nbytes} bytes in all"
+            raise mismatch(self._group, rank, wanted, "others")
+        return entry
+
+    def _take_over(self) -> None:
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        buffers, self._buffers = self._buffers, []
+        outputs, self._outputs = self._outputs, []
+        there = [
+            _torch.adopt(buffer, lease.address + start, lease)
+            for buffer, start in zip(buffers, self._plan.buffers, strict=True)
+        ]
+        for (number, _), place, out in zip(self._regions, self._plan.outputs, outputs, strict=True):
+            if number < 0 or not there[number]:
+                ctypes.memmove(out.data_ptr(), lease.address + place, out.nbytes)
+
+
+def _stop_holding(slab: Slab) -> None:
+    slab.is_held = False
