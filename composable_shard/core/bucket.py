@@ -353,7 +353,7 @@ class ParamBucket:
             self._outputs = [self._unsharded_region(index) for index in layout.direct]
             in_place = sum(out.numel() for out in self._outputs)  # what is copied out costs more
             is_of_host = self.mesh.device.type == "cpu" and not self._is_on_host
-            if is_of_host and 2 * in_place >= layout.unsharded_numel:
+            if layout.num_shards > 1 and is_of_host and 2 * in_place >= layout.unsharded_numel:
                 self._takes_memory = _torch.is_big(self.unsharded)
             if layout.staging_numel:
                 regions = {i: self._unsharded_region(i) for i in layout.permuted + layout.packed}

@@ -211,7 +211,7 @@ def test_processes_that_may_not_look_into_each_other_share_all_the_same(tmp_path
 
 @pytest.mark.usefixtures("sharing")
 def test_a_visitor_who_does_not_know_the_secret_is_sent_away() -> None:
-    host, guest = (shared_memory._Door(2, 8) for _ in range(2))
+    host, guest = (shared_memory._Door(rank, 2, 8) for rank in range(2))
     stranger_file, its_end = os.pipe()
     with shared_memory._new_socket() as stranger:
         stranger.connect(shared_memory._name_of(host.card))
@@ -229,7 +229,7 @@ def test_a_visitor_who_does_not_know_the_secret_is_sent_away() -> None:
 
 @pytest.mark.usefixtures("sharing")
 def test_a_visitor_who_brings_too_little_is_sent_away() -> None:
-    host, guest = (shared_memory._Door(2, 8) for _ in range(2))
+    host, guest = (shared_memory._Door(rank, 2, 8) for rank in range(2))
     with shared_memory._new_socket() as visit:
         visit.connect(shared_memory._name_of(host.card))
         visit.send(shared_memory._secret_of(host.card, 1))

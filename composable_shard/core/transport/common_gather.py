@@ -24,8 +24,9 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.transport.exchange import HostCollective
 from composable_shard.core.transport.failures import mismatch
-from composable_shard.core.transport.mailbox import WRITTEN, Entry, mailbox_of
+from composable_shard.core.transport.mailbox import NO_MEMORY, WRITTEN, Entry, mailbox_of
 from composable_shard.core.transport.shared_memory import FIRST, CommonFile, Lease, Slab
+from composable_shard.errors import ShardError
 
 _ALIGNMENT = 64  # bytes
 
@@ -132,9 +133,14 @@ class CommonGather(HostCollective):
 
     def _show_slab(self) -> None:
         plan, mailbox = self._plan, self._mailbox
-        slab = mailbox.take_common_slab(plan.nbytes)
+        try:
+            slab = mailbox.take_common_slab(plan.nbytes)
+        except ShardError:  # on all ranks, which then may go on
+            self._publish(partial(mailbox.tell, self._key, NO_MEMORY, self._ranks))
+            self._unread.clear()  # nothing comes of it
+            raise
         self._lease = self._common.lease(slab.start, slab.nbytes, partial(_stop_holding, slab))
-        self._write(slab.start)
+        self._write()
         self._publish(partial(mailbox.publish, self._key, slab, self._ranks, plan.digest))
 
     def write_if_it_can(self) -> None:
@@ -150,13 +156,16 @@ class CommonGather(HostCollective):
         self._lease = self._common.lease(entry.start, entry.nbytes, on_end)
         self._mailbox.to_write.discard(self)
         self._unread.remove(FIRST)  # which the lease tells
-        self._write(entry.start)
-        tell = self._mailbox.tell_written
-        self._publish(partial(tell, key, self._ranks, self._plan.digest))
+        self._write()
+        tell = self._mailbox.tell
+        self._publish(partial(tell, key, WRITTEN, self._ranks, self._plan.digest))
 
-    def _write(self, start: int) -> None:
+    def _write(self) -> None:
+        assert self._lease is not None
+        begin = self._lease.common
         for place, own in zip(self._plan.outputs, self._inputs, strict=True):
-            self._common.write(start + place + self._rank * own.nbytes, own.data_ptr(), own.nbytes)
+            nbytes = own.nbytes
+            ctypes.memmove(begin + place + self._rank * nbytes, own.data_ptr(), nbytes)
         self._inputs.clear()
 
     def wait(self) -> bool:
@@ -174,6 +183,13 @@ class CommonGather(HostCollective):
     def _checked(self, rank: int) -> Entry:
         """Wait for what a rank publishes, which has to gather the same."""
         entry, plan = self._entry(rank), self._plan
+        if entry.nbytes == NO_MEMORY:
+            self._unread, self._is_published = [rank], True
+            self.finish()
+            raise ShardError(
+                f"Expected rank {dist.get_global_rank(self._group, rank)} to have {plan.nbytes} "
+                "bytes of memory to share with the other ranks of this host, got none"
+            )
         if entry.form != plan.digest or (rank != FIRST and entry.nbytes != WRITTEN):
             wanted = f"{len(self._outputs)} tensors of {plan.nbytes} bytes in all"
             raise mismatch(self._group, rank, wanted, "others")

@@ -48,7 +48,7 @@ from composable_shard.errors import ShardError
 NUM_ENTRIES = 256  # of the ring
 NUM_ACKS = 1 << 14  # messages to a rank that it may leave unread
 _ENTRY = 7  # words: its number, tag, number of its tag, place of the acknowledgement, start, ...
-GIVEN_UP, WRITTEN = -1, -2  # in the place of nbytes
+GIVEN_UP, WRITTEN, NO_MEMORY = -1, -2, -3  # in the place of nbytes
 
 _log = logging.getLogger("composable_shard")
 _fence = threading.Lock()
@@ -77,7 +77,8 @@ class Entry(NamedTuple):
         ack: Where to say that it was read.
         start: Of the slab in the file of that rank.
         nbytes: Of the slab. If there is none, :data:`GIVEN_UP`, or :data:`WRITTEN` of a rank that
-            has written its part of a slab of the common file.
+            has written its part of a slab of the common file, or :data:`NO_MEMORY` of the first
+            one if it has no slab for that.
         form: A digest of what a slab of the common file consists of.
     """
 
@@ -186,12 +187,12 @@ class Mailbox:
             self._write(key, ack, slab.start, slab.nbytes, form)
         return True
 
-    def tell_written(self, key: Key, ranks: Sequence[int], form: int) -> bool:
-        """Say that this rank has written its part of a slab of the common file; see `publish`."""
+    def tell(self, key: Key, word: int, ranks: Sequence[int], form: int = 0) -> bool:
+        """Say :data:`WRITTEN` or :data:`NO_MEMORY` of a slab of the common file; see `publish`."""
         with self._lock:
             if not self._has_room(ranks):
                 return False
-            self._write(key, -1, 0, WRITTEN, form)
+            self._write(key, -1, 0, word, form)
         return True
 
     def take_slab(self, nbytes: int) -> Slab:

@@ -67,7 +67,8 @@ class DirectAllGather(AllGatherLaunch):
         return works
 
     def gives_memory(self, group: dist.ProcessGroup) -> bool:
-        return have_common_memory(group)
+        _, far = _peers_of(group)
+        return not far and have_common_memory(group)
 
     def launch_into(
         self,

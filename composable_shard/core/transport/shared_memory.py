@@ -61,8 +61,7 @@ def _libc() -> ctypes.CDLL:
     libc.madvise.argtypes = [ctypes.c_void_p, word, number]
     libc.pread.argtypes = [number, ctypes.c_void_p, word, ctypes.c_int64]
     libc.preadv.argtypes = [number, ctypes.c_void_p, number, ctypes.c_int64]
-    libc.pwrite.argtypes = libc.pread.argtypes
-    libc.pread.restype = libc.preadv.restype = libc.pwrite.restype = ctypes.c_ssize_t
+    libc.pread.restype = libc.preadv.restype = ctypes.c_ssize_t
     return libc
 
 
@@ -268,9 +267,6 @@ class PeerFile:
 class CommonFile:
     """The file that all ranks of a process group write and compute from.
 
-    Each maps its slabs privately: it sees what all have written, and what it writes there by itself
-    stays its own until :class:`Lease` ends.
-
     Args:
         file: A descriptor of it, which is closed with this object.
     """
@@ -278,22 +274,7 @@ class CommonFile:
     def __init__(self, file: int) -> None:
         self._file = file
         weakref.finalize(self, os.close, file).atexit = False
-        self._mapped: OrderedDict[tuple[int, int], ctypes.Array[ctypes.c_uint8]] = OrderedDict()
-
-    def write(self, start: int, address: int, nbytes: int) -> None:
-        """Copy from an address of this process to ``start``.
-
-        Mapping what is written would count as memory of this process.
-
-        Raises:
-            ShardError: If the system does not let it.
-        """
-        done = 0
-        while done < nbytes:
-            count = _libc().pwrite(self._file, address + done, nbytes - done, start + done)
-            if count <= 0:
-                raise _no_memory(nbytes, OSError(ctypes.get_errno(), _last_error()))
-            done += count
+        self._mapped: OrderedDict[tuple[int, int], _Views] = OrderedDict()
 
     def lease(self, start: int, nbytes: int, on_end: Callable[[], object]) -> Lease:
         """Use a slab.
@@ -307,37 +288,46 @@ class CommonFile:
             ShardError: If it cannot be mapped.
         """
         key = start, nbytes
-        piece = self._mapped.pop(key, None)
-        if piece is None:
+        views = self._mapped.pop(key, None)
+        if views is None:
             alignment = _HUGE_NBYTES if nbytes >= _HUGE_NBYTES else mmap.PAGESIZE
             both = mmap.PROT_READ | mmap.PROT_WRITE
-            piece = _mapped(self._file, start, nbytes, both, alignment, mmap.MAP_PRIVATE)
-        self._mapped[key] = piece
+            views = (
+                _mapped(self._file, start, nbytes, both, alignment),
+                _mapped(self._file, start, nbytes, both, alignment, mmap.MAP_PRIVATE),
+            )
+        self._mapped[key] = views
         while len(self._mapped) > _NUM_MAPPED:  # what is in use stays until its lease ends
             self._mapped.popitem(last=False)
-        return Lease(piece, on_end)
+        return Lease(views, on_end)
+
+
+_Views = tuple[ctypes.Array[ctypes.c_uint8], ctypes.Array[ctypes.c_uint8]]
+"""A slab as all see what is written there, and as this rank alone does."""
 
 
 class Lease:
     """The use of one slab of a common file, until nobody refers to this object.
 
-    Hazard: what this rank has written there by itself would be seen in place of what the next
-    gather brings. Guard: its pages are given up before ``on_end`` is called. Test:
+    Hazard: what this rank has written by itself would be seen in place of what the next gather
+    brings. Guard: its pages are given up before ``on_end`` is called. Test:
     ``test_what_a_rank_writes_stays_its_own_and_goes``.
 
     Attributes:
-        address: Where the slab begins in this process.
+        address: Where the slab begins in this process. What is written there, this rank alone sees.
+        common: Where it begins, too. What is written there, all see.
     """
 
-    def __init__(self, piece: ctypes.Array[ctypes.c_uint8], on_end: Callable[[], object]) -> None:
-        self.address = ctypes.addressof(piece)
-        self._piece = piece
+    def __init__(self, views: _Views, on_end: Callable[[], object]) -> None:
+        self.common, self.address = map(ctypes.addressof, views)
+        self._views = views
         self._on_end = on_end
         self._give_up = _libc().madvise  # globals may be gone when the interpreter ends
         self._how = mmap.MADV_DONTNEED
 
     def __del__(self) -> None:
-        self._give_up(self.address, len(self._piece), self._how)
+        for address in (self.address, self.common):  # they count as memory of this process
+            self._give_up(address, len(self._views[0]), self._how)
         self._on_end()
 
 
