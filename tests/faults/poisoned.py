@@ -234,7 +234,7 @@ FAULTS = {
         PackedGrads, "release", "self._rows.is_in_use", "False", apart=True
     ),
     "a slab is free before all have read it": Fault(
-        Mailbox, "_take_back", "if not published.ranks:", "if True:"
+        Mailbox, "_take_back", "if not published.ranks and", "if True and"
     ),
     "what is published is not filled in": Fault(
         DirectAllGather, "launch", "(shards, addresses, own_places)", "(shards, own_places)"

@@ -87,6 +87,9 @@ def have_common_memory(group: dist.ProcessGroup) -> bool:
 class CommonGather(HostCollective):
     """One gather of the ranks of a host, which has been launched.
 
+    Hazard: a rank takes what it reads in a slab for what all have written. Guard: it waits for all
+    others first, whatever memory its buffers have already. Test: ``test_a_planted_fault_is_seen``.
+
     Args:
         group: The process group; all of its ranks :func:`have_common_memory`.
         tag: A number on which the ranks have agreed.
@@ -119,6 +122,7 @@ class CommonGather(HostCollective):
             ",".join([str(out.dtype) for out in outputs]),
         )
         self._lease: Lease | None = None
+        self._has_slab: list[bool] = []  # by buffer
         if self._rank == FIRST:
             self._show_slab()
         else:
@@ -161,8 +165,15 @@ class CommonGather(HostCollective):
         self._publish(partial(tell, key, WRITTEN, self._ranks, self._plan.digest))
 
     def _write(self) -> None:
-        assert self._lease is not None
-        begin = self._lease.common
+        """Write the shards of this rank; let the buffers have the slab, whose rest is to come."""
+        lease = self._lease
+        assert lease is not None
+        buffers, self._buffers = self._buffers, []
+        self._has_slab = [
+            _torch.adopt(buffer, lease.address + start, lease)
+            for buffer, start in zip(buffers, self._plan.buffers, strict=True)
+        ]
+        begin = lease.common
         for place, own in zip(self._plan.outputs, self._inputs, strict=True):
             nbytes = own.nbytes
             ctypes.memmove(begin + place + self._rank * nbytes, own.data_ptr(), nbytes)
@@ -177,7 +188,7 @@ class CommonGather(HostCollective):
         for rank in self._unread:
             self._checked(rank)
         self.finish()
-        self._take_over()
+        self._copy_out()
         return True
 
     def _checked(self, rank: int) -> Entry:
@@ -191,21 +202,19 @@ class CommonGather(HostCollective):
                 "bytes of memory to share with the other ranks of this host, got none"
             )
         if entry.form != plan.digest or (rank != FIRST and entry.nbytes != WRITTEN):
+            if not self._is_published:  # what this rank gathers, without writing it
+                tell = self._mailbox.tell
+                self._publish(partial(tell, self._key, WRITTEN, self._ranks, plan.digest))
             wanted = f"{len(self._outputs)} tensors of {plan.nbytes} bytes in all"
             raise mismatch(self._group, rank, wanted, "others")
         return entry
 
-    def _take_over(self) -> None:
+    def _copy_out(self) -> None:
         lease, self._lease = self._lease, None
         assert lease is not None
-        buffers, self._buffers = self._buffers, []
         outputs, self._outputs = self._outputs, []
-        there = [
-            _torch.adopt(buffer, lease.address + start, lease)
-            for buffer, start in zip(buffers, self._plan.buffers, strict=True)
-        ]
         for (number, _), place, out in zip(self._regions, self._plan.outputs, outputs, strict=True):
-            if number < 0 or not there[number]:
+            if number < 0 or not self._has_slab[number]:
                 ctypes.memmove(out.data_ptr(), lease.address + place, out.nbytes)
 
 
