@@ -11,9 +11,9 @@ Counted are bytes *written* by operations of torch, in these columns:
 - arithmetic: the passes that divide or add in place or into a given tensor;
 - in comms: both kinds where a collective does them by operations of torch: the rank's own part
   and the sum of a reduce-scatter in this library's gloo collectives, and besides what these copy
-  themselves, the own part of an all-gather and what is put where other ranks read it, and the
-  result that gloo's own reduce-scatter, which FSDP2 uses, hands over. (FSDP2 gathers in place:
-  its copy-in, which is under moved, is what the own part is here.)
+  themselves, the own part of an all-gather, what is put where other ranks read it or copied out
+  of memory that they share, and the result that gloo's own reduce-scatter, which FSDP2 uses, hands
+  over. (FSDP2 gathers in place: its copy-in, which is under moved, is what the own part is here.)
 
 `moved/P` and `all/P` are over the bytes P of all parameters in fp32, all being the three kinds
 together. A call is one launch of a collective, a message one send between two ranks, or one read
@@ -88,10 +88,13 @@ class Copies(Observer):
 
     def __enter__(self) -> Copies:
         """Begin to watch operations, and what this library's collectives do without any."""
-        from composable_shard.core.transport import exchange, point_to_point
+        from composable_shard.core.transport import common_gather, exchange, point_to_point
 
         watched = {
             (point_to_point.DirectAllGather, "launch"): self._saw_launch,
+            (point_to_point.DirectAllGather, "launch_into"): self._saw_launch,
+            (common_gather.CommonGather, "_write"): self._saw_shards,
+            (common_gather.CommonGather, "_copy_out"): self._saw_copies,
             (point_to_point.DirectReduceScatter, "launch"): self._saw_launch,
             (point_to_point, "copy_bytes"): self._saw_copy,
             (exchange.Exchange, "copy_to"): self._saw_message,
@@ -111,6 +114,17 @@ class Copies(Observer):
 
     def _saw_copy(self, source: int, nbytes: int, *into: int) -> None:
         self.counts.in_collectives += nbytes * len(into)
+
+    def _saw_shards(self, gather: Any) -> None:
+        """Count shards that are written where all compute from them."""
+        num_bytes = sum(own.nbytes for own in gather._inputs)
+        self.counts.in_collectives += num_bytes
+        self.counts.sent += num_bytes * len(gather._ranks)
+
+    def _saw_copies(self, gather: Any) -> None:
+        for (number, _), out in zip(gather._regions, gather._outputs, strict=True):
+            if number < 0 or not gather._has_slab[number]:
+                self.counts.in_collectives += out.nbytes
 
     def _saw_message(self, exchange: Any, *_: Any) -> None:
         for numel, dtype in zip(exchange.form.numels, exchange.form.dtypes, strict=True):

@@ -164,7 +164,8 @@ CORE = [
     *("agreement", "group", "calls", "tree", "nested", "order", "reduction", "reduction_plan"),
     *("gradient_extension", "gradient_bucket", "gradient", "units", "gather_extension"),
     *("bucket", "param", "codec", "placement", "layout", "transport.channel"),
-    *("transport.point_to_point", "transport.exchange", "transport.mailbox"),
+    *("transport.point_to_point", "transport.common_gather"),
+    *("transport.exchange", "transport.mailbox"),
     *("transport.shared_memory", "transport.collectives"),
     *("transport.host", "transport.pending", "transport.process_groups", "transport.failures"),
 ]

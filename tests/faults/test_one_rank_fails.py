@@ -176,6 +176,11 @@ def no_memory_on_all(why: str) -> tuple[bool, int]:
     with little_memory(WIDE_NBYTES // 2), pytest.raises(RuntimeError) as caught:
         model(x)
     assert why in str(caught.value)
+    if why == TO_SHARE and dist.get_rank() == 1:
+        assert str(caught.value).endswith(
+            "Expected rank 0 to have 67141632 bytes of memory to share with the other ranks of "
+            "this host, got none"
+        )
     dist.barrier()
     with torch.no_grad():
         return torch.equal(model(x), expected), len(getattr(caught.value, "__notes__", ()))

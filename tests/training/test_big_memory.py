@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from near import Apart
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, _torch, fully_shard
@@ -72,7 +73,7 @@ def addresses_of_a_step() -> tuple[list[int], float]:
 
 @pytest.mark.skipif(memory._swap is None, reason="this torch cannot hand memory over")
 def test_gathers_of_one_size_land_where_the_last_but_one_was() -> None:
-    for landed, off in run_ranks(addresses_of_a_step, 2):
+    for landed, off in run_ranks(Apart(addresses_of_a_step), 2):
         assert len(landed) == 11  # the last layer waits for backward
         assert landed[2] == landed[0] and len(set(landed[:3])) == 2  # two are there at a time
         assert off < 1e-4

@@ -152,6 +152,23 @@ def test_a_rank_may_be_late(rank: int, which: str) -> None:
     assert run_ranks(late, 3, rank, which) == [[True] * 9] * 3
 
 
+def written_while_it_waits() -> list[bool]:
+    """Launch before the first rank does, and then wait for another collective of that rank."""
+    if dist.get_rank() == 0:
+        time.sleep(0.1)
+    first, pending = begin(1, tag=TAG + 20)
+    if dist.get_rank() == 0:
+        pending.wait()  # for what the others have only launched
+    other, after = begin(2, tag=TAG + 22)
+    after.wait()
+    pending.wait()
+    return [torch.equal(first, whole(1, 2000)), torch.equal(other, whole(2, 2000))]
+
+
+def test_a_rank_writes_while_it_waits_for_something_else() -> None:
+    assert run_ranks(written_while_it_waits, 3) == [[True] * 2] * 3
+
+
 def used_for_long(rank: int) -> list[bool]:
     """Gather many times while one rank still uses what it gathered first."""
     buffer, pending = begin(7)

@@ -144,7 +144,10 @@ class Channel:
     # Collectives ----------------------------------------------------------------------------
 
     def gives_memory(self) -> bool:
-        """Tell whether :meth:`gather` gives outputs memory. Collective: see `near_ranks`, once."""
+        """Tell whether :meth:`gather` has better memory for its outputs than what is allocated.
+
+        Collective: finds the ranks of this host, at the first call for a process group.
+        """
         group = self.mesh.shard_group
         return group is not None and self.all_gather.gives_memory(group)
 

@@ -42,7 +42,10 @@ class AllGatherLaunch(Protocol):
         """
 
     def gives_memory(self, group: dist.ProcessGroup) -> bool:
-        """Tell whether :meth:`launch_into` is there. Collective: see `near_ranks`, once."""
+        """Tell whether :meth:`launch_into` has better memory than what is allocated.
+
+        Collective: finds the ranks of this host, at the first call for ``group``.
+        """
         return False
 
     def launch_into(
@@ -62,7 +65,9 @@ class AllGatherLaunch(Protocol):
             group: See there.
             tag: See there.
         """
-        raise AssertionError("gives_memory() says that there is no such thing")
+        for buffer in buffers:
+            _torch.allocate(buffer)
+        return self.launch(outputs, inputs, group, tag)
 
 
 class GatherLaunch(Protocol):

@@ -26,7 +26,7 @@ from composable_shard.core.transport.exchange import HostCollective
 from composable_shard.core.transport.failures import mismatch
 from composable_shard.core.transport.mailbox import NO_MEMORY, WRITTEN, Entry, mailbox_of
 from composable_shard.core.transport.shared_memory import FIRST, CommonFile, Lease, Slab
-from composable_shard.errors import ShardError
+from composable_shard.errors import CommunicationError, ShardError
 
 _ALIGNMENT = 64  # bytes
 
@@ -184,7 +184,9 @@ class CommonGather(HostCollective):
         if not self._outputs:
             return True
         if not self._is_published:
-            self._write_into(self._checked(FIRST))
+            entry = self._checked(FIRST)
+            if not self._is_published:  # nor while it waited
+                self._write_into(entry)
         for rank in self._unread:
             self._checked(rank)
         self.finish()
@@ -197,7 +199,7 @@ class CommonGather(HostCollective):
         if entry.nbytes == NO_MEMORY:
             self._unread, self._is_published = [rank], True
             self.finish()
-            raise ShardError(
+            raise CommunicationError(
                 f"Expected rank {dist.get_global_rank(self._group, rank)} to have {plan.nbytes} "
                 "bytes of memory to share with the other ranks of this host, got none"
             )

@@ -186,6 +186,7 @@ class HostCollective:
         shortest, longest = _NAPS
         while True:
             time.sleep(min(longest, max(shortest, _NAP_SHARE * (now - start))))
+            self._mailbox.write_what_it_can()  # which others may wait for
             now, got = time.monotonic(), None
             if now - last > _LONG:
                 last = now

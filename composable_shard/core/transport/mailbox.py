@@ -267,9 +267,14 @@ class Mailbox:
 
     def go_on(self) -> None:
         """Write what others have made room for; say what this rank uses no more."""
-        for writer in list(self.to_write):
-            writer.write_if_it_can()
+        self.write_what_it_can()
         self.let_go()
+
+    def write_what_it_can(self) -> None:
+        """Write what others have made room for since it was launched."""
+        if self.to_write:
+            for writer in list(self.to_write):
+                writer.write_if_it_can()
 
     def let_go(self) -> None:
         """Say which collectives this rank has given up, and which slabs it uses no more.
