@@ -450,7 +450,7 @@ FAULTS = {
         CommonGather, "_copy_out", "number < 0 or ", ""
     ),
     "what a rank wrote by itself stays": Fault(
-        Lease, "__del__", "(self.address, self.common)", "()"
+        Lease, "__del__", "self._give_up(self.address, len(self._views[1]), self._how)", "pass"
     ),
 }  # fmt: skip
 

@@ -178,6 +178,7 @@ class CommonGather(HostCollective):
             nbytes = own.nbytes
             ctypes.memmove(begin + place + self._rank * nbytes, own.data_ptr(), nbytes)
         self._inputs.clear()
+        lease.forget_written()
 
     def wait(self) -> bool:
         """Wait until all have written; give the buffers their memory."""

@@ -209,6 +209,7 @@ class Mailbox:
             self._take_back()
             slab = file.take(nbytes)
             slab.is_held = True
+        slab.forget_pages()  # it is used where its lease has it
         return slab
 
     def return_free(self) -> int:

@@ -124,6 +124,10 @@ class Slab:
         self.address = ctypes.addressof(self._piece)
         self.last_use = 0
 
+    def forget_pages(self) -> None:
+        """Let its pages not count as memory of this process until they are used here again."""
+        _libc().madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)
+
 
 class OwnFile:
     """The file of this rank for one process group.
@@ -325,9 +329,12 @@ class Lease:
         self._give_up = _libc().madvise  # globals may be gone when the interpreter ends
         self._how = mmap.MADV_DONTNEED
 
+    def forget_written(self) -> None:
+        """Let what was written at ``common`` not count as memory of this process, too."""
+        self._give_up(self.common, len(self._views[0]), self._how)
+
     def __del__(self) -> None:
-        for address in (self.address, self.common):  # they count as memory of this process
-            self._give_up(address, len(self._views[0]), self._how)
+        self._give_up(self.address, len(self._views[1]), self._how)
         self._on_end()
 
 
