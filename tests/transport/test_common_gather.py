@@ -470,6 +470,11 @@ def seen_with(name: str) -> list[str]:
             return differences(3)
         except RuntimeError as error:
             return [str(error)]
+        finally:  # what the fault left in slabs is for no later test
+            gc.collect()
+            common = box().shared.common
+            assert common is not None
+            common._mapped.clear()
 
 
 @pytest.mark.parametrize("name", FAULTS)
