@@ -276,7 +276,8 @@ def interrupted(rank: int, method: str) -> list[str]:
 def test_a_rank_that_is_interrupted_before_it_has_written_is_missed_at_once() -> None:
     first, second, third = run_ranks(interrupted, 3, 1, "_write")
     assert second == ["Interrupted", "soon", "True"]
-    assert first == third == ["CommunicationError", "soon", "True"]
+    for kind, *rest in (first, third):  # at the wait, or at the launch
+        assert kind in ("CommunicationError", "ShardError") and rest == ["soon", "True"]
 
 
 # Training -------------------------------------------------------------------------------------
