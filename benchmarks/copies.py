@@ -9,11 +9,12 @@ Counted are bytes *written* by operations of torch, in these columns:
 - moved (forward, backward, optimizer): what copies, casts, concatenates, splits or pads, FSDP2's
   own operators and DDP's scaled copy into its bucket included; other arithmetic is not;
 - arithmetic: the passes that divide or add in place or into a given tensor;
-- in comms: both kinds where a collective does them by operations of torch: the rank's own part
-  and the sum of a reduce-scatter in this library's gloo collectives, and besides what these copy
-  themselves, the own part of an all-gather, what is put where other ranks read it or copied out
-  of memory that they share, and the result that gloo's own reduce-scatter, which FSDP2 uses, hands
-  over. (FSDP2 gathers in place: its copy-in, which is under moved, is what the own part is here.)
+- in comms: both kinds where a collective does them by operations of torch: the sum of a
+  reduce-scatter in this library's gloo collectives, the rank's own part of it where it has to
+  wait for others, and besides what these copy themselves, the own part of an all-gather, what is
+  put where other ranks read it or copied out of memory that they share, and the result that gloo's
+  own reduce-scatter, which FSDP2 uses, hands over. (FSDP2 gathers in place: its copy-in, which is
+  under moved, is what the own part is here.)
 
 `moved/P` and `all/P` are over the bytes P of all parameters in fp32, all being the three kinds
 together. A call is one launch of a collective, a message one send between two ranks, or one read
@@ -97,8 +98,7 @@ class Copies(Observer):
             (common_gather.CommonGather, "_copy_out"): self._saw_copies,
             (point_to_point.DirectReduceScatter, "launch"): self._saw_launch,
             (point_to_point, "copy_bytes"): self._saw_copy,
-            (exchange.Exchange, "copy_to"): self._saw_message,
-            (exchange.Published, "copy_to"): self._saw_read,
+            (exchange.Exchange, "read"): self._saw_message,
         }
         for (owner, name), note in watched.items():
             self._patches.enter_context(noticed(owner, name, note))
@@ -128,11 +128,8 @@ class Copies(Observer):
 
     def _saw_message(self, exchange: Any, *_: Any) -> None:
         for numel, dtype in zip(exchange.form.numels, exchange.form.dtypes, strict=True):
-            self._saw_read(None, 0, numel * dtype.itemsize)
-
-    def _saw_read(self, _: Any, address: int, nbytes: int, start: int = 0) -> None:
-        self.counts.messages += 1
-        self.counts.sent += nbytes
+            self.counts.messages += 1
+            self.counts.sent += numel * dtype.itemsize
 
     def saw(
         self,
@@ -164,9 +161,9 @@ def noticed(owner: Any, name: str, note: Callable[..., None]) -> Iterator[None]:
     """Call `note` with the arguments of a function whenever that is called."""
     before = getattr(owner, name)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         note(*args)
-        return before(*args)
+        return before(*args, **kwargs)
 
     setattr(owner, name, call)
     try:

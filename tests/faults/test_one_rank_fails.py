@@ -108,7 +108,7 @@ def without_slabs(model: nn.Sequential) -> nn.Sequential:
     mailbox = mailbox_of(model[0].weight.device_mesh.get_group())
     if mailbox is not None and mailbox.shared.common is not None:
         mailbox.return_free()
-        mailbox.shared.common._mapped.clear()
+        mailbox.shared.common._pieces._mapped.clear()
     dist.barrier()
     return model
 

@@ -475,7 +475,7 @@ def seen_with(name: str) -> list[str]:
             gc.collect()
             common = box().shared.common
             assert common is not None
-            common._mapped.clear()
+            common._pieces._mapped.clear()
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -85,7 +85,7 @@ def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None, r
 
 
 def many_gathered() -> bool:
-    """Gather more tensors than one system call fills; tell whether each is exact."""
+    """Gather a great many tensors by one launch; tell whether each is exact."""
     rank, count = dist.get_rank(), dist.get_world_size()
     inputs = [torch.full((1 + number % 3,), number + rank / 8) for number in range(1100)]
     outputs = [torch.empty(count * one.numel()) for one in inputs]
@@ -98,7 +98,7 @@ def many_gathered() -> bool:
     )
 
 
-def test_more_tensors_are_gathered_than_one_call_reads() -> None:
+def test_a_great_many_tensors_are_gathered_at_once() -> None:
     assert run_ranks(many_gathered, 3) == [True] * 3
 
 

@@ -267,36 +267,73 @@ def test_a_slab_is_read_where_it_was_written() -> None:
     for number, slab in enumerate(slabs):
         ctypes.memset(slab.address + 64, number + 1, 5)
     for number, slab in enumerate(slabs):
-        seen = torch.zeros(7, dtype=torch.uint8)
-        peer.read(slab.start + 64, seen.data_ptr(), 7)
+        seen = peer.view(slab.start, slab.nbytes).tensor(64, 7, torch.uint8)
         assert seen.tolist() == [number + 1] * 5 + [0, 0]
 
 
-def test_several_places_are_filled_by_one_call() -> None:
-    own, into = OwnFile(8), torch.full((12,), -1, dtype=torch.int32)
-    peer, slab = PeerFile(os.dup(own.file), 8), own.take(PAGE)
-    written = torch.arange(100, dtype=torch.int32)
-    ctypes.memmove(slab.address, written.data_ptr(), written.nbytes)
-    first, second = into[:3].data_ptr(), into[5:].data_ptr()
-    assert peer.read_pieces(slab.start + 8, [second, 16, first, 12, second, 0])
-    assert into.tolist() == [6, 7, 8, -1, -1, 2, 3, 4, 5, -1, -1, -1]
-    assert not peer.read_pieces(slab.start + PAGE - 16, [first, 12, second, 12])  # its end
-    assert not peer.read_pieces(slab.start, [8, 4])
-    each = [word for _ in range(1025) for word in (first, 4)]
-    assert peer.read_pieces(slab.start, each[2:])
-    assert not peer.read_pieces(slab.start, each)  # more than the system takes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int16])
+def test_a_view_has_tensors_of_every_dtype(dtype: torch.dtype) -> None:
+    own = OwnFile(8)
+    slab, written = own.take(PAGE), torch.arange(5).to(dtype)
+    ctypes.memmove(slab.address + 16, written.data_ptr(), written.nbytes)
+    view = PeerFile(os.dup(own.file), 8).view(slab.start, slab.nbytes)
+    assert torch.equal(view.tensor(16, 5, dtype), written)
+    assert torch.equal(view.tensor(16, 0, dtype), written[:0])
+    assert view.bytes(18)[16:] == bytes(written.view(torch.uint8)[:2].tolist())
+    assert len(view.bytes(2 * PAGE)) == PAGE  # its end
 
 
-def test_what_is_not_there_cannot_be_read() -> None:
-    own, into = OwnFile(8), torch.zeros(PAGE, dtype=torch.uint8)
-    peer = PeerFile(os.dup(own.file), 8)
+def resident_pages(address: int) -> int:
+    """Return how many pages of a mapping that begins at an address count as of this process."""
+    (line, *_) = lines_of_mapping(address, "Rss:")
+    return int(line.split()[1]) * 1024 // PAGE
+
+
+def lines_of_mapping(address: int, name: str) -> list[str]:
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith(f"{address:08x}-"))
+    return [line for line in lines[first:] if line.startswith(name)]
+
+
+def test_what_was_looked_at_is_no_memory_of_this_process_in_the_end() -> None:
+    own = OwnFile(8)
+    slab = own.take(8 * PAGE)
+    peer, seen = PeerFile(os.dup(own.file), 8), []
+    for value in (1, 2):
+        ctypes.memset(slab.address, value, slab.nbytes)
+        view = peer.view(slab.start, slab.nbytes)
+        every = view.tensor(0, slab.nbytes, torch.uint8)
+        assert every.unique().tolist() == [value]
+        seen.append(every.data_ptr())
+        assert resident_pages(seen[-1]) == 8
+        del view
+        assert resident_pages(seen[-1]) == 0
+        assert every[:PAGE].unique().tolist() == [value]  # who still looks, sees it
+    assert seen[0] == seen[1]  # it stayed mapped
+
+
+def test_as_many_slabs_stay_mapped_as_are_used_in_turns() -> None:
+    own = OwnFile(8)
+    slabs, peer = [own.take(PAGE) for _ in range(17)], PeerFile(os.dup(own.file), 8)
+    for number, slab in enumerate(slabs):
+        ctypes.memset(slab.address, number, 1)
+    views = [peer.view(slab.start, slab.nbytes) for slab in slabs]  # in use, one more than stays
+    for number, (slab, view) in enumerate(zip(slabs, views, strict=True)):
+        assert view.tensor(0, 1, torch.uint8).item() == number
+        address = view.tensor(0, 1, torch.uint8).data_ptr()
+        again = peer.view(slab.start, slab.nbytes).tensor(0, 1, torch.uint8)
+        assert again.item() == number
+        assert number == 0 or again.data_ptr() != address  # each pushes out the next
+
+
+def test_what_cannot_be_mapped_is_an_error() -> None:
+    own = OwnFile(8)
     with pytest.raises(ShardError) as caught:
-        peer.read(10, into.data_ptr(), PAGE)
-    told = "Expected to read {} bytes of shared memory, got {} and {}"
-    assert str(caught.value) == told.format(PAGE, PAGE - 10, "its end")
-    with pytest.raises(ShardError) as caught:
-        peer.read(0, 8, PAGE)
-    assert str(caught.value) == told.format(PAGE, 0, "the error 'Bad address'")
+        PeerFile(os.dup(own.file), 8).view(1, PAGE)
+    assert str(caught.value) == (
+        f"Expected {PAGE} bytes of memory to share with the other ranks of this host, got the "
+        f"error 'Invalid argument'; {SWITCH}=0 on all ranks sends everything through sockets"
+    )
 
 
 def test_free_slabs_are_used_again_the_smallest_that_fits_first() -> None:
@@ -331,9 +368,7 @@ def test_memory_that_was_not_used_for_long_goes_back_to_the_system(
 
 def num_huge_bytes(address: int) -> int:
     """Return how much of the piece of a file that is mapped at an address lies in huge pages."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith(f"{address:08x}-"))
-    line = next(line for line in lines[first:] if line.startswith("ShmemPmdMapped:"))
+    (line, *_) = lines_of_mapping(address, "ShmemPmdMapped:")
     return int(line.split()[1]) * 1024
 
 
@@ -351,9 +386,7 @@ def test_big_slabs_have_huge_pages_as_far_as_they_go(nbytes: int) -> None:
     assert num_huge_bytes(slab.address) == nbytes // HUGE * HUGE
     for place in (0, HUGE - 1, nbytes - 1):
         ctypes.memset(slab.address + place, 7, 1)
-        seen = torch.zeros(1, dtype=torch.uint8)
-        peer.read(slab.start + place, seen.data_ptr(), 1)
-        assert seen.item() == 7
+        assert peer.view(slab.start, nbytes).tensor(place, 1, torch.uint8).item() == 7
     own.give_back(slab)
     assert own.return_free() == nbytes
     assert blocks(own) == before + PAGE

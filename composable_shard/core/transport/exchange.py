@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.transport.failures import failure_in, lost, mismatch, refuse_lost
 from composable_shard.core.transport.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
-from composable_shard.core.transport.shared_memory import PeerFile
+from composable_shard.core.transport.shared_memory import View
 
 # What lies in a slab ------------------------------------------------------------------------------
 
@@ -28,8 +29,6 @@ _DTYPES = [
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]  # by the number that says which one it is
 _ALIGNMENT = 64  # bytes
-_GAP = (ctypes.c_uint8 * _ALIGNMENT)()  # what lies between tensors is read to there
-_GAP_ADDRESS = ctypes.addressof(_GAP)
 
 
 class Form(NamedTuple):
@@ -51,39 +50,17 @@ class Form(NamedTuple):
         return cls(tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors), 1)
 
 
-class Published(NamedTuple):
-    """A tensor that another rank has published.
-
-    Attributes:
-        file: The file that it is in.
-        start: Where it begins there.
-        dtype: Its dtype.
-    """
-
-    file: PeerFile
-    start: int
-    dtype: torch.dtype
-
-    def copy_to(self, address: int, nbytes: int, start: int = 0) -> None:
-        """Copy bytes from the number ``start`` on to an address of this process."""
-        self.file.read(self.start + start, address, nbytes)
-
-
 class _Plan(NamedTuple):
     """Where the tensors of a form lie in a slab, behind a table that says what they are.
 
     Attributes:
         table: That table.
         offsets: Where each tensor begins.
-        lengths: How many bytes each has, all parts together.
-        gaps: How many bytes lie between each and what is before it.
         nbytes: How long the slab is.
     """
 
     table: bytes
     offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    gaps: tuple[int, ...]
     nbytes: int
 
 
@@ -93,19 +70,11 @@ def _plan(form: Form) -> _Plan:
     for numel, dtype in zip(form.numels, form.dtypes, strict=True):
         words += [_DTYPES.index(dtype), numel]
     table = bytes(memoryview((ctypes.c_int64 * len(words))(*words)))
-    end, offsets, lengths, gaps = len(table), list[int](), list[int](), list[int]()
+    end, offsets = len(table), list[int]()
     for numel, dtype in zip(form.numels, form.dtypes, strict=True):
-        gaps.append(-end % _ALIGNMENT)
-        offsets.append(end + gaps[-1])
-        lengths.append(form.num_parts * numel * dtype.itemsize)
-        end = offsets[-1] + lengths[-1]
-    return _Plan(table, tuple(offsets), tuple(lengths), tuple(gaps), end)
-
-
-def _form_of(table: Any, num_parts: int) -> Form:
-    """Return what a message says that it consists of."""
-    words = table[1 : 1 + 2 * table[0]]
-    return Form(tuple(words[1::2]), tuple(_DTYPES[number] for number in words[::2]), num_parts)
+        offsets.append(end + -end % _ALIGNMENT)
+        end = offsets[-1] + form.num_parts * numel * dtype.itemsize
+    return _Plan(table, tuple(offsets), end)
 
 
 # One collective -----------------------------------------------------------------------------------
@@ -227,14 +196,17 @@ class Exchange(HostCollective):
     ) -> None:
         super().__init__(group, tag, ranks)
         self.form = form
+        self._views: list[View] = []
         self._plan = plan = _plan(form)
         slab = self._mailbox.take_slab(plan.nbytes)
         ctypes.memmove(slab.address, plan.table, len(plan.table))
         fill([slab.address + offset for offset in plan.offsets])
         self._publish(partial(self._mailbox.publish, self._key, slab, self._ranks))
 
-    def read(self, rank: int, part: int = 0, dtypes: Sequence[torch.dtype] = ()) -> list[Published]:
-        """Wait for what a rank publishes; return where it is, until :meth:`finish`.
+    def read(
+        self, rank: int, part: int = 0, dtypes: Sequence[torch.dtype] = ()
+    ) -> list[torch.Tensor]:
+        """Wait for what a rank publishes; return it, to be read until :meth:`finish`.
 
         Args:
             rank: Which one.
@@ -245,32 +217,36 @@ class Exchange(HostCollective):
             RankMismatchError: If the tensors are not as many as this rank publishes, or not as
                 long, or of other dtypes.
         """
-        entry, peer = self._entry(rank), self._mailbox.peers[rank]
-        form, own, plan = self.form, self.form, self._plan
-        table = (ctypes.c_int64 * (len(plan.table) // 8))()
-        peer.file.read(entry.start, ctypes.addressof(table), len(plan.table))
-        if bytes(table) != plan.table:
-            if not 0 <= table[0] <= entry.nbytes // 16:
-                raise lost(self._group, rank, "a message that is not whole")
-            table = (ctypes.c_int64 * (1 + 2 * table[0]))()
-            peer.file.read(entry.start, ctypes.addressof(table), ctypes.sizeof(table))
-            form = _form_of(table, own.num_parts)
-            plan = _plan(form)
-            wanted = tuple(dtypes) or form.dtypes
-            if form.numels != own.numels or form.dtypes != wanted:
+        entry = self._entry(rank)
+        view = self._mailbox.peers[rank].file.view(entry.start, entry.nbytes)
+        self._views.append(view)
+        form, plan = self.form, self._plan
+        if view.bytes(len(plan.table)) != plan.table:
+            form = self._form_of(view, rank, entry.nbytes)
+            plan, wanted = _plan(form), tuple(dtypes) or form.dtypes
+            if form.numels != self.form.numels or form.dtypes != wanted:
                 raise mismatch(
                     self._group,
                     rank,
-                    f"{list(own.numels)} elements of {list(wanted)}",
+                    f"{list(self.form.numels)} elements of {list(wanted)}",
                     f"{list(form.numels)} elements of {list(form.dtypes)}",
                 )
         return [
-            Published(peer.file, entry.start + offset + part * numel * dtype.itemsize, dtype)
+            view.tensor(offset + part * numel * dtype.itemsize, numel, dtype)
             for offset, numel, dtype in zip(plan.offsets, form.numels, form.dtypes, strict=True)
         ]
 
+    def _form_of(self, view: View, rank: int, nbytes: int) -> Form:
+        """Return what a message says that it consists of, which is not what was expected."""
+        num_tensors = int.from_bytes(view.bytes(8), sys.byteorder)
+        if not 0 <= num_tensors <= nbytes // 16:
+            raise lost(self._group, rank, "a message that is not whole")
+        words = memoryview(view.bytes(8 + 16 * num_tensors)).cast("q")[1:].tolist()
+        dtypes = tuple(_DTYPES[number] for number in words[::2])
+        return Form(tuple(words[1::2]), dtypes, self.form.num_parts)
+
     def copy_to(self, rank: int, places: Sequence[int]) -> None:
-        """Wait for what a rank publishes; copy each tensor to an address, all by one call.
+        """Wait for what a rank publishes; copy each tensor to an address.
 
         Args:
             rank: Which one.
@@ -279,14 +255,10 @@ class Exchange(HostCollective):
         Raises:
             RankMismatchError: If it is not what this rank publishes, as :meth:`read` says.
         """
-        entry, plan = self._entry(rank), self._plan
-        table = ctypes.create_string_buffer(len(plan.table))
-        pieces = [ctypes.addressof(table), len(table)]
-        for gap, place, length in zip(plan.gaps, places, plan.lengths, strict=True):
-            pieces += _GAP_ADDRESS, gap, place, length
-        is_whole = self._mailbox.peers[rank].file.read_pieces(entry.start, pieces)
-        if is_whole and table.raw == plan.table:
-            return
         published = self.read(rank, dtypes=self.form.dtypes)
-        for theirs, place, length in zip(published, places, plan.lengths, strict=True):
-            theirs.copy_to(place, length)
+        for theirs, place in zip(published, places, strict=True):
+            ctypes.memmove(place, theirs.data_ptr(), theirs.nbytes)
+
+    def finish(self) -> None:
+        self._views.clear()
+        super().finish()

@@ -7,7 +7,7 @@ every rank its shard to every other, straight into place.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,13 +23,13 @@ from composable_shard.core.transport.collectives import (
     sum_dtype,
 )
 from composable_shard.core.transport.common_gather import CommonGather, have_common_memory
-from composable_shard.core.transport.exchange import Exchange, Form, Published
+from composable_shard.core.transport.exchange import Exchange, Form
 from composable_shard.core.transport.failures import lost, refuse_lost
 from composable_shard.core.transport.mailbox import near_ranks
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 
-CHUNK_NUMEL = 1 << 16  # elements summed at once: a few of them fit into a cache
+CHUNK_NUMEL = 1 << 17  # elements summed at once: their sum fits into a cache
 CHUNK_NBYTES = 1 << 18  # copied at once to several places
 _SUM, _AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -241,7 +241,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
         rank, num_ranks = group.rank(), group.size()
         divisor = op if isinstance(op, float) else {_SUM: 1, _AVERAGE: num_ranks}[op]
         near, far = _peers_of(group)
-        sums = [_RankOrderSum(out, rank, divisor) for out in outputs]
+        sums = [_RankOrderSum(out, divisor) for out in outputs]
         works: list[Waitable] = []
         if far:
             messages = _Messages(group, tag)
@@ -269,15 +269,22 @@ class DirectReduceScatter(ReduceScatterLaunch):
                     copy_bytes(full.data_ptr() + end, full.nbytes - end, address + begin)
 
             exchange = Exchange(group, tag, near, form, fill)
-        for full, out in zip(inputs, outputs, strict=True):
-            if full.dtype == out.dtype:  # a fifth of the time of what torch needs to copy a part
-                copy_bytes(full.data_ptr() + rank * out.nbytes, out.nbytes, out.data_ptr())
-            else:
-                out.copy_(full.view(num_ranks, -1)[rank])
+        is_there = exchange is not None and not far and exchange.is_there()
+        for total, full, out in zip(sums, inputs, outputs, strict=True):
+            own = full.detach().view(num_ranks, -1)[rank]
+            total.parts[rank] = own if is_there else _kept(own, out)
         summing = _Summing(sums, exchange, near, rank)
-        if exchange is not None and not far and exchange.is_there():
+        if is_there:
             summing.wait()
         return [*works, summing]
+
+
+def _kept(own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Keep a part until the others are there, where the sum will be."""
+    if own.dtype != out.dtype:
+        return out.copy_(own)
+    copy_bytes(own.data_ptr(), own.nbytes, out.data_ptr())  # in a fifth of torch's time
+    return out
 
 
 class _Summing:
@@ -299,8 +306,12 @@ class _Summing:
             for peer in near:
                 place = self._rank - (self._rank > peer)  # they leave their own part out
                 for total, part in zip(sums, exchange.read(peer, place), strict=True):
-                    total.published[peer] = part
-        scratch = _Scratch(max((total.out.numel() for total in sums), default=0))
+                    total.parts[peer] = part
+        longest = min(CHUNK_NUMEL, max((total.out.numel() for total in sums), default=0))
+        scratch = {
+            dtype: _torch.empty(longest, dtype=dtype, device="cpu")
+            for dtype in {sum_dtype(total.out.dtype) for total in sums}
+        }
         for total in sums:
             total.take(scratch)
         if exchange is not None and near:
@@ -311,93 +322,46 @@ class _Summing:
 class _RankOrderSum:
     """Sums the parts of all ranks in their order, chunk by chunk.
 
-    A chunk that another rank has published is read into a scratch that stays in the cache until it
-    is added. So does the sum of a chunk that is to be rounded.
+    The sum of a chunk is taken in a scratch that stays in the cache until it is rounded.
 
     Args:
-        out: See below.
-        rank: This one.
+        out: Where the sum goes, or the average.
         divisor: What to divide by.
 
     Attributes:
-        out: The part of this rank, and in the end the sum, or the average.
-        parts: Those of other ranks that have been received.
-        published: Those that others have published.
+        out: See above.
+        parts: Those of all ranks, by rank. That of this one may be ``out``.
     """
 
-    def __init__(self, out: torch.Tensor, rank: int, divisor: float) -> None:
+    def __init__(self, out: torch.Tensor, divisor: float) -> None:
         self.out = out
         self.parts: dict[int, torch.Tensor] = {}
-        self.published: dict[int, Published] = {}
-        self._rank = rank
         self._divisor = divisor
 
-    def take(self, scratch: _Scratch) -> None:
-        """Take the sum."""
-        out, published, parts = self.out, self.published, self.parts
-        self.parts, self.published = {}, {}
-        others = sorted({*parts, *published})
-        earlier = [rank for rank in others if rank < self._rank]
-        wide = sum_dtype(out.dtype)
-        needs_chunks = published or wide != out.dtype or len(others) > 1
-        chunks = out.split(CHUNK_NUMEL) if needs_chunks and out.numel() > CHUNK_NUMEL else (out,)
-        start = 0
-
-        def part(rank: int, into: torch.Tensor | None = None) -> torch.Tensor:
-            """Return a part of a rank, in ``into`` if it is read there without a conversion."""
-            one = published.get(rank)
-            if one is None:
-                return parts[rank][start : start + numel]
-            if into is None or into.dtype != one.dtype:
-                into = scratch("part", one.dtype, numel)
-            one.copy_to(into.data_ptr(), into.nbytes, start * one.dtype.itemsize)
-            return into
-
-        for chunk in chunks:
-            numel = chunk.numel()
-            own = chunk if wide == out.dtype else scratch("sum", wide, numel).copy_(chunk)
-            added = others
-            if len(earlier) > 1:
-                before = scratch("sum of those before", wide, numel)
-                first = part(earlier[0], before)
-                if first is not before:
-                    before.copy_(first)
-                for rank in earlier[1:]:
-                    before.add_(part(rank))
-                own.add_(before)
-                added = others[len(earlier) :]
-            for rank in added:
-                own.add_(part(rank))
-            if self._divisor != 1:
-                own.div_(_as_tensor(self._divisor, wide))
-            if own is not chunk:
-                chunk.copy_(own)
-            start += numel
+    def take(self, scratch: Mapping[torch.dtype, torch.Tensor]) -> None:
+        """Take the sum, in a scratch of each dtype."""
+        parts = [self.parts.pop(rank) for rank in sorted(self.parts)]
+        wide = sum_dtype(self.out.dtype)
+        is_wide = {part.dtype for part in parts} == {wide}
+        chunks = [part.split(CHUNK_NUMEL) for part in (self.out, *parts)]
+        for chunk, first, second, *rest in zip(*chunks, strict=True):
+            total = scratch[wide][: chunk.numel()]
+            if is_wide:
+                torch.add(first, second, out=total)
+            else:
+                total.copy_(first).add_(second)
+            for part in rest:
+                total.add_(part)
+            if self._divisor == 1:
+                chunk.copy_(total)
+            else:
+                torch.div(total, _as_tensor(self._divisor, wide), out=chunk)
 
 
 @lru_cache(maxsize=64)
 def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
     """Return a number as a tensor; torch would make one, and cast it, for every chunk."""
     return torch.tensor(number, dtype=dtype, device="cpu")
-
-
-class _Scratch:
-    """Memory for chunks, one piece for each use and dtype.
-
-    Args:
-        numel: How many elements the longest tensor has that is summed.
-    """
-
-    def __init__(self, numel: int) -> None:
-        self._numel = min(numel, CHUNK_NUMEL)
-        self._tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-    def __call__(self, use: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return a tensor of that dtype and length."""
-        found = self._tensors.get((use, dtype))
-        if found is None:
-            self._tensors[use, dtype] = found = _torch.empty(self._numel, dtype=dtype, device="cpu")
-        return found if numel == self._numel else found[:numel]
 
 
 def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:

@@ -27,11 +27,12 @@ import socket
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
@@ -43,9 +44,8 @@ IDLE_USES = 8
 slabs than backward, and memory is short where backward begins."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
-_NUM_MAPPED = 16  # slabs of a common file that stay mapped while they are not in use
+_NUM_MAPPED = 16  # pieces of a file of others that stay mapped while they are not in use
 _COLLAPSE = 25  # of madvise(2)
-_MAX_PIECES = 1024  # that one system call fills; more are refused
 _HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page, on most processors; others refuse to make one
 
 # Slabs, and the files that they are pieces of -----------------------------------------------------
@@ -59,9 +59,6 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.restype = ctypes.c_void_p
     libc.munmap.argtypes = [ctypes.c_void_p, word]
     libc.madvise.argtypes = [ctypes.c_void_p, word, number]
-    libc.pread.argtypes = [number, ctypes.c_void_p, word, ctypes.c_int64]
-    libc.preadv.argtypes = [number, ctypes.c_void_p, number, ctypes.c_int64]
-    libc.pread.restype = libc.preadv.restype = ctypes.c_ssize_t
     return libc
 
 
@@ -213,11 +210,44 @@ class OwnFile:
         _libc().madvise(slab.address, slab.nbytes, mmap.MADV_REMOVE)
 
 
+_Piece = ctypes.Array[ctypes.c_uint8]
+
+
+class _Pieces:
+    """Pieces of a file, of which the last that were used stay mapped.
+
+    Args:
+        file: Its descriptor, which is closed with this object.
+        ways: In which each piece is mapped: access and flags of ``mmap(2)``.
+    """
+
+    def __init__(self, file: int, *ways: tuple[int, int]) -> None:
+        self._file = file
+        self._ways = ways
+        weakref.finalize(self, os.close, file).atexit = False
+        self._mapped: OrderedDict[tuple[int, int], list[_Piece]] = OrderedDict()
+
+    def of(self, start: int, nbytes: int) -> list[_Piece]:
+        """Return a piece, once for each way.
+
+        Raises:
+            ShardError: If it cannot be mapped.
+        """
+        key = start, nbytes
+        views = self._mapped.pop(key, None)
+        if views is None:
+            alignment = _HUGE_NBYTES if nbytes >= _HUGE_NBYTES else mmap.PAGESIZE
+            views = [
+                _mapped(self._file, start, nbytes, one[0], alignment, one[1]) for one in self._ways
+            ]
+        self._mapped[key] = views
+        while len(self._mapped) > _NUM_MAPPED:  # what is in use stays until nobody refers to it
+            self._mapped.popitem(last=False)
+        return views
+
+
 class PeerFile:
     """The file of another rank, which this one reads.
-
-    Slabs are read by a system call. Mapping them would count as memory of this process, and costs
-    more where that is given up in between.
 
     Args:
         file: Its descriptor, which is closed with this object.
@@ -228,44 +258,46 @@ class PeerFile:
     """
 
     def __init__(self, file: int, num_words: int) -> None:
-        self._file = file
-        self._pread, self._preadv = _libc().pread, _libc().preadv
-        weakref.finalize(self, os.close, file).atexit = False
+        self._pieces = _Pieces(file, (mmap.PROT_READ, mmap.MAP_SHARED))
         piece = _mapped(file, 0, _round_up(num_words * 8), mmap.PROT_READ)
         self.words = memoryview(piece).cast("B").cast("q")
 
-    def read(self, start: int, address: int, nbytes: int) -> None:
-        """Copy what begins at ``start`` to an address of this process.
-
-        Raises:
-            ShardError: If the system does not let it.
-        """
-        done = 0
-        while done < nbytes:
-            count = self._pread(self._file, address + done, nbytes - done, start + done)
-            if count <= 0:
-                got = f"the error '{_last_error()}'" if count else "its end"
-                raise ShardError(
-                    f"Expected to read {nbytes} bytes of shared memory, got {done} and {got}"
-                )
-            done += count
-
-    def read_pieces(self, start: int, pieces: Sequence[int]) -> bool:
-        """Copy what begins at ``start`` to several places, one behind another, by one call.
+    def view(self, start: int, nbytes: int) -> View:
+        """Look at a slab.
 
         Args:
             start: Where it begins.
-            pieces: The address and the number of bytes of each place in turn.
+            nbytes: How long it is.
 
-        Returns:
-            Whether all of it was copied; if not, :meth:`read` says why.
+        Raises:
+            ShardError: If it cannot be mapped.
         """
-        num_pieces = len(pieces) // 2
-        if num_pieces > _MAX_PIECES:
-            return False
-        places = (ctypes.c_size_t * len(pieces))(*pieces)
-        done: int = self._preadv(self._file, places, num_pieces, start)
-        return done == sum(pieces[1::2])
+        return View(*self._pieces.of(start, nbytes))
+
+
+class View:
+    """A slab of another rank, until nobody refers to this object.
+
+    What was looked at counts as memory of this process, too; so its pages are given up in the end.
+    """
+
+    def __init__(self, piece: _Piece) -> None:
+        self._piece = piece
+        self._give_up = _libc().madvise  # globals may be gone when the interpreter ends
+        self._how = mmap.MADV_DONTNEED
+
+    def bytes(self, nbytes: int) -> bytes:
+        """Return the first bytes, or fewer if there are not so many."""
+        return bytes(memoryview(self._piece)[:nbytes])
+
+    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what begins at ``start``, [numel]; it may be read and not be written."""
+        if not numel:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._piece, dtype=dtype, count=numel, offset=start)
+
+    def __del__(self) -> None:
+        self._give_up(ctypes.addressof(self._piece), len(self._piece), self._how)
 
 
 class CommonFile:
@@ -276,9 +308,8 @@ class CommonFile:
     """
 
     def __init__(self, file: int) -> None:
-        self._file = file
-        weakref.finalize(self, os.close, file).atexit = False
-        self._mapped: OrderedDict[tuple[int, int], _Views] = OrderedDict()
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        self._pieces = _Pieces(file, (both, mmap.MAP_SHARED), (both, mmap.MAP_PRIVATE))
 
     def lease(self, start: int, nbytes: int, on_end: Callable[[], object]) -> Lease:
         """Use a slab.
@@ -291,23 +322,7 @@ class CommonFile:
         Raises:
             ShardError: If it cannot be mapped.
         """
-        key = start, nbytes
-        views = self._mapped.pop(key, None)
-        if views is None:
-            alignment = _HUGE_NBYTES if nbytes >= _HUGE_NBYTES else mmap.PAGESIZE
-            both = mmap.PROT_READ | mmap.PROT_WRITE
-            views = (
-                _mapped(self._file, start, nbytes, both, alignment),
-                _mapped(self._file, start, nbytes, both, alignment, mmap.MAP_PRIVATE),
-            )
-        self._mapped[key] = views
-        while len(self._mapped) > _NUM_MAPPED:  # what is in use stays until its lease ends
-            self._mapped.popitem(last=False)
-        return Lease(views, on_end)
-
-
-_Views = tuple[ctypes.Array[ctypes.c_uint8], ctypes.Array[ctypes.c_uint8]]
-"""A slab as all see what is written there, and as this rank alone does."""
+        return Lease(self._pieces.of(start, nbytes), on_end)
 
 
 class Lease:
@@ -322,7 +337,7 @@ class Lease:
         common: Where it begins, too. What is written there, all see.
     """
 
-    def __init__(self, views: _Views, on_end: Callable[[], object]) -> None:
+    def __init__(self, views: list[_Piece], on_end: Callable[[], object]) -> None:
         self.common, self.address = map(ctypes.addressof, views)
         self._views = views
         self._on_end = on_end
