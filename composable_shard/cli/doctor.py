@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
+from composable_shard import _torch
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.mailbox import why_apart
 from composable_shard.core.transport.pending import Waitable
@@ -367,9 +368,18 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     def seconds_of(launch: Callable[[], list[Waitable]]) -> float:
         return _median(lambda: _finish(launch(), device))
 
-    gather = seconds_of(lambda: channel.gather([full], [shard]))
+    gives_memory = channel.gives_memory()
+    gathered = torch.empty_like(full)
+
+    def launch_gather() -> list[Waitable]:
+        if not gives_memory:
+            return channel.gather([gathered], [shard])
+        _torch.free(gathered)
+        return channel.gather([gathered], [shard], [gathered])
+
+    gather = seconds_of(launch_gather)
     expected = torch.arange(1.0, num_ranks + 1, device=device)
-    is_gathered = bool((full.view(num_ranks, numel) == expected[:, None]).all())
+    is_gathered = bool((gathered.view(num_ranks, numel) == expected[:, None]).all())
     full.fill_(float(rank + 1))
     reduce = seconds_of(lambda: channel.reduce([shard], [full], None))
     is_reduced = bool((shard == num_ranks * (num_ranks + 1) / 2).all())
@@ -380,7 +390,10 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
         num_threads=torch.get_num_threads(),
         transports=_transports(group) if is_direct else {},
         copied_per_second=_copied_per_second(received) if device.type == "cpu" else None,
-        all_gather=Collective(type(channel.all_gather).__name__, gather, received, is_gathered),
+        all_gather=Collective(
+            "CommonGather" if gives_memory else type(channel.all_gather).__name__,
+            *(gather, received, is_gathered),
+        ),
         reduce_scatter=Collective(
             type(channel.reduce_scatter).__name__, reduce, received, is_reduced
         ),
@@ -438,6 +451,7 @@ exit codes: 0 nothing is wrong (there may be warnings), 1 something is, 2 wrong 
 """
 _MIB = 1 << 20
 _HOW = {
+    "CommonGather": "{way}, once for all ranks",
     "DirectAllGather": "{way}",
     "DirectReduceScatter": "{way}, summed in rank order",
     "CoalescedAllGather": "one coalesced launch of {backend} for a group",

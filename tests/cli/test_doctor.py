@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from composable_shard import cli
+from composable_shard._torch import can_adopt_memory
 from composable_shard.cli import doctor
 from composable_shard.cli.doctor import (
     Collective,
@@ -23,7 +24,7 @@ from composable_shard.cli.doctor import (
     measure,
 )
 
-GATHER = Collective("DirectAllGather", seconds=0.004, nbytes_received=8 << 20, is_right=True)
+GATHER = Collective("CommonGather", seconds=0.004, nbytes_received=8 << 20, is_right=True)
 REDUCE = Collective("DirectReduceScatter", seconds=0.008, nbytes_received=8 << 20, is_right=True)
 MEASURED = Measurement("gloo", 1, {"0-1": "shared memory"}, 8e9, GATHER, REDUCE)
 
@@ -80,7 +81,7 @@ def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> No
     assert measured.transports == {"0-1": "shared memory"}
     assert measured.copied_per_second is not None and measured.copied_per_second > 0
     for one, name in (
-        (measured.all_gather, "DirectAllGather"),
+        (measured.all_gather, "CommonGather" if can_adopt_memory() else "DirectAllGather"),
         (measured.reduce_scatter, "DirectReduceScatter"),
     ):
         assert (one.how, one.nbytes_received, one.is_right) == (name, 1 << 15, True)
@@ -307,7 +308,7 @@ backends        gloo
 variables       none of those that matter is set
 ranks           2 on cpu over gloo, 1 thread each
 transport       shared memory: ranks 0-1
-all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), in shared memory
+all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), in shared memory, once for all ranks
 reduce-scatter  1.05 GB/s to each rank (8 MiB in 8.0 ms), in shared memory, summed in rank order
 verdict         nothing is wrong
 """
@@ -327,7 +328,7 @@ def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFi
     assert report["measured"]["copied_per_second"] == 8e9
     assert report["machine"]["versions"] == HERE.versions
     assert report["measured"]["all_gather"] == {
-        "how": "DirectAllGather",
+        "how": "CommonGather",
         "seconds": 0.004,
         "nbytes_received": 8 << 20,
         "is_right": True,
@@ -340,7 +341,8 @@ def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFi
 def test_the_report_of_ranks_that_send(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given["measured"] = replace(MEASURED, transports=MIXED, num_threads=2)
+    gather = replace(GATHER, how="DirectAllGather")
+    given["measured"] = replace(MEASURED, transports=MIXED, num_threads=2, all_gather=gather)
     assert cli.main(["doctor", "--ranks", "3"]) == 0
     printed = capsys.readouterr().out
     assert "ranks           3 on cpu over gloo, 2 threads each\n" in printed

@@ -107,6 +107,8 @@ def without_slabs(model: nn.Sequential) -> nn.Sequential:
     """Return a model after its ranks have let go of the memory that they gather into, if shared."""
     mailbox = mailbox_of(model[0].weight.device_mesh.get_group())
     if mailbox is not None and mailbox.shared.common is not None:
+        mailbox.let_go()
+        dist.barrier()  # all have let go of what others are to return
         mailbox.return_free()
         mailbox.shared.common._pieces._mapped.clear()
     dist.barrier()

@@ -24,7 +24,7 @@ from composable_shard.core.transport.common_gather import CommonGather, have_com
 from composable_shard.core.transport.mailbox import Mailbox, mailbox_of
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
-from composable_shard.core.transport.shared_memory import Lease
+from composable_shard.core.transport.shared_memory import CommonFile, Lease
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
@@ -234,6 +234,46 @@ def mismatched() -> str:
 def test_ranks_that_gather_other_things_are_told() -> None:
     for rank, said in enumerate(run_ranks(mismatched, 2)):
         assert f" bytes in all from rank {1 - rank} as on this one, got others" in said, said
+
+
+def not_mapped() -> tuple[str, bool]:
+    """Go on after the first rank had a slab, and could not map it; the slab is there again."""
+    group, said = fresh_group(), ""
+
+    def refuse(*_: object) -> None:
+        raise ShardError("no more mappings")
+
+    def gathered() -> torch.Tensor:
+        buffer = empty(1200)
+        shard = torch.full((600,), float(dist.get_rank()))
+        Pending(DirectAllGather().launch_into([buffer], [buffer], [shard], group, TAG)).wait()
+        return buffer
+
+    gathered()
+    gc.collect()
+    mailbox = mailbox_of(group)
+    assert mailbox is not None
+    mailbox.let_go()
+    dist.barrier()
+    slabs = mailbox.shared.slabs
+    before = 0 if slabs is None else os.fstat(slabs.file).st_size
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(mock.patch.object(CommonFile, "lease", refuse))
+        try:
+            gathered()
+        except ShardError as error:
+            said = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    is_exact = gathered().tolist() == [0.0] * 600 + [1.0] * 600
+    return said, is_exact and (slabs is None or os.fstat(slabs.file).st_size == before)
+
+
+def test_a_slab_that_the_first_rank_cannot_map_is_no_memory_on_all() -> None:
+    first, second = run_ranks(not_mapped, 2)
+    assert first == ("ShardError: no more mappings", True)
+    told = "Expected rank 0 to have 4800 bytes of memory to share with the other ranks of this host"
+    assert second == (f"CommunicationError: {told}, got none", True)
 
 
 class Interrupted(BaseException):

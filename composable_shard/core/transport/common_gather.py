@@ -136,14 +136,17 @@ class CommonGather(HostCollective):
         return common
 
     def _show_slab(self) -> None:
-        plan, mailbox = self._plan, self._mailbox
+        plan, mailbox, slab = self._plan, self._mailbox, None
         try:
             slab = mailbox.take_common_slab(plan.nbytes)
+            on_end = partial(_stop_holding, slab)
+            self._lease = self._common.lease(slab.start, slab.nbytes, on_end)
         except ShardError:  # on all ranks, which then may go on
+            if slab is not None:
+                mailbox.give_back_common(slab)
             self._publish(partial(mailbox.tell, self._key, NO_MEMORY, self._ranks))
             self._unread.clear()  # nothing comes of it
             raise
-        self._lease = self._common.lease(slab.start, slab.nbytes, partial(_stop_holding, slab))
         self._write()
         self._publish(partial(mailbox.publish, self._key, slab, self._ranks, plan.digest))
 

@@ -212,6 +212,14 @@ class Mailbox:
         slab.forget_pages()  # it is used where its lease has it
         return slab
 
+    def give_back_common(self, slab: Slab) -> None:
+        """Take back a slab of the common file that was not shown to anybody."""
+        file = self.shared.slabs
+        assert file is not None
+        with self._lock:
+            slab.is_held = False
+            file.give_back(slab)
+
     def return_free(self) -> int:
         """Give memory that nobody reads back to the system; return how many bytes that is."""
         self.let_go()
@@ -437,7 +445,8 @@ def _tell(group: dist.ProcessGroup, shared: Shared) -> None:
     rank, name = ranks[group.rank()], group.group_name
     if shared.files:
         near = ", ".join(str(ranks[peer]) for peer in sorted(shared.files))
-        _log.info("process group %s: rank %d shares memory with rank %s", name, rank, near)
+        once = "" if shared.common is None else "; what all of them gather is there once"
+        _log.info("process group %s: rank %d shares memory with rank %s%s", name, rank, near, once)
     for peer, reason in shared.reasons.items():
         _log.info(
             "process group %s: rank %d and rank %d exchange messages, because %s",
