@@ -259,6 +259,11 @@ class Exchange(HostCollective):
         for theirs, place in zip(published, places, strict=True):
             ctypes.memmove(place, theirs.data_ptr(), theirs.nbytes)
 
+    def give_up_pages(self) -> None:
+        """Let what was read so far not count as memory of this rank; it may be read again."""
+        for view in self._views:
+            view.give_up_pages()
+
     def finish(self) -> None:
         self._views.clear()
         super().finish()

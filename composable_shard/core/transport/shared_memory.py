@@ -278,12 +278,12 @@ class PeerFile:
 class View:
     """A slab of another rank, until nobody refers to this object.
 
-    What was looked at counts as memory of this process, too; so its pages are given up in the end.
+    What was looked at counts as memory of this process, too, until its pages are given up.
     """
 
     def __init__(self, piece: _Piece) -> None:
         self._piece = piece
-        self._give_up = _libc().madvise  # globals may be gone when the interpreter ends
+        self._advise = _libc().madvise  # globals may be gone when the interpreter ends
         self._how = mmap.MADV_DONTNEED
 
     def bytes(self, nbytes: int) -> bytes:
@@ -296,8 +296,12 @@ class View:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._piece, dtype=dtype, count=numel, offset=start)
 
+    def give_up_pages(self) -> None:
+        """Let what was looked at not count as memory of this process; it may be looked at again."""
+        self._advise(ctypes.addressof(self._piece), len(self._piece), self._how)
+
     def __del__(self) -> None:
-        self._give_up(ctypes.addressof(self._piece), len(self._piece), self._how)
+        self.give_up_pages()
 
 
 class CommonFile:
