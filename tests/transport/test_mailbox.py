@@ -103,7 +103,10 @@ def test_a_great_many_tensors_are_gathered_at_once() -> None:
 
 
 def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
-    """Reduce in `dtype` what is of the first of `dtypes` on rank 0, of the next on rank 1, ..."""
+    """Reduce in `dtype` what is of the first of `dtypes` on rank 0, of the next on rank 1, ...
+
+    Every rank comes last, and adds its own part as it is; then each comes first, and keeps it.
+    """
     rank, count = dist.get_rank(), dist.get_world_size()
     full = [
         [
@@ -112,20 +115,26 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
         ]
         for numel in NUMELS
     ]
-    inputs = [parts[rank].flatten().clone() for parts in full]
-    outputs = [torch.empty(numel, dtype=dtype) for numel in NUMELS]
-    group = dist.group.WORLD
-    assert group is not None
-    with mock.patch.object(point_to_point, "CHUNK_NUMEL", 16):
-        reduction = getattr(dist.ReduceOp, op)
-        Pending(DirectReduceScatter().launch(outputs, inputs, group, reduction, TAG)).wait()
-    same = []
-    for out, parts in zip(outputs, full, strict=True):
-        total = parts[0][rank].to(torch.promote_types(dtype, torch.float32), copy=True)
-        for part in parts[1:]:
-            total += part[rank]
-        same.append(torch.equal(out, (total / count if op == "AVG" else total).to(dtype)))
+    reduction, same = getattr(dist.ReduceOp, op), []
+    for is_there in (all_come, lambda _: False):
+        inputs = [parts[rank].flatten().clone() for parts in full]
+        outputs = [torch.empty(numel, dtype=dtype) for numel in NUMELS]
+        with (
+            mock.patch.object(point_to_point, "CHUNK_NUMEL", 16),
+            mock.patch.object(Exchange, "is_there", is_there),
+        ):
+            Pending(DirectReduceScatter().launch(outputs, inputs, world(), reduction, TAG)).wait()
+        for out, parts in zip(outputs, full, strict=True):
+            total = parts[0][rank].to(torch.promote_types(dtype, torch.float32), copy=True)
+            for part in parts[1:]:
+                total += part[rank]
+            same.append(torch.equal(out, (total / count if op == "AVG" else total).to(dtype)))
     return all(same)
+
+
+def all_come(exchange: Exchange) -> bool:
+    """Wait until all others are there, as if this rank were the last."""
+    return all([exchange._entry(rank) for rank in exchange._unread])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
