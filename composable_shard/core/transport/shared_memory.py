@@ -284,7 +284,7 @@ class View:
     def __init__(self, piece: _Piece) -> None:
         self._piece = piece
         self._advise = _libc().madvise  # globals may be gone when the interpreter ends
-        self._how = mmap.MADV_DONTNEED
+        self._pages = ctypes.addressof(piece), len(piece), mmap.MADV_DONTNEED
 
     def bytes(self, nbytes: int) -> bytes:
         """Return the first bytes, or fewer if there are not so many."""
@@ -298,7 +298,7 @@ class View:
 
     def give_up_pages(self) -> None:
         """Let what was looked at not count as memory of this process; it may be looked at again."""
-        self._advise(ctypes.addressof(self._piece), len(self._piece), self._how)
+        self._advise(*self._pages)
 
     def __del__(self) -> None:
         self.give_up_pages()
