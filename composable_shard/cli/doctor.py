@@ -363,13 +363,12 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     rank, num_ranks = group.rank(), group.size()
     numel = max(1, nbytes // (4 * num_ranks))
     shard = torch.full((numel,), float(rank + 1), device=device)
-    full = torch.empty(num_ranks * numel, device=device)
+    gathered = torch.empty(num_ranks * numel, device=device)
 
     def seconds_of(launch: Callable[[], list[Waitable]]) -> float:
         return _median(lambda: _finish(launch(), device))
 
     gives_memory = channel.gives_memory()
-    gathered = torch.empty_like(full)
 
     def launch_gather() -> list[Waitable]:
         if not gives_memory:
@@ -380,7 +379,7 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     gather = seconds_of(launch_gather)
     expected = torch.arange(1.0, num_ranks + 1, device=device)
     is_gathered = bool((gathered.view(num_ranks, numel) == expected[:, None]).all())
-    full.fill_(float(rank + 1))
+    full = torch.full_like(gathered, float(rank + 1))
     reduce = seconds_of(lambda: channel.reduce([shard], [full], None))
     is_reduced = bool((shard == num_ranks * (num_ranks + 1) / 2).all())
     received = 4 * numel * (num_ranks - 1)

@@ -259,10 +259,10 @@ class Exchange(HostCollective):
         for theirs, place in zip(published, places, strict=True):
             ctypes.memmove(place, theirs.data_ptr(), theirs.nbytes)
 
-    def give_up_pages(self) -> None:
-        """Let what was read so far not count as memory of this rank; it may be read again."""
+    def forget_pages(self) -> None:
+        """Let what was read so far not count as memory of this rank until it is read again."""
         for view in self._views:
-            view.give_up_pages()
+            view.forget_pages()
 
     def finish(self) -> None:
         self._views.clear()

@@ -315,7 +315,7 @@ class _Summing:
         for total in sums:
             total.take(scratch)
             if exchange is not None and total.out.numel() > CHUNK_NUMEL:
-                exchange.give_up_pages()  # so that no more than one tensor's count twice
+                exchange.forget_pages()  # so that no more than one tensor's count twice
         if exchange is not None and near:
             exchange.finish()
         return True

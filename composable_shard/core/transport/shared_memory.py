@@ -278,7 +278,7 @@ class PeerFile:
 class View:
     """A slab of another rank, until nobody refers to this object.
 
-    What was looked at counts as memory of this process, too, until its pages are given up.
+    What was looked at counts as memory of this process, too, until its pages are forgotten.
     """
 
     def __init__(self, piece: _Piece) -> None:
@@ -296,12 +296,12 @@ class View:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._piece, dtype=dtype, count=numel, offset=start)
 
-    def give_up_pages(self) -> None:
-        """Let what was looked at not count as memory of this process; it may be looked at again."""
+    def forget_pages(self) -> None:
+        """Let its pages not count as memory of this process until they are looked at again."""
         self._advise(*self._pages)
 
     def __del__(self) -> None:
-        self.give_up_pages()
+        self.forget_pages()
 
 
 class CommonFile:
