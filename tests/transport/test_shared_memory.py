@@ -22,13 +22,24 @@ import torch
 import torch.distributed as dist
 from near import sharing
 
-from composable_shard._torch import can_adopt_memory
+from composable_shard._torch import can_adopt_memory, free
 from composable_shard.core.transport import mailbox, shared_memory
-from composable_shard.core.transport.exchange import Exchange
-from composable_shard.core.transport.mailbox import mailbox_of, near_ranks, why_apart
+from composable_shard.core.transport.exchange import Exchange, HostCollective
+from composable_shard.core.transport.mailbox import (
+    mailbox_of,
+    near_ranks,
+    return_free_slabs,
+    why_apart,
+)
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
-from composable_shard.core.transport.shared_memory import SWITCH, OwnFile, PeerFile, Shared
+from composable_shard.core.transport.shared_memory import (
+    SWITCH,
+    CommonFile,
+    OwnFile,
+    PeerFile,
+    Shared,
+)
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
@@ -314,6 +325,35 @@ def test_what_was_looked_at_is_no_memory_of_this_process_in_the_end() -> None:
     assert seen[0] == seen[1]  # it stayed mapped
 
 
+def test_what_has_ended_forgets_no_pages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector ends the mapping first, and somebody else has its addresses at once."""
+    real, others = shared_memory._libc(), list[int]()
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | shared_memory._MAP_FIXED
+
+    def munmap(address: int, nbytes: int) -> int:
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        others.append(real.mmap(address, nbytes, both, anonymous, -1, 0))
+        ctypes.memset(address, 7, nbytes)
+        return 0
+
+    libc = mock.Mock(wraps=real)
+    libc.munmap.side_effect = munmap
+    own = OwnFile(8)
+    slab = own.take(PAGE)
+    monkeypatch.setattr(shared_memory, "_libc", lambda: libc)
+    view = PeerFile(os.dup(own.file), 8).view(slab.start, PAGE)
+    lease = CommonFile(os.dup(own.file)).lease(slab.start, PAGE, lambda: None)
+    expected = {view.tensor(0, 1, torch.uint8).data_ptr(), lease.address, lease.common}
+    for user in (view, lease):
+        vars(user)["user"] = user  # in a circle, which the collector alone ends
+    del view, lease, user
+    gc.collect()
+    assert expected <= set(others)
+    for address in others:
+        assert ctypes.string_at(address, PAGE) == bytes([7]) * PAGE
+        real.munmap(address, PAGE)
+
+
 def test_as_many_slabs_stay_mapped_as_are_used_in_turns() -> None:
     own = OwnFile(8)
     slabs, peer = [own.take(PAGE) for _ in range(17)], PeerFile(os.dup(own.file), 8)
@@ -444,8 +484,8 @@ def test_nothing_is_left_of_groups_that_were_destroyed() -> None:
         assert abs(second - first) <= 3  # of torch's own, which come and go late
 
 
-def tries_in_a_child(act: Callable[[], object]) -> str:
-    """Do something in a forked process; return what it says."""
+def child_that(act: Callable[[], object]) -> Callable[[], str]:
+    """Fork a process that does something; return what waits for its end and what it says."""
     here, there = os.pipe()
     child = os.fork()
     if child == 0:
@@ -456,10 +496,14 @@ def tries_in_a_child(act: Callable[[], object]) -> str:
         os.write(there, said.encode())
         os._exit(0)
     os.close(there)
-    with os.fdopen(here) as answer:
-        said = answer.read()
-    os.waitpid(child, 0)
-    return said
+
+    def answer() -> str:
+        with os.fdopen(here) as pipe:
+            said = pipe.read()
+        os.waitpid(child, 0)
+        return said
+
+    return answer
 
 
 def forked() -> tuple[str, str, bool]:
@@ -468,20 +512,65 @@ def forked() -> tuple[str, str, bool]:
     output, own = torch.empty(4), torch.full((2,), 9.0)
     with mock.patch.object(Exchange, "is_there", lambda _: False):  # or the last one reads at once
         pending = Pending(DirectAllGather().launch([output], [own], group, TAG))
-    launched = tries_in_a_child(lambda: gathers(group))
-    waited = tries_in_a_child(lambda: pending.wait())
+    launched = child_that(lambda: gathers(group))()
+    waited = child_that(pending.wait)()
     pending.wait()
     return launched, waited, gathers(group) and output.tolist() == [9.0] * 4
 
 
+REFUSED = (
+    "Expected the process that made a process group to use it, got one that was forked from it; "
+    "start the ranks before, or make a process group in each"
+)
+
+
 @pytest.mark.usefixtures("sharing")
 def test_a_forked_process_publishes_nothing() -> None:
-    refused = (
-        "Expected the process that made a process group to use it, got one that was forked from "
-        "it; start the ranks before, or make a process group in each"
-    )
     for launched, waited, exact in run_ranks(forked, 2):
-        assert (refused in launched, refused in waited, exact) == (True, True, True)
+        assert (REFUSED in launched, REFUSED in waited, exact) == (True, True, True)
+
+
+def overtaken(way: str, act: str) -> tuple[str, list[float]]:
+    """Gather while a process that was forked before does something, too; return what both got."""
+    group, rank = fresh_group(), dist.get_rank()
+    near_ranks(group)
+
+    def launch(value: float) -> tuple[torch.Tensor, Pending]:
+        output, own = torch.empty(group.size()), torch.full((1,), value + rank)
+        if way == "copies":
+            return output, Pending(DirectAllGather().launch([output], [own], group, TAG))
+        assert free(output)
+        return output, Pending(DirectAllGather().launch_into([output], [output], [own], group, TAG))
+
+    acts = {"gathers": lambda: launch(50.0), "gives back": lambda: return_free_slabs(group)}
+    launch(1.0)[1].wait()
+    dist.barrier()  # what was read may be taken again, here and there
+    begin, told = os.pipe()
+
+    def later() -> object:
+        os.read(begin, 1)
+        return acts[act]()
+
+    answer = child_that(later)
+    with mock.patch.object(HostCollective, "is_there", lambda _: False):
+        output, pending = launch(10.0)
+    os.write(told, b"1")
+    said = answer()
+    dist.barrier()
+    pending.wait()
+    os.close(begin)
+    os.close(told)
+    return said, output.tolist()
+
+
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.parametrize("act", ["gathers", "gives back"])
+@pytest.mark.parametrize("way", ["copies", "once"])
+def test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since(
+    way: str, act: str
+) -> None:
+    for said, gathered in run_ranks(overtaken, 2, way, act):
+        assert (REFUSED in said, gathered) == (True, [10.0, 11.0])
 
 
 def in_threads() -> bool:

@@ -119,8 +119,9 @@ class Mailbox:
 
     Hazard: two threads take note of the same entry. Guard: a lock.
 
-    Hazard: a forked process writes for its parent. Guard: it is refused. Test:
-    ``test_a_forked_process_publishes_nothing``.
+    Hazard: a forked process writes for its parent, or into what that one has taken since. Guard: it
+    is refused before it takes, writes or returns anything. Test:
+    ``test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since``.
 
     Args:
         group: The process group.
@@ -222,6 +223,7 @@ class Mailbox:
 
     def return_free(self) -> int:
         """Give memory that nobody reads back to the system; return how many bytes that is."""
+        self._refuse_fork()
         self.let_go()
         with self._lock:
             self._take_back()
@@ -230,6 +232,7 @@ class Mailbox:
 
     def look(self, peer: Peer, key: Key) -> Entry | None:
         """Return what a peer has published for a collective, if it has."""
+        self._refuse_fork()
         entry = peer.arrived.get(key)
         if entry is None:
             self.take_note(peer)
@@ -242,7 +245,6 @@ class Mailbox:
         count = words[0]
         if count == peer.num_taken:
             return
-        self._refuse_fork()
         with self._lock:
             _order_memory()
             ring = 1 + self._num_ranks
@@ -261,7 +263,6 @@ class Mailbox:
             key: Of the collective.
             ranks: Them; each is taken away once it is told.
         """
-        self._refuse_fork()
         with self._lock:
             _order_memory()
             while ranks:
@@ -276,6 +277,7 @@ class Mailbox:
 
     def go_on(self) -> None:
         """Write what others have made room for; say what this rank uses no more."""
+        self._refuse_fork()
         self.write_what_it_can()
         self.let_go()
 
@@ -353,7 +355,6 @@ class Mailbox:
         return most < 0 or all(self.peers[rank].words[place] > most for rank in ranks)
 
     def _write(self, key: Key, ack: int, start: int, nbytes: int, form: int) -> None:
-        self._refuse_fork()
         number = self._num_published + 1
         place = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY
         for offset, word in enumerate((number, *key, ack, start, nbytes, form)):

@@ -62,25 +62,53 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _mapped(
-    file: int,
-    start: int,
-    nbytes: int,
-    access: int,
-    alignment: int = mmap.PAGESIZE,
-    flags: int = mmap.MAP_SHARED,
-) -> ctypes.Array[ctypes.c_uint8]:
-    """Map a piece of a file; it stays until the last reference is gone, without a descriptor.
+class _Piece:
+    """A piece of a file that is mapped, without a descriptor, until nobody refers to its memory.
 
     Python's own ``mmap`` keeps a descriptor for every piece, and aligns to small pages alone.
+
+    Hazard: the collector of garbage ends a mapping before it calls the ``__del__`` of what uses it,
+    and the system gives the addresses to somebody else at once. Guard: what has ended forgets no
+    pages. Test: ``test_what_has_ended_forgets_no_pages_of_others``.
+
+    Args:
+        file: Its descriptor.
+        start: Where the piece begins in it.
+        nbytes: How long it is, in whole pages.
+        access: See ``mmap(2)``.
+        alignment: Of its address.
+        flags: See ``mmap(2)``.
+
+    Attributes:
+        nbytes: See above.
+        address: Where it is mapped.
+        memory: What is there.
     """
-    reserved = nbytes + alignment - mmap.PAGESIZE
-    begin = _map(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    address = _round_up(begin, alignment)
-    _map(address, nbytes, access, flags | _MAP_FIXED, file, start)
-    piece = (ctypes.c_uint8 * nbytes).from_address(address)
-    weakref.finalize(piece, _libc().munmap, begin, reserved).atexit = False
-    return piece
+
+    def __init__(
+        self,
+        file: int,
+        start: int,
+        nbytes: int,
+        access: int,
+        alignment: int = mmap.PAGESIZE,
+        flags: int = mmap.MAP_SHARED,
+    ) -> None:
+        reserved = nbytes + alignment - mmap.PAGESIZE
+        begin = _map(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        self.nbytes = nbytes
+        self.address = _round_up(begin, alignment)
+        self.memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
+        self._mapping = weakref.finalize(self.memory, _libc().munmap, begin, reserved)
+        self._mapping.atexit = False
+        _map(self.address, nbytes, access, flags | _MAP_FIXED, file, start)
+        self._advise = _libc().madvise  # globals may be gone when the interpreter ends
+        self._forget = mmap.MADV_DONTNEED
+
+    def forget_pages(self) -> None:
+        """Let its pages not count as memory of this process until they are used here again."""
+        if self._mapping.alive:
+            self._advise(self.address, self.nbytes, self._forget)
 
 
 def _map(address: int | None, nbytes: int, access: int, flags: int, file: int, start: int) -> int:
@@ -117,13 +145,10 @@ class Slab:
         self.nbytes = nbytes
         self.is_held = False
         both = mmap.PROT_READ | mmap.PROT_WRITE
-        self._piece = _mapped(file, start, nbytes, both, alignment)
-        self.address = ctypes.addressof(self._piece)
+        piece = _Piece(file, start, nbytes, both, alignment)
+        self.address = piece.address
+        self.forget_pages = piece.forget_pages
         self.last_use = 0
-
-    def forget_pages(self) -> None:
-        """Let its pages not count as memory of this process until they are used here again."""
-        _libc().madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)
 
 
 class OwnFile:
@@ -146,7 +171,7 @@ class OwnFile:
         self._end = _round_up(num_words * 8)
         os.ftruncate(self.file, self._end)
         both = mmap.PROT_READ | mmap.PROT_WRITE
-        self.words = memoryview(_mapped(self.file, 0, self._end, both)).cast("B").cast("q")
+        self.words = memoryview(_Piece(self.file, 0, self._end, both).memory).cast("B").cast("q")
         self._free: list[Slab] = []
         self._num_uses = 0
 
@@ -210,9 +235,6 @@ class OwnFile:
         _libc().madvise(slab.address, slab.nbytes, mmap.MADV_REMOVE)
 
 
-_Piece = ctypes.Array[ctypes.c_uint8]
-
-
 class _Pieces:
     """Pieces of a file, of which the last that were used stay mapped.
 
@@ -238,7 +260,7 @@ class _Pieces:
         if views is None:
             alignment = _HUGE_NBYTES if nbytes >= _HUGE_NBYTES else mmap.PAGESIZE
             views = [
-                _mapped(self._file, start, nbytes, one[0], alignment, one[1]) for one in self._ways
+                _Piece(self._file, start, nbytes, one[0], alignment, one[1]) for one in self._ways
             ]
         self._mapped[key] = views
         while len(self._mapped) > _NUM_MAPPED:  # what is in use stays until nobody refers to it
@@ -259,8 +281,8 @@ class PeerFile:
 
     def __init__(self, file: int, num_words: int) -> None:
         self._pieces = _Pieces(file, (mmap.PROT_READ, mmap.MAP_SHARED))
-        piece = _mapped(file, 0, _round_up(num_words * 8), mmap.PROT_READ)
-        self.words = memoryview(piece).cast("B").cast("q")
+        piece = _Piece(file, 0, _round_up(num_words * 8), mmap.PROT_READ)
+        self.words = memoryview(piece.memory).cast("B").cast("q")
 
     def view(self, start: int, nbytes: int) -> View:
         """Look at a slab.
@@ -282,23 +304,18 @@ class View:
     """
 
     def __init__(self, piece: _Piece) -> None:
-        self._piece = piece
-        self._advise = _libc().madvise  # globals may be gone when the interpreter ends
-        self._pages = ctypes.addressof(piece), len(piece), mmap.MADV_DONTNEED
+        self._memory = piece.memory
+        self.forget_pages = piece.forget_pages
 
     def bytes(self, nbytes: int) -> bytes:
         """Return the first bytes, or fewer if there are not so many."""
-        return bytes(memoryview(self._piece)[:nbytes])
+        return bytes(memoryview(self._memory)[:nbytes])
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return what begins at ``start``, [numel]; it may be read and not be written."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._piece, dtype=dtype, count=numel, offset=start)
-
-    def forget_pages(self) -> None:
-        """Let its pages not count as memory of this process until they are looked at again."""
-        self._advise(*self._pages)
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def __del__(self) -> None:
         self.forget_pages()
@@ -326,7 +343,8 @@ class CommonFile:
         Raises:
             ShardError: If it cannot be mapped.
         """
-        return Lease(self._pieces.of(start, nbytes), on_end)
+        common, own = self._pieces.of(start, nbytes)
+        return Lease(common, own, on_end)
 
 
 class Lease:
@@ -341,19 +359,14 @@ class Lease:
         common: Where it begins, too. What is written there, all see.
     """
 
-    def __init__(self, views: list[_Piece], on_end: Callable[[], object]) -> None:
-        self.common, self.address = map(ctypes.addressof, views)
-        self._views = views
+    def __init__(self, common: _Piece, own: _Piece, on_end: Callable[[], object]) -> None:
+        self.address, self.common = own.address, common.address
+        self.forget_written = common.forget_pages
+        self._forget_own = own.forget_pages
         self._on_end = on_end
-        self._give_up = _libc().madvise  # globals may be gone when the interpreter ends
-        self._how = mmap.MADV_DONTNEED
-
-    def forget_written(self) -> None:
-        """Let what was written at ``common`` not count as memory of this process, too."""
-        self._give_up(self.common, len(self._views[0]), self._how)
 
     def __del__(self) -> None:
-        self._give_up(self.address, len(self._views[1]), self._how)
+        self._forget_own()
         self._on_end()
 
 
