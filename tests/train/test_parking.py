@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import errno
 import os
 import sys
@@ -458,6 +459,23 @@ def test_values_are_in_the_file(tmp_path: Path) -> None:
             other.first.weight.mul_(2)
     assert torch.equal(model.first.weight.to_local(), other.first.weight.to_local())
     assert array.tobytes() == other.first.weight.detach().to_local().numpy().tobytes()
+
+
+@on_ranks(2)
+def test_what_a_forked_process_writes_is_its_own(tmp_path: Path) -> None:
+    """Also into memory that was freed while it was parked, as the allocator has it there, too."""
+    model, other = sharded_pair()
+    shards = {name: local(param) for name, param in model.named_parameters()}
+    with parked(model, folder=tmp_path):
+        child = os.fork()
+        if child == 0:
+            for shard in shards.values():
+                ctypes.memset(shard.data_ptr(), 7, shard.nbytes)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        within = {name: shard.clone() for name, shard in shards.items()}
+    assert_same_bits(within, shards)
+    assert_same_bits(shards, {name: local(param) for name, param in other.named_parameters()})
 
 
 # A parked model is not used -----------------------------------------------------------------------

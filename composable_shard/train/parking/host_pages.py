@@ -25,7 +25,7 @@ from composable_shard.errors import ShardError
 MIN_NBYTES = 64 * 1024
 """Less than this stays where it is: each piece is one of some 60000 mappings of a process."""
 
-_MOST_AT_ONCE = 2**30  # bytes of one read or write
+_MOST_AT_ONCE = 2**26  # bytes of one read or write
 
 
 class Span(NamedTuple):
@@ -151,8 +151,13 @@ class HostPages:
                     done += os.pwrite(self._file.fileno(), part, place + first - span.start + done)
 
     def let_go(self) -> list[Span]:
-        """Give the memory back to the system; return what of it the system has taken."""
-        both, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        """Give the memory back to the system; return what of it the system has taken.
+
+        Hazard: somebody frees the memory before it has come back, and the allocator gives it to
+        others; a forked process has it, too. Guard: what is written there is in no file, and each
+        process's own. Test: ``test_what_a_forked_process_writes_is_its_own``.
+        """
+        both, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
         for span, place in self._places():
             if _mmap(span.start, span.nbytes, both, how, self._file.fileno(), place) is None:
                 break  # there are too many mappings: the others stay
@@ -180,7 +185,12 @@ class HostPages:
         self._file.close()
 
     def _read(self, span: Span, place: int) -> None:
-        """Fill fresh memory, and put it in the place of the file in one step."""
+        """Fill fresh memory, and put it in the place of the file in one step.
+
+        What cannot be read from the file is an error here; where it is mapped it would be a signal.
+        What was written there meanwhile is not in the file, so all is copied from there once it has
+        been read.
+        """
         both, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         fresh = _mmap(None, span.nbytes, both, how, -1, 0)
         if fresh is None:
@@ -194,6 +204,7 @@ class HostPages:
                     if not count:
                         raise _error_of(errno.EIO)
                     done += count
+                ctypes.memmove(first, first - fresh + span.start, nbytes)
             _moved(fresh, span)
         except BaseException:
             _libc().munmap(fresh, span.nbytes)
