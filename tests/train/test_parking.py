@@ -478,6 +478,18 @@ def test_what_a_forked_process_writes_is_its_own(tmp_path: Path) -> None:
     assert_same_bits(shards, {name: local(param) for name, param in other.named_parameters()})
 
 
+@on_ranks(2)
+def test_a_tensor_may_be_given_other_memory_within(tmp_path: Path) -> None:
+    """What has come back is that of before, which nobody has any more."""
+    model = nn.Linear(3000, 3000)  # of which nothing is sharded
+    fully_shard(model, ignored_params=set(model.parameters()))
+    before = model.weight.detach().clone()
+    with parked(model, folder=tmp_path) as memory:
+        assert memory.parameters >= before.nbytes - 2 * PAGE
+        model.to(torch.bfloat16)
+    assert torch.equal(model.weight.detach(), before.bfloat16())
+
+
 # A parked model is not used -----------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from two_tensors import two_tensor_hooks, two_tensor_mlp
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard, unsharded
 from composable_shard.insight.events import record_events
 from composable_shard.testing import RankError, fake_ranks, run_ranks
+from composable_shard.train.weights import gathering
 
 
 class Odd(nn.Module):
@@ -306,6 +308,44 @@ def test_the_first_rank_alone(dim: Callable[[nn.Parameter], Shard], writeback: b
         if param.grad is not None:
             assert param.grad.placements == param.placements
             torch.testing.assert_close(full(param.grad), other.grad)
+
+
+@on_ranks(2)
+def test_a_first_rank_that_fails_gets_nothing_old_later() -> None:
+    """What the others could have sent for what it never asked for."""
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    for layer in layers:
+        fully_shard(layer)
+    model = fully_shard(layers)
+    is_first, prepare, count = dist.get_rank() == 0, gathering.Bucket.prepare, list[int]()
+
+    def fail(self: gathering.Bucket) -> None:
+        count.append(1)
+        if is_first and len(count) == 3:
+            raise MemoryError("of the first rank")
+        prepare(self)
+
+    before = [full(param).clone() for param in model.parameters()]
+    with mock.patch.object(gathering, "BUCKET_NBYTES", before[0].nbytes):
+        with (
+            mock.patch.object(gathering.Bucket, "prepare", fail),
+            pytest.raises(MemoryError if is_first else ShardError) as caught,
+            unsharded(model, rank0_only=True, writeback=False),
+        ):
+            raise AssertionError("must not get here")
+        assert str(caught.value) == (
+            "of the first rank"
+            if is_first
+            else "Expected rank 0 to take part in gathering full tensors, got a failure there, "
+            "which it tells"
+        )
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        with unsharded(model, rank0_only=True, writeback=False):
+            for param, old in zip(model.parameters(), before, strict=True):
+                assert not is_first or torch.equal(param, old + 1)
+    assert len(count) == 3
 
 
 @on_ranks(2)

@@ -31,7 +31,7 @@ TREE = TreeSpec(
 )
 
 
-VARYING = ("Slab", "_Published", "Entry", "c_ubyte_Array", "Called")
+VARYING = ("Slab", "_Published", "Entry", "_Piece", "c_ubyte_Array", "Called")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +26,7 @@ from composable_shard.core.transport.common_gather import CommonGather, have_com
 from composable_shard.core.transport.mailbox import Mailbox, mailbox_of
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
-from composable_shard.core.transport.shared_memory import CommonFile, Lease
+from composable_shard.core.transport.shared_memory import CommonFile, Lease, OwnFile
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
@@ -167,6 +169,64 @@ def written_while_it_waits() -> list[bool]:
 
 def test_a_rank_writes_while_it_waits_for_something_else() -> None:
     assert run_ranks(written_while_it_waits, 3) == [[True] * 2] * 3
+
+
+def written_beside() -> bool:
+    """Launch before the first rank does, and then wait for it in a collective of one's own."""
+    rank = dist.get_rank()
+    box()
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.1)
+    output, pending = begin(1)
+    if rank == 0:
+        pending.wait()  # for what the others have only launched
+    dist.barrier()
+    pending.wait()
+    return torch.equal(output, whole(1, 2000))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_writes_while_it_waits_outside(ranks: int) -> None:
+    assert run_ranks(written_beside, ranks) == [True] * ranks
+
+
+def written_by_one() -> tuple[int, list[str], bool]:
+    """Let three threads write what this rank has launched, the slab of which is there by now."""
+    mailbox, said, calls = box(), list[str](), list[int]()
+    write = CommonGather._write
+
+    def slow(self: CommonGather) -> None:
+        calls.append(threading.get_ident())
+        time.sleep(0.2)
+        write(self)
+
+    def run(act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 (the test says which)
+            said.append(f"{type(error).__name__}: {error}")
+
+    with mock.patch.object(CommonGather, "_write", slow):
+        if dist.get_rank() == 0:
+            dist.barrier()  # until the other has launched
+        output, pending = begin(5)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            run(pending.wait)
+        else:
+            dist.barrier()  # until the first one has the slab
+            acts = [mailbox.write_what_it_can, pending.wait, mailbox.write_what_it_can]
+            threads = [threading.Thread(target=run, args=(act,)) for act in acts]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    return len(calls), said, torch.equal(output, whole(5, 2000))
+
+
+def test_one_thread_writes_what_two_could() -> None:
+    assert run_ranks(written_by_one, 2) == [(1, [], True)] * 2
 
 
 def used_for_long(rank: int) -> list[bool]:
@@ -318,6 +378,76 @@ def test_a_rank_that_is_interrupted_before_it_has_written_is_missed_at_once() ->
     assert second == ["Interrupted", "soon", "True"]
     for kind, *rest in (first, third):  # at the wait, or at the launch
         assert kind in ("CommunicationError", "ShardError") and rest == ["soon", "True"]
+
+
+def interrupted_while_it_writes(place: str) -> tuple[str, bool]:
+    """Interrupt a rank between what it does when it writes; then let it wait as if nothing were."""
+    owner, name = {
+        "before it says so": (CommonGather, "_publish"),
+        "before it begins": (Mailbox, "write_no_more"),
+        "before its buffers have the slab": (_torch, "adopt"),
+    }[place]
+    said, real = "", getattr(owner, name)
+
+    def interrupt(*args: Any) -> Any:
+        if seen:
+            return real(*args)
+        seen.append(1)
+        raise Interrupted
+
+    seen: list[int] = []
+    if dist.get_rank() == 0:
+        output, pending = begin(9, numel=600)
+        dist.barrier()
+    else:
+        with mock.patch.object(Mailbox, "look", lambda *_: None):  # there is no slab yet
+            output, pending = begin(9, numel=600)
+        dist.barrier()
+        with mock.patch.object(owner, name, interrupt):
+            try:
+                box().write_what_it_can()
+            except Interrupted:
+                said = "Interrupted"
+    pending.wait()
+    return said, torch.equal(output, whole(9, 600))
+
+
+@pytest.mark.parametrize(
+    "place", ["before it begins", "before its buffers have the slab", "before it says so"]
+)
+def test_a_rank_that_is_interrupted_while_it_writes_goes_on(place: str) -> None:
+    assert run_ranks(interrupted_while_it_writes, 2, place) == [("", True), ("Interrupted", True)]
+
+
+def where_memory_is_locked() -> list[bool] | str:
+    """Map private views of a file while all new memory is locked; see what is written later."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    own = OwnFile(8)
+    slab, common = own.take(4 * mmap.PAGESIZE), CommonFile(os.dup(own.file))
+    if libc.mlockall(2):  # MCL_FUTURE
+        return os.strerror(ctypes.get_errno())
+    try:
+        lease = common.lease(slab.start, slab.nbytes, lambda: None)
+        seen = []
+        for value in (3, 4):
+            ctypes.memset(lease.common, value, slab.nbytes)
+            seen.append(
+                ctypes.string_at(lease.address, slab.nbytes) == bytes([value]) * slab.nbytes
+            )
+            ctypes.memset(lease.address, 9, slab.nbytes)
+            del lease  # the next lease has the same mapping
+            lease = common.lease(slab.start, slab.nbytes, lambda: None)
+        del lease
+        return seen
+    finally:
+        libc.munlockall()
+
+
+def test_gathers_where_memory_is_locked() -> None:
+    (found,) = run_ranks(where_memory_is_locked, 1)
+    if isinstance(found, str):
+        pytest.skip(f"this process may not lock its memory: {found}")
+    assert found == [True, True]
 
 
 # Training -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import threading
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -90,6 +91,10 @@ class CommonGather(HostCollective):
     Hazard: a rank takes what it reads in a slab for what all have written. Guard: it waits for all
     others first, whatever memory its buffers have already. Test: ``test_a_planted_fault_is_seen``.
 
+    Hazard: two threads write the same shards, or one does again after an interrupt. Guard: a lock,
+    and nothing is done twice that must not be. Tests: ``test_one_thread_writes_what_two_could`` and
+    ``test_a_rank_that_is_interrupted_while_it_writes_goes_on``.
+
     Args:
         group: The process group; all of its ranks :func:`have_common_memory`.
         tag: A number on which the ranks have agreed.
@@ -123,10 +128,11 @@ class CommonGather(HostCollective):
         )
         self._lease: Lease | None = None
         self._has_slab: list[bool] = []  # by buffer
+        self._writing = threading.Lock()
         if self._rank == FIRST:
             self._show_slab()
         else:
-            self._mailbox.to_write.add(self)
+            self._mailbox.write_later(self)
             self.write_if_it_can()
 
     @property
@@ -151,18 +157,25 @@ class CommonGather(HostCollective):
         self._publish(partial(mailbox.publish, self._key, slab, self._ranks, plan.digest))
 
     def write_if_it_can(self) -> None:
-        """Write the shards of this rank, if there is a slab already."""
-        if not self._is_published:
-            entry = self._mailbox.look(self._mailbox.peers[FIRST], self._key)
-            if entry is not None and entry.nbytes >= 0 and entry.form == self._plan.digest:
-                self._write_into(entry)
+        """Write the shards of this rank, unless there is no slab yet; on any thread."""
+        if not self._writing.acquire(blocking=False):
+            return  # somebody does
+        try:
+            if not self._is_published and self._mailbox.has_room(self._ranks):
+                entry = self._mailbox.look(self._mailbox.peers[FIRST], self._key)
+                if entry is not None and entry.nbytes >= 0 and entry.form == self._plan.digest:
+                    self._write_into(entry)
+        finally:
+            self._writing.release()
 
     def _write_into(self, entry: Entry) -> None:
         key = self._key
-        on_end = partial(self._note, (key, [FIRST], True))
-        self._lease = self._common.lease(entry.start, entry.nbytes, on_end)
-        self._mailbox.to_write.discard(self)
-        self._unread.remove(FIRST)  # which the lease tells
+        self._mailbox.write_no_more(self)  # if this fails, who waits tries again, or nobody
+        if self._lease is None:
+            on_end = partial(self._note, (key, [FIRST], True))
+            self._lease = self._common.lease(entry.start, entry.nbytes, on_end)
+        if FIRST in self._unread:
+            self._unread.remove(FIRST)  # which the lease tells
         self._write()
         tell = self._mailbox.tell
         self._publish(partial(tell, key, WRITTEN, self._ranks, self._plan.digest))
@@ -171,13 +184,14 @@ class CommonGather(HostCollective):
         """Write the shards of this rank; let the buffers have the slab, whose rest is to come."""
         lease = self._lease
         assert lease is not None
-        buffers, self._buffers = self._buffers, []
-        self._has_slab = [
-            _torch.adopt(buffer, lease.address + start, lease)
-            for buffer, start in zip(buffers, self._plan.buffers, strict=True)
-        ]
+        if self._buffers:
+            self._has_slab = [
+                _torch.adopt(buffer, lease.address + start, lease)
+                for buffer, start in zip(self._buffers, self._plan.buffers, strict=True)
+            ]
+            self._buffers.clear()
         begin = lease.common
-        for place, own in zip(self._plan.outputs, self._inputs, strict=True):
+        for place, own in zip(self._plan.outputs, self._inputs):  # noqa: B905 (none if written)
             nbytes = own.nbytes
             ctypes.memmove(begin + place + self._rank * nbytes, own.data_ptr(), nbytes)
         self._inputs.clear()
@@ -187,10 +201,9 @@ class CommonGather(HostCollective):
         """Wait until all have written; give the buffers their memory."""
         if not self._outputs:
             return True
-        if not self._is_published:
-            entry = self._checked(FIRST)
-            if not self._is_published:  # nor while it waited
-                self._write_into(entry)
+        with self._writing:
+            if not self._is_published:
+                self._write_into(self._checked(FIRST))
         for rank in self._unread:
             self._checked(rank)
         self.finish()

@@ -27,6 +27,7 @@ from composable_shard.core.transport.shared_memory import View
 _DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),
 ]  # by the number that says which one it is
 _ALIGNMENT = 64  # bytes
 
@@ -123,7 +124,7 @@ class HostCollective:
     def is_there(self) -> bool:
         """Tell whether all others have published, so that nothing is left to wait for."""
         mailbox, key = self._mailbox, self._key
-        return all(mailbox.look(mailbox.peers[rank], key) for rank in self._unread)
+        return all(mailbox.look(mailbox.peers[rank], key) for rank in tuple(self._unread))
 
     def finish(self) -> None:
         """Tell the others that this rank has read."""
@@ -180,7 +181,7 @@ class Exchange(HostCollective):
         tag: See there.
         ranks: See there.
         form: What this rank publishes.
-        fill: Writes it, given where each tensor of the form begins.
+        fill: Writes it, given where each tensor of the form begins; ``None`` if nobody reads it.
 
     Attributes:
         form: What this rank publishes.
@@ -192,15 +193,16 @@ class Exchange(HostCollective):
         tag: int,
         ranks: Sequence[int],
         form: Form,
-        fill: Callable[[list[int]], object],
+        fill: Callable[[list[int]], object] | None,
     ) -> None:
         super().__init__(group, tag, ranks)
         self.form = form
         self._views: list[View] = []
         self._plan = plan = _plan(form)
-        slab = self._mailbox.take_slab(plan.nbytes)
+        slab = self._mailbox.take_slab(len(plan.table) if fill is None else plan.nbytes)
         ctypes.memmove(slab.address, plan.table, len(plan.table))
-        fill([slab.address + offset for offset in plan.offsets])
+        if fill is not None:
+            fill([slab.address + offset for offset in plan.offsets])
         self._publish(partial(self._mailbox.publish, self._key, slab, self._ranks))
 
     def read(

@@ -468,6 +468,20 @@ def failure_in(group: dist.ProcessGroup) -> str | None:
     return next((wait.failure for wait in list(_waits) if wait.board is board), None)
 
 
+def do_beside(method: Callable[[], object]) -> None:
+    """Do something now and then, beside whatever else this process does or waits for.
+
+    Args:
+        method: A bound method, which is quick and may be called on any thread; until its object is
+            gone. What it raises is nobody's business.
+    """
+    _done_beside.append(weakref.WeakMethod(method))
+    _watcher.ensure()
+
+
+_done_beside: list[weakref.WeakMethod[Callable[[], object]]] = []
+
+
 class _Watcher:
     """A thread that looks at the waits of this process, and reads and writes stores."""
 
@@ -519,6 +533,16 @@ class _Watcher:
         for wait in list(_waits):
             with contextlib.suppress(RuntimeError):
                 wait.look()
+        for method in list(_done_beside):
+            self._do(method)
+
+    def _do(self, method: weakref.WeakMethod[Callable[[], object]]) -> None:
+        act = method()
+        if act is None:
+            _done_beside.remove(method)
+            return
+        with contextlib.suppress(BaseException):  # the thread goes on
+            act()
 
     def _end(self) -> None:
         """End the thread before the interpreter, which would abort if it ran on."""

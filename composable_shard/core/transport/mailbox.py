@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from composable_shard.core.transport.failures import watched
+from composable_shard.core.transport.failures import do_beside, watched
 from composable_shard.core.transport.shared_memory import (
     SWITCH,
     OwnFile,
@@ -149,7 +149,7 @@ class Mailbox:
         self._num_acks = 0  # that were ever used
         self._unread: list[_Published] = []
         self.given_up: deque[tuple[Key, list[int], bool]] = deque()  # appended to by any thread
-        self.to_write: weakref.WeakSet[Writer] = weakref.WeakSet()
+        self._to_write: weakref.WeakSet[Writer] = weakref.WeakSet()
 
     @staticmethod
     def num_words(num_ranks: int) -> int:
@@ -174,7 +174,7 @@ class Mailbox:
         file = self.shared.slabs if slab.is_held else self._own
         assert file is not None
         with self._lock:
-            if not self._has_room(ranks):
+            if not self.has_room(ranks):
                 return False
             if not self._free_acks:
                 self._take_back()
@@ -191,7 +191,7 @@ class Mailbox:
     def tell(self, key: Key, word: int, ranks: Sequence[int], form: int = 0) -> bool:
         """Say :data:`WRITTEN` or :data:`NO_MEMORY` of a slab of the common file; see `publish`."""
         with self._lock:
-            if not self._has_room(ranks):
+            if not self.has_room(ranks):
                 return False
             self._write(key, -1, 0, word, form)
         return True
@@ -276,15 +276,39 @@ class Mailbox:
                 ranks.pop()
 
     def go_on(self) -> None:
-        """Write what others have made room for; say what this rank uses no more."""
-        self._refuse_fork()
-        self.write_what_it_can()
+        """Do what others may wait for, and say what this rank uses no more."""
+        self.catch_up()
         self.let_go()
+
+    def catch_up(self) -> None:
+        """Do what others may wait for: take note of what they say, write what they have room for.
+
+        Hazard: this rank waits for them elsewhere, or gets nothing of what they gather, so that it
+        never looks. Guard: it looks whenever it begins something, and now and then on a thread
+        beside. Tests: ``test_a_rank_writes_while_it_waits_outside`` and
+        ``test_a_rank_that_gets_nothing_takes_note``.
+        """
+        self._refuse_fork()
+        for peer in self.peers.values():
+            self.take_note(peer)
+        self.write_what_it_can()
+
+    def write_later(self, writer: Writer) -> None:
+        """Let somebody write whenever this rank comes by, on any thread."""
+        with self._lock:
+            self._to_write.add(writer)
+
+    def write_no_more(self, writer: Writer) -> None:
+        """Let a writer write by itself from now on, or not at all."""
+        with self._lock:
+            self._to_write.discard(writer)
 
     def write_what_it_can(self) -> None:
         """Write what others have made room for since it was launched."""
-        if self.to_write:
-            for writer in list(self.to_write):
+        if self._to_write:
+            with self._lock:
+                writers = list(self._to_write)
+            for writer in writers:
                 writer.write_if_it_can()
 
     def let_go(self) -> None:
@@ -300,7 +324,7 @@ class Mailbox:
                     key, ranks, is_published = self.given_up[0]
                 except IndexError:  # another thread was quicker
                     return
-                if not is_published and not self._has_room(self.peers):
+                if not is_published and not self.has_room(self.peers):
                     return  # the next time
                 self.has_read(key, ranks)
                 if not is_published:
@@ -348,9 +372,10 @@ class Mailbox:
         """
         for peer in self.peers.values():
             self.take_note(peer)
-        return self._has_room(ranks)
+        return self.has_room(ranks)
 
-    def _has_room(self, ranks: Iterable[int]) -> bool:
+    def has_room(self, ranks: Iterable[int]) -> bool:
+        """Tell whether some ranks have taken note of what the next entry overwrites."""
         place, most = 1 + self._rank, self._num_published - NUM_ENTRIES
         return most < 0 or all(self.peers[rank].words[place] > most for rank in ranks)
 
@@ -412,7 +437,9 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
             shared = share(group, Mailbox.num_words(group.size()))
         _tell(group, shared)
         _reasons[group] = shared.reasons
-        _mailboxes[group] = Mailbox(group, shared) if shared.files else None
+        _mailboxes[group] = box = Mailbox(group, shared) if shared.files else None
+        if box is not None:
+            do_beside(box.catch_up)
     return _mailboxes[group]
 
 

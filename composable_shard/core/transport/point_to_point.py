@@ -106,10 +106,9 @@ class DirectGather(GatherLaunch):
             published = [] if to in far else shards
 
             def fill(addresses: list[int]) -> None:
-                if rank != to:
-                    _copy_shards(published, addresses)
+                _copy_shards(published, addresses)
 
-            exchange = Exchange(group, tag, near, Form.of(published), fill)
+            exchange = Exchange(group, tag, near, Form.of(published), None if rank == to else fill)
             if rank == to:
                 works.append(_Reading(exchange, near, outputs, sizes))
             else:

@@ -45,7 +45,7 @@ slabs than backward, and memory is short where backward begins."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
 _NUM_MAPPED = 16  # pieces of a file of others that stay mapped while they are not in use
-_COLLAPSE = 25  # of madvise(2)
+_DONTNEED, _COLLAPSE = mmap.MADV_DONTNEED, 25  # of madvise(2)
 _HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page, on most processors; others refuse to make one
 
 # Slabs, and the files that they are pieces of -----------------------------------------------------
@@ -59,6 +59,7 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.restype = ctypes.c_void_p
     libc.munmap.argtypes = [ctypes.c_void_p, word]
     libc.madvise.argtypes = [ctypes.c_void_p, word, number]
+    libc.munlock.argtypes = [ctypes.c_void_p, word]
     return libc
 
 
@@ -70,6 +71,10 @@ class _Piece:
     Hazard: the collector of garbage ends a mapping before it calls the ``__del__`` of what uses it,
     and the system gives the addresses to somebody else at once. Guard: what has ended forgets no
     pages. Test: ``test_what_has_ended_forgets_no_pages_of_others``.
+
+    Hazard: memory of the process is locked (``mlockall``), so that the system copies the pages of a
+    private mapping at once, and forgets none: what others write later is not seen. Guard: it is
+    unlocked. Test: ``test_gathers_where_memory_is_locked``.
 
     Args:
         file: Its descriptor.
@@ -102,12 +107,15 @@ class _Piece:
         self._mapping = weakref.finalize(self.memory, _libc().munmap, begin, reserved)
         self._mapping.atexit = False
         _map(self.address, nbytes, access, flags | _MAP_FIXED, file, start)
-        self._advise = _libc().madvise  # globals may be gone when the interpreter ends
-        self._forget = mmap.MADV_DONTNEED
+        # globals may be gone when the interpreter ends
+        self._advise, self._unlock, self._forget = _libc().madvise, _libc().munlock, _DONTNEED
+        if flags != mmap.MAP_SHARED:
+            self.forget_pages()
 
     def forget_pages(self) -> None:
         """Let its pages not count as memory of this process until they are used here again."""
-        if self._mapping.alive:
+        if self._mapping.alive and self._advise(self.address, self.nbytes, self._forget):
+            self._unlock(self.address, self.nbytes)
             self._advise(self.address, self.nbytes, self._forget)
 
 
@@ -213,6 +221,7 @@ class OwnFile:
             _libc().madvise(slab.address, num_huge * _HUGE_NBYTES, _COLLAPSE)
             os.posix_fallocate(self.file, start, nbytes)  # what is small, or was refused
         except OSError as error:
+            _libc().madvise(slab.address, nbytes, mmap.MADV_REMOVE)  # what there was
             raise _no_memory(nbytes, error) from error
         self._end = start + nbytes
         return slab

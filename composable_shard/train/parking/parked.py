@@ -209,6 +209,8 @@ class _Memory:
 
     def __init__(self, tensors: Tensors, ranks: Ranks) -> None:
         self._tensors, self._ranks = tensors, ranks
+        # a tensor may be given other memory meanwhile, as `module.to` does
+        self._storages = [one.untyped_storage() for kind in tensors.values() for one in kind]
         self._places: list[_Place] = []
 
     def leave(self, folder: str | os.PathLike[str] | None) -> dict[str, int]:
