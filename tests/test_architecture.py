@@ -168,6 +168,7 @@ CORE = [
     *("transport.exchange", "transport.mailbox"),
     *("transport.shared_memory", "transport.collectives"),
     *("transport.host", "transport.pending", "transport.process_groups", "transport.failures"),
+    "transport.beside",
 ]
 
 

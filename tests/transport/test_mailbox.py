@@ -18,7 +18,7 @@ from near import Apart, sharing
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.core.transport import exchange, failures, mailbox, point_to_point
+from composable_shard.core.transport import beside, exchange, failures, mailbox, point_to_point
 from composable_shard.core.transport.exchange import Exchange
 from composable_shard.core.transport.mailbox import Mailbox, mailbox_of
 from composable_shard.core.transport.pending import Pending
@@ -370,7 +370,7 @@ def one_is_late(num: int) -> tuple[list[bool], bool]:
         return make_room(self, ranks)
 
     box()
-    with mock.patch.object(failures, "_done_beside", []):  # where it would take note
+    with mock.patch.object(beside, "_acts", []):  # where it would take note
         time.sleep(0.1)  # in which what has begun there ends
         dist.barrier()
         if dist.get_rank() == 1:  # until the ring of the other one is full

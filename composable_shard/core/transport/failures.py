@@ -5,9 +5,10 @@ one of them sent for the failed collective would be taken for a part of the next
 connections for that reason; ranks that share memory refuse to go on likewise.
 
 A rank that fails by itself, in a hook of the user's for example, says so in the store of its
-process group (:func:`announce`), and so does one that waits for long. A thread watches every wait
-(:class:`watched`): it looks into the store while the wait lasts, and ends it when a rank has failed
-and does not come. Only process groups of gloo are watched, since waiting for others does not block.
+process group (:func:`announce`), and so does one that waits for long. The thread of ``beside.py``
+watches every wait (:class:`watched`): it looks into the store while the wait lasts, and ends it
+when a rank has failed and does not come. Only process groups of gloo are watched, since waiting
+for others does not block.
 
 Ranks that leave out what others do wait for each other: each for a collective that the next one has
 not come to. Those that wait for long say what they wait for and what they have launched, so each
@@ -16,16 +17,13 @@ can tell, without a doubt and long before the time-out, that nobody will ever co
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
-import os
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -35,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
+from composable_shard.core.transport.beside import PAUSE, ask, do_beside, ensure_thread
 from composable_shard.errors import CommunicationError, RankMismatchError, ShardError
 
 _losses: weakref.WeakKeyDictionary[dist.ProcessGroup, str]
@@ -148,7 +147,6 @@ def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
 # What ranks tell each other -----------------------------------------------------------------------
 
 _PATIENCE = 1.0  # seconds that a wait may last before others are asked
-_PAUSE = 0.5  # seconds between two looks; longer with many ranks, which share the store
 _ANSWER = 2.0  # seconds until an error is raised without what the others say
 _FAILED, _WAITS = "failed", "waits"  # keys: of whether anybody has said so, and who
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
@@ -283,13 +281,13 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             board.num_failures += 1
             _announced.add(board)
             text = f"{board.num_failures} {op}: {type(error).__name__}: {reason}"
-            _watcher.ask(functools.partial(board.say, _FAILED, text))
+            ask(functools.partial(board.say, _FAILED, text))
 
 
 def go_on() -> None:
     """Take back that this rank has failed: it goes on and calls a collective."""
     while _announced:
-        _watcher.ask(functools.partial(_announced.pop().take_back, _FAILED))
+        ask(functools.partial(_announced.pop().take_back, _FAILED))
 
 
 def count_launch(group: dist.ProcessGroup, key: str) -> int:
@@ -369,7 +367,7 @@ class watched:
         if self.board is not None:
             self._start = self._looked = time.monotonic()
             _waits.append(self)
-            _watcher.ensure()
+            ensure_thread()
         return self
 
     def __exit__(
@@ -382,7 +380,7 @@ class watched:
             with contextlib.suppress(ValueError):
                 _waits.remove(self)
             if self._is_said:
-                _watcher.ask(functools.partial(self.board.take_back, _WAITS))
+                ask(functools.partial(self.board.take_back, _WAITS))
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
             told = self.explain(error)
             _losses.setdefault(self._group, str(told))
@@ -399,7 +397,7 @@ class watched:
             return error
         has_waited = self._start > 0  # the launch of a collective fails without
         is_late = has_waited and any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
-        _watcher.ask(functools.partial(self._ask, board, is_late), _ANSWER)
+        ask(functools.partial(self._ask, board, is_late), _ANSWER)
         _, _, own = str(error).partition(" failed while ")
         if not self._answer or self._answer in own or own in self._answer:
             return error  # nothing new: it is the cause, or another rank says the same
@@ -419,7 +417,7 @@ class watched:
         """Look at what others say, if it is time to. Called by the watcher."""
         board, now = self.board, time.monotonic()
         assert board is not None
-        pause = _PAUSE + len(board.ranks) / 2000
+        pause = PAUSE + len(board.ranks) / 2000  # they share the store
         if self.failure is not None or now < self._start + _PATIENCE or now < self._looked + pause:
             return
         self._looked = now
@@ -468,87 +466,10 @@ def failure_in(group: dist.ProcessGroup) -> str | None:
     return next((wait.failure for wait in list(_waits) if wait.board is board), None)
 
 
-def do_beside(method: Callable[[], object]) -> None:
-    """Do something now and then, beside whatever else this process does or waits for.
-
-    Args:
-        method: A bound method, which is quick and may be called on any thread; until its object is
-            gone. What it raises is nobody's business.
-    """
-    _done_beside.append(weakref.WeakMethod(method))
-    _watcher.ensure()
+def _look_at_waits() -> None:
+    for wait in list(_waits):
+        with contextlib.suppress(RuntimeError):
+            wait.look()
 
 
-_done_beside: list[weakref.WeakMethod[Callable[[], object]]] = []
-
-
-class _Watcher:
-    """A thread that looks at the waits of this process, and reads and writes stores."""
-
-    def __init__(self) -> None:
-        self._process = 0
-        self._thread: threading.Thread | None = None
-        self._asked: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-
-    def ensure(self) -> None:
-        """Start the thread, unless it runs in this process."""
-        if self._process == os.getpid():
-            return
-        self._process, self._asked = os.getpid(), queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="composable-shard", daemon=True)
-        self._thread.start()
-        atexit.register(self._end)
-
-    def ask(self, what: Callable[[], object], seconds: float = 0.0) -> None:
-        """Have something done by the thread; wait for it for so long at most."""
-        self.ensure()
-        is_done = threading.Event()
-
-        def do() -> None:
-            with contextlib.suppress(RuntimeError):
-                what()
-            is_done.set()
-
-        self._asked.put(do)
-        if seconds:
-            is_done.wait(seconds)
-
-    def _run(self) -> None:
-        while self._answer_one():
-            self._look()
-
-    # What has been asked and watched ends with these calls: a variable of the loop would keep the
-    # last wait, and with it its process group, until the next one.
-
-    def _answer_one(self) -> bool:
-        try:
-            asked = self._asked.get(timeout=_PAUSE)
-        except queue.Empty:
-            return True
-        if asked is not None:
-            asked()
-        return asked is not None
-
-    def _look(self) -> None:
-        for wait in list(_waits):
-            with contextlib.suppress(RuntimeError):
-                wait.look()
-        for method in list(_done_beside):
-            self._do(method)
-
-    def _do(self, method: weakref.WeakMethod[Callable[[], object]]) -> None:
-        act = method()
-        if act is None:
-            _done_beside.remove(method)
-            return
-        with contextlib.suppress(BaseException):  # the thread goes on
-            act()
-
-    def _end(self) -> None:
-        """End the thread before the interpreter, which would abort if it ran on."""
-        if self._thread is not None and self._process == os.getpid():
-            self._asked.put(None)
-            self._thread.join(_ANSWER)
-
-
-_watcher = _Watcher()
+do_beside(_look_at_waits)

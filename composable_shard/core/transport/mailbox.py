@@ -33,7 +33,8 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from composable_shard.core.transport.failures import do_beside, watched
+from composable_shard.core.transport.beside import do_beside, ensure_thread
+from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.shared_memory import (
     SWITCH,
     OwnFile,
@@ -440,6 +441,7 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
         _mailboxes[group] = box = Mailbox(group, shared) if shared.files else None
         if box is not None:
             do_beside(box.catch_up)
+            ensure_thread()
     return _mailboxes[group]
 
 

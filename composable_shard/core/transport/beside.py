@@ -1,0 +1,101 @@
+"""A thread beside: it looks at what a rank waits for, and does what others wait for meanwhile."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from types import MethodType
+
+PAUSE = 0.5
+"""Seconds from one time that everything is done to the next."""
+
+_END = 2.0  # seconds that the interpreter waits for the thread
+
+_Act = Callable[[], object]
+
+
+def do_beside(act: Callable[[], object]) -> None:
+    """Do something now and then, beside whatever else this process does or waits for.
+
+    Args:
+        act: What is quick and may be called on any thread; of a method, until its object is gone.
+            What it raises is nobody's business.
+    """
+    _acts.append(weakref.WeakMethod(act) if isinstance(act, MethodType) else lambda: act)
+
+
+def ask(act: Callable[[], object], seconds: float = 0.0) -> None:
+    """Have something done by the thread, once; wait for it for so long at most."""
+    _thread.ensure()
+    is_done = threading.Event()
+
+    def do() -> None:
+        with contextlib.suppress(RuntimeError):
+            act()
+        is_done.set()
+
+    _thread.asked.put(do)
+    if seconds:
+        is_done.wait(seconds)
+
+
+def ensure_thread() -> None:
+    """Start the thread, unless it runs in this process."""
+    _thread.ensure()
+
+
+_acts: list[Callable[[], _Act | None]] = []
+
+
+class _Thread:
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[_Act | None] = queue.SimpleQueue()
+        self._process = 0
+        self._thread: threading.Thread | None = None
+
+    def ensure(self) -> None:
+        if self._process == os.getpid():
+            return
+        self._process, self.asked = os.getpid(), queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="composable-shard", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def _run(self) -> None:
+        while self._answer_one():
+            for ref in list(_acts):
+                self._do(ref)
+
+    # What is asked and done ends with these calls: a variable of the loop would keep the last one,
+    # and with it its process group, until the next.
+
+    def _answer_one(self) -> bool:
+        try:
+            asked = self.asked.get(timeout=PAUSE)
+        except queue.Empty:
+            return True
+        if asked is not None:
+            asked()
+        return asked is not None
+
+    def _do(self, ref: Callable[[], _Act | None]) -> None:
+        act = ref()
+        if act is None:
+            _acts.remove(ref)
+            return
+        with contextlib.suppress(BaseException):  # the thread goes on
+            act()
+
+    def _end(self) -> None:
+        """End the thread before the interpreter, which would abort if it ran on."""
+        if self._thread is not None and self._process == os.getpid():
+            self.asked.put(None)
+            self._thread.join(_END)
+
+
+_thread = _Thread()
