@@ -24,6 +24,7 @@ from near import sharing
 
 from composable_shard._torch import can_adopt_memory, free
 from composable_shard.core.transport import mailbox, shared_memory
+from composable_shard.core.transport.common_gather import CommonGather
 from composable_shard.core.transport.exchange import Exchange, HostCollective
 from composable_shard.core.transport.mailbox import (
     mailbox_of,
@@ -528,6 +529,25 @@ REFUSED = (
 def test_a_forked_process_publishes_nothing() -> None:
     for launched, waited, exact in run_ranks(forked, 2):
         assert (REFUSED in launched, REFUSED in waited, exact) == (True, True, True)
+
+
+def forked_while_a_thread_writes() -> tuple[str, list[float]]:
+    group = fresh_group()
+    near_ranks(group)
+    output, own = torch.empty(2), torch.full((1,), 9.0)
+    assert free(output)
+    gather = CommonGather(group, TAG, [output], [output], [own])
+    with gather._writing:
+        said = child_that(gather.wait)()
+    gather.wait()
+    return said, output.tolist()
+
+
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.skipif(not can_adopt_memory(), reason="this torch has no storages of given memory")
+def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
+    for said, gathered in run_ranks(forked_while_a_thread_writes, 2):
+        assert (REFUSED in said, gathered) == (True, [9.0, 9.0])
 
 
 def overtaken(way: str, act: str) -> tuple[str, list[float]]:

@@ -201,6 +201,7 @@ class CommonGather(HostCollective):
         """Wait until all have written; give the buffers their memory."""
         if not self._outputs:
             return True
+        self._mailbox.refuse_fork()  # there, nobody lets go of a lock that was held meanwhile
         with self._writing:
             if not self._is_published:
                 self._write_into(self._checked(FIRST))

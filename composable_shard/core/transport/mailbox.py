@@ -224,7 +224,7 @@ class Mailbox:
 
     def return_free(self) -> int:
         """Give memory that nobody reads back to the system; return how many bytes that is."""
-        self._refuse_fork()
+        self.refuse_fork()
         self.let_go()
         with self._lock:
             self._take_back()
@@ -233,7 +233,7 @@ class Mailbox:
 
     def look(self, peer: Peer, key: Key) -> Entry | None:
         """Return what a peer has published for a collective, if it has."""
-        self._refuse_fork()
+        self.refuse_fork()
         entry = peer.arrived.get(key)
         if entry is None:
             self.take_note(peer)
@@ -289,7 +289,7 @@ class Mailbox:
         beside. Tests: ``test_a_rank_writes_while_it_waits_outside`` and
         ``test_a_rank_that_gets_nothing_takes_note``.
         """
-        self._refuse_fork()
+        self.refuse_fork()
         for peer in self.peers.values():
             self.take_note(peer)
         self.write_what_it_can()
@@ -388,7 +388,8 @@ class Mailbox:
         _order_memory()
         self._num_published = self._words[0] = number
 
-    def _refuse_fork(self) -> None:
+    def refuse_fork(self) -> None:
+        """Raise an error in a process that was forked from the one that this belongs to."""
         if os.getpid() != self._process:
             raise ShardError(
                 "Expected the process that made a process group to use it, got one that was forked "
