@@ -710,10 +710,13 @@ class FSDPModule(TorchFSDPModule):
         """Set what the sum of gradients over all ranks is divided by, instead of their number.
 
         Args:
-            factor: A positive number. Gradients that are accumulated meanwhile are scaled by it.
+            factor: A positive number. Gradients that were accumulated without sync are divided by
+                it, too, when they are reduced.
 
         Raises:
             ValueError: If it is not a positive number.
+            ShardError: If gradients were accumulated without sync and added to some that had been
+                reduced, which were divided already; on all ranks.
 
         Example:
             >>> model[0].set_gradient_divide_factor(1.0)
@@ -721,7 +724,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"Expected factor to be a positive number, got {factor!r}")
-        self._group().settings.reduction.divisor = float(factor)
+        self._group().gradients.divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call :meth:`set_gradient_divide_factor`, as it was named before; deprecated."""

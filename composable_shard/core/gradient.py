@@ -93,6 +93,15 @@ def set_unreplicated(param: ShardedParam, shard: torch.Tensor) -> None:
     assign(param, _torch.from_local(shard.to(param.device), spec))
 
 
+def note_unsynced(param: ShardedParam) -> None:
+    """Note that a gradient is left to a later reduction, which all ranks tell alike."""
+    if param.sharded.grad is None:
+        param.adds_to_synced = False
+    elif not param.is_unsynced:
+        param.adds_to_synced = True
+    param.is_unsynced = True
+
+
 def hold_for_replicas(param: ShardedParam) -> None:
     """Turn a reduced gradient into one to be averaged over the replicas: they all have the same."""
     shard = reduced(param)
@@ -241,7 +250,7 @@ class UnreducedGradients:
         """Add the unsharded gradients of some to what is not yet reduced. Collective: none."""
         params = to_reduce(params)
         for param in params:
-            param.is_unsynced = True
+            note_unsynced(param)
             if self._mesh.num_replicas > 1:
                 hold_for_replicas(param)  # whether or not this rank adds to it: others may
         for param in params:  # one after the other: each is freed when it has been added

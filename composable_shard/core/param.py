@@ -189,6 +189,7 @@ class ShardedParam:
         shares_storage: Whether the unsharded parameter is the shard itself, which is never freed.
         is_unsynced: Whether gradients of it were accumulated that the ranks have not reduced yet,
             on this rank or on others; the next reduction takes it in, frozen or not.
+        adds_to_synced: Whether those were added to a gradient that was reduced before.
         accumulator: The node that accumulates into ``unsharded.grad``; held, so that it is the
             same in every graph. ``None`` if the parameter has been frozen since it was made.
     """
@@ -229,6 +230,7 @@ class ShardedParam:
         self.shares_storage = False
         self.place: Place | None = None
         self.is_unsynced = False
+        self.adds_to_synced = False
         self.accumulator: Node | None = None
         self._is_watched = False
         self._has_asked = False

@@ -26,6 +26,7 @@ from composable_shard.core.gradient import (
     hold_for_replicas,
     is_partial,
     narrowed,
+    note_unsynced,
     refuse_sparse,
     set_unreplicated,
     take_all_unsharded,
@@ -55,6 +56,7 @@ from composable_shard.core.transport.pending import (
     stream_beside,
 )
 from composable_shard.core.transport.process_groups import agree
+from composable_shard.errors import ShardError
 
 # The gradients of a group's parameters that are sharded over one mesh, on their way ---------------
 
@@ -182,7 +184,10 @@ class MeshGradients:
         """
         waiting = self._params
         if self._is_alone:
-            self._deliver_alone([param for param in self._params if _is_summed_at_once(param)])
+            at_once = [param for param in self._params if _is_summed_at_once(param)]
+            for param in to_reduce(at_once):
+                note_unsynced(param)
+            self._deliver_alone(at_once)
             self.finish()
             waiting = [param for param in self._params if not _is_summed_at_once(param)]
         self.unreduced.accumulate(waiting)
@@ -203,12 +208,15 @@ class MeshGradients:
         """
         if self._is_alone:
             self._deliver_alone(self._params)
+            for param in self._params:
+                param.is_unsynced = False
             return
         over_replicas: Literal["all-reduce", "hold"] | None = None
         if self._mesh.num_replicas > 1:
             over_replicas = "all-reduce" if self._settings.all_reduces else "hold"
         if over_replicas == "hold":
             for param in to_reduce(self._params):
+                note_unsynced(param)
                 hold_for_replicas(param)
         params, held = to_reduce_and_held(self._params)
         for param in params:
@@ -568,8 +576,6 @@ class MeshGradients:
     def _deliver_alone(self, params: Sequence[ShardedParam]) -> None:
         """Hand out gradients that no other rank has a part in, as :meth:`_hand_out` does."""
         params, held = to_reduce_and_held(params)
-        for param in params:
-            param.is_unsynced = False
         deliveries: list[Callable[[], None]] = []
         scale = self._settings.divisor
         for param, grad in zip(params, self._taken(params, held), strict=True):
@@ -614,6 +620,7 @@ class GroupGradients:
         settings: ReductionSettings,
     ) -> None:
         self._params = list(params)
+        self._settings = settings
         self._meshes = [
             MeshGradients([p for p in params if p.mesh == channel.mesh], channel, settings)
             for channel in channels
@@ -640,6 +647,35 @@ class GroupGradients:
         self.finish()
         for one in self._meshes:
             one.reduce()
+
+    def divide_by(self, divisor: float) -> None:
+        """Set what sums over all ranks are divided by, also what is not reduced yet of them.
+
+        Raises:
+            ShardError: If some of that was added to a gradient that is divided already; on all
+                ranks.
+
+        Collective: none.
+        """
+        self.finish()
+        rescaled = list[tuple[torch.Tensor, float]]()
+        for param in self._params:
+            ratio = (self._settings.divisor or param.mesh.num_ranks) / divisor
+            grad = param.sharded.grad
+            if ratio == 1 or grad is None or not param.is_unsynced:
+                continue
+            if param.adds_to_synced:
+                raise ShardError(
+                    f"Expected the gradient of '{param.name}' to be reduced, or cleared, before "
+                    "what it is divided by changes, got one that was accumulated without sync and "
+                    "added to one that had been reduced; call synchronize_gradients() or "
+                    "zero_grad() first"
+                )
+            rescaled.append((_torch.local_tensor(grad), ratio))
+        with torch.no_grad():
+            for local, ratio in rescaled:
+                local.mul_(ratio)
+        self._settings.divisor = divisor
 
     def wait(self) -> None:
         """Wait for what was launched last; what comes of it is left to the methods below."""

@@ -1,0 +1,128 @@
+"""What gradients are divided by, set when some of them are accumulated and not reduced."""
+
+from __future__ import annotations
+
+import copy
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_shard.errors import ShardError
+from composable_shard.testing import run_ranks
+
+FACTORS = 3.0, 7.0
+NUM_MICROBATCHES = 4
+
+
+def network() -> nn.Sequential:
+    """Rows that do not divide by the ranks, and small parameters beside large ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def inputs(rank: int, microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + microbatch)
+    return torch.randn(4, 5, generator=generator)
+
+
+def sums_of(model: nn.Module, divisor: float) -> dict[str, torch.Tensor]:
+    """The gradients of all ranks and microbatches, summed and divided once."""
+    model.zero_grad()
+    for rank in range(dist.get_world_size()):
+        for microbatch in range(NUM_MICROBATCHES):
+            model(inputs(rank, microbatch)).square().sum().backward()
+    return {
+        name: param.grad / divisor
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+
+
+def divided_late(shape: tuple[int, ...], way: str, *, is_wide: bool) -> None:
+    """Set the factor twice, the last time before the last microbatch."""
+    names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
+    plain = network()
+    model = copy.deepcopy(plain)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if is_wide else None)
+    options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names), "mp_policy": policy}
+    fully_shard([model[0], model[2]], **options)
+    root = cast("FSDPModule", fully_shard(model, **options))
+    assert isinstance(model[0], FSDPModule)
+    for microbatch in range(NUM_MICROBATCHES):
+        is_last = microbatch == NUM_MICROBATCHES - 1
+        if way == "replicas apart":
+            root.set_requires_all_reduce(is_last)
+        else:
+            root.set_requires_gradient_sync(is_last)
+        if microbatch == 1:
+            model[0].set_gradient_divide_factor(FACTORS[0])
+        if is_last and way != "afterwards":
+            model[0].set_gradient_divide_factor(FACTORS[1])
+        if is_last and way in ("afterwards", "seen"):
+            root.set_requires_gradient_sync(False)
+        model(inputs(dist.get_rank(), microbatch)).square().sum().backward()
+    if way == "afterwards":
+        model[0].set_gradient_divide_factor(FACTORS[1])
+    if way != "seen":  # what stands in .grad gives the same before it is reduced
+        root.synchronize_gradients()
+    expected = sums_of(plain, FACTORS[1])
+    for name, param in model.named_parameters():
+        assert isinstance(param.grad, DTensor)
+        waits = way == "seen" and (is_wide or dist.get_world_size() > 1)
+        assert any(p.is_partial() for p in param.grad.placements) == waits
+        torch.testing.assert_close(
+            param.grad.full_tensor().float(), expected[name], rtol=2e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("way", ["in time", "afterwards", "seen"])
+@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (2, 2)])
+def test_a_factor_divides_what_was_accumulated_before(
+    shape: tuple[int, ...], way: str, is_wide: bool
+) -> None:
+    num_ranks = 1
+    for extent in shape:
+        num_ranks *= extent
+    run_ranks(divided_late, num_ranks, shape, way, is_wide=is_wide)
+
+
+def test_a_factor_divides_what_waits_for_the_replicas() -> None:
+    run_ranks(divided_late, 4, (2, 2), "replicas apart", is_wide=False)
+
+
+def changed_after_a_reduction(shape: tuple[int, ...]) -> tuple[str, float]:
+    names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
+    model = nn.Linear(4, 4, bias=False)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    root = cast("FSDPModule", fully_shard(model, mesh=mesh))
+    model(torch.ones(1, 4)).sum().backward()
+    with root.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+    root.set_gradient_divide_factor(dist.get_world_size())  # as before
+    with pytest.raises(ShardError) as caught:
+        root.set_gradient_divide_factor(5.0)
+    root.synchronize_gradients()
+    root.set_gradient_divide_factor(5.0)  # what is reduced stays
+    grad = model.weight.grad
+    assert isinstance(grad, DTensor)
+    return str(caught.value), grad.full_tensor()[0, 0].item()
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)])
+def test_a_factor_is_refused_where_what_was_reduced_would_be_divided_again(
+    shape: tuple[int, ...],
+) -> None:
+    num_ranks = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
+    message = (
+        "Expected the gradient of 'weight' to be reduced, or cleared, before what it is divided by "
+        "changes, got one that was accumulated without sync and added to one that had been "
+        "reduced; call synchronize_gradients() or zero_grad() first"
+    )
+    assert run_ranks(changed_after_a_reduction, num_ranks, shape) == [(message, 2.0)] * num_ranks
