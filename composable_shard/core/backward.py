@@ -248,13 +248,19 @@ class BackwardPass:
     # Told by the hooks ----------------------------------------------------------------------
 
     def need(
-        self, group: ParamGroup, *, forward: int | None = None, is_bounded: bool = False
+        self,
+        group: ParamGroup,
+        *,
+        forward: int | None = None,
+        version: int | None = None,
+        is_bounded: bool = False,
     ) -> None:
         """Gather ``group``, whose outputs have a gradient; prefetch the next one.
 
         Args:
             group: The group.
             forward: The number of the forward that gave these outputs, if it was one.
+            version: The number of the state of the parameters that it computed with.
             is_bounded: Whether input markers lie in front of the call that gave them.
         """
         run, one = self._enter(group, forward)
@@ -263,6 +269,8 @@ class BackwardPass:
         if not one.is_complete:
             one.expect_markers(_torch.current_backward())
             one.is_bounded = one.is_bounded and is_bounded
+            if version is not None:
+                group.check_computed_with(version)
         self._come_to(run, group)
 
     def come_past(self, group: ParamGroup, *, forward: int | None) -> None:

@@ -419,7 +419,12 @@ class ParamGroup:
         self.emit("begin_all_gather")
         if not self.context.is_agreed:
             self.context.agree()
-        if self.units.refresh(self.label):
+        try:
+            is_new = self.units.refresh(self.label)
+        except Exception as error:
+            self._tell_failure(error)
+            raise
+        if is_new:
             self.context.note_new_params(self)
         self.freshness.note_gather()
         version = self.freshness.at_forward  # in backward they are as they were then
@@ -630,20 +635,46 @@ class ParamGroup:
             units.adopt_requires_grad()
             units.follow_requires_grad(self.on_gradient)
 
+    @property
+    def computed_version(self) -> int:
+        """The number of the state with which a forward computes now, or a backward would."""
+        state = self.state
+        if isinstance(state, Sharded) or self.units.share_storage:
+            return self.freshness.version()
+        return state.version
+
     def note_forward(self) -> None:
         """Remember with which parameters a forward ran whose backward is to come."""
         state = self.state
         version = state.version if isinstance(state, Unsharded) else self.freshness.version()
         self.freshness.at_forward = version
 
+    def check_computed_with(self, version: int) -> None:
+        """Raise if a backward would read other parameters than the forward of its graph.
+
+        Hazard: ranks whose losses do not reach the group gather it for those whose losses do, and
+        wait. Guard: they hear of the error. Test:
+        ``test_a_rank_whose_loss_reaches_less_hears_of_a_stale_graph``.
+
+        Args:
+            version: The number of the state with which that forward has computed.
+        """
+        if self.is_read_in_backward and version != self.computed_version:
+            self._refuse_stale()
+
     def _check_unchanged_since_forward(self) -> None:
         uses_shards = isinstance(self.state, Sharded) or self.units.share_storage
         if uses_shards and self.freshness.changed_since_forward():
-            raise StaleParameterError(
-                f"Expected the parameters of {self.label} in backward as they were in "
-                "forward, got parameters that were changed in between (an optimizer step?); run "
-                "backward before changing them"
-            )
+            self._refuse_stale()
+
+    def _refuse_stale(self) -> None:
+        error = StaleParameterError(
+            f"Expected the parameters of {self.label} in backward as they were in "
+            "forward, got parameters that were changed in between (an optimizer step?); run "
+            "backward before changing them"
+        )
+        self._tell_failure(error)
+        raise error
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.name or 'root'}, {len(self.params)} params, {self.state})"

@@ -343,7 +343,8 @@ class ModuleHooks:
         """
         is_watched = False
         graph = None if run is None else run.graph
-        pre_backward = partial(self._pre_backward, call.forward, call.input_markers, graph)
+        version, number = self._group.computed_version, call.forward
+        pre_backward = partial(self._pre_backward, number, version, call.input_markers, graph)
         tensors: Iterable[torch.Tensor] = (*outputs, *self._stored.newly())
         if _torch.current_transform() is not None:
             tensors = [level for tensor in tensors for level in _levels(tensor)]
@@ -364,6 +365,7 @@ class ModuleHooks:
     def _pre_backward(
         self,
         forward: int | None,
+        version: int,
         markers: Sequence[InputMarker],
         graph: Graph | None,
         grad: torch.Tensor,
@@ -371,7 +373,8 @@ class ModuleHooks:
         """Gather the group; the hook that this is keeps the markers and the graph alive."""
         group = self._group
         with _torch.apart_from_transforms():
-            context_of(group).backward.need(group, forward=forward, is_bounded=bool(markers))
+            backward = context_of(group).backward
+            backward.need(group, forward=forward, version=version, is_bounded=bool(markers))
         if graph is not None and not graph.is_reached:
             graph.is_reached = _torch.num_to_run(self._group.units.all.accumulators) > 0
 

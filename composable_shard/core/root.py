@@ -172,8 +172,12 @@ class Context(Tree[ParamGroup]):
                 group.reshard()
 
     def free_unless_trusted(self, group: ParamGroup) -> None:
-        """Free what users have had the sharded parameters of, unless they said that it stays."""
-        if group.shows_sharded and not self._stays(group, is_anew=True):
+        """Free what users may have had the sharded parameters of, unless they said that it stays.
+
+        Whether they had depends on this rank's graph, which decides nothing here either.
+        """
+        is_in_use = group.is_held or self.is_computing
+        if group.is_unsharded and not is_in_use and not self._stays(group, is_anew=True):
             group.reshard()
 
     def _stays(self, group: ParamGroup, *, is_anew: bool) -> bool:

@@ -439,3 +439,31 @@ def change_of_what_is_not_needed_again() -> list[str]:
 
 def test_a_change_is_harmless_where_nothing_is_gathered_again() -> None:
     assert run_ranks(change_of_what_is_not_needed_again, 2) == [[]] * 2
+
+
+# Ranks that keep outputs, and others that do not ----------------------------------------------
+
+
+def unsharded_after_a_step_of_another(keeps: bool) -> bool:
+    """Let rank 0 alone keep an output, if any rank does; another model's optimizer steps."""
+    model, _ = sharded_stack()
+    model.set_reshard_after_backward(False)
+    other = fully_shard(nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(torch.ones(2, 3)).sum().backward()
+    x = inputs_for(0, dist.get_rank())
+    with model.no_sync():
+        loss, kept = loss_of(model(x)), model(x)
+        if not keeps or dist.get_rank():
+            del kept
+        loss.backward()
+    optimizer.step()
+    block = model.blocks[0]
+    expected = [full(shard) for shard in block.state_dict().values()]
+    block.unshard()
+    return all(map(torch.equal, expected, [param.detach() for param in block.parameters()]))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_ranks_unshard_alike_whatever_outputs_they_keep(keeps: bool) -> None:
+    assert run_ranks(unsharded_after_a_step_of_another, 2, keeps, timeout=20) == [True, True]
