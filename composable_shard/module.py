@@ -185,7 +185,7 @@ class FSDPModule(TorchFSDPModule):
             True
         """
         context = context_of(self._group())
-        context.backward.clean_up()
+        context.backward.clean_up(drops_earlier=True)
         for group in context.groups:
             group.gradients.discard_partial()
 

@@ -299,14 +299,23 @@ class BackwardPass:
             self.count(group)
 
     def count(self, group: ParamGroup) -> None:
-        """Note that autograd has run one of the nodes that are waited for."""
+        """Note that autograd has run one of the nodes that are waited for.
+
+        A hook may differentiate another graph of a group that the backward has yet to come to,
+        which then is not complete.
+        """
         run, one = self._enter(group)
         if one.is_complete:
             self._open_again(run, group)
         if run.is_inside:
             self._ran_inside[group] = None
             self._order.forget(group)
-        if one.count(_torch.current_backward()):
+        backward = _torch.current_backward()
+        if not one.count(backward):
+            return
+        if backward != run.id and group in run.to_gather:
+            del one.pending[backward]
+        else:
             self._complete(run, group)
             self._reduce_in_order(run)
 
@@ -642,12 +651,18 @@ class BackwardPass:
                 "needs set_reshard_after_forward(False) on the stage"
             )
 
-    def clean_up(self) -> None:
+    def clean_up(self, *, drops_earlier: bool = False) -> None:
         """Return to the state between two iterations, whatever was under way.
 
-        What this iteration's backward has not yet reduced is dropped; gradients that are visible
+        What the backward that failed has not yet reduced is dropped; gradients that are visible
         on the sharded parameters stay.
+
+        Args:
+            drops_earlier: Whether so is what earlier backwards have left under way. If not, it is
+                waited for.
         """
+        if not drops_earlier:
+            self._reductions.finish_earlier()
         self._forward.abandon()
         self._order.of_backward.abandon()
         self._last_forward = 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
@@ -261,6 +262,7 @@ class ModuleHooks:
         call = calls.pop() if calls else Call(is_again=_torch.current_backward() != -1)
         if call.substitution is Substitution.FULL:
             return output
+        self._mark_written(call)
         written = None if failed else _refused_writes(self._group, call)
         failed = failed or written is not None
         if self._substitutes and not calls:
@@ -328,12 +330,26 @@ class ModuleHooks:
         inner = tensor.view_as(tensor)
         node, base = inner.grad_fn, inner._base
         assert node is not None and base is not None
-        marker = InputMarker(node)
-        node.register_hook(partial(_pass_marker, self._group, marker.token))
-        call.input_markers.append(marker)
-        self._group.input_markers.add(marker)
+        node.register_hook(partial(_pass_marker, self._group, self._mark(call, node)))
         call.outer_bases.append((base, base.grad_fn))
         return inner
+
+    def _mark(self, call: Call, node: Node) -> Token:
+        """Have backward wait for a node that lies in front of a call."""
+        marker = InputMarker(node)
+        call.input_markers.append(marker)
+        self._group.input_markers.add(marker)
+        return marker.token
+
+    def _mark_written(self, call: Call) -> None:
+        """Have backward wait for what has made the inputs that the call has written in place.
+
+        The identities before those are in no graph any more.
+        """
+        made = [node for base, node in call.outer_bases if base.grad_fn is not node]
+        for node in dict.fromkeys(made):
+            if node is not None:
+                node.register_prehook(partial(_pass_marker, self._group, self._mark(call, node)))
 
     def _watch(self, run: ForwardRun | None, call: Call, outputs: Sequence[torch.Tensor]) -> bool:
         """Ask to be told when an output, or what forward stored away, gets a gradient.

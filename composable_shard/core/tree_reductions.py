@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.transport import host
 from composable_shard.core.weights import Weights
+from composable_shard.errors import ShardError
 
 # Reductions that are launched and not waited for --------------------------------------------------
 
@@ -138,6 +140,7 @@ class Reductions:
         self._unsynced: set[ParamGroup] = set()
         self._unreplicated: dict[ParamGroup, None] = {}  # reduced over shards, not over replicas
         self._limit: int | None = None  # reductions under way at once, while a backward runs
+        self._launched: set[ParamGroup] = set()  # by the backward that runs, or has failed
 
     @property
     def unsynced(self) -> list[ParamGroup]:
@@ -192,6 +195,7 @@ class Reductions:
 
         Collective: an all-reduce of each group that is reduced over the shards only, or none.
         """
+        self._launched.clear()
         if any(not group.settings.requires_gradient_sync for group in self.in_flight.groups):
             self.in_flight.leave_room(1)
         if self.weights is not None:
@@ -239,6 +243,7 @@ class Reductions:
         with group.streams.where_used():
             group.gradients.reduce()
         self.in_flight.add(group)
+        self._launched.add(group)
 
     def end_backward(self) -> None:
         """Reduce what earlier backwards left; wait, if this one is the last.
@@ -300,6 +305,18 @@ class Reductions:
         if self.weights is not None:
             self.weights.end_backward(self)
 
+    def finish_earlier(self) -> None:
+        """Finish what backwards have launched that did not fail, and left under way.
+
+        Where that is not possible, the next collective says why. Collective: none, or the
+        all-reduces over the replicas of what is reduced over the shards.
+        """
+        under_way = self.in_flight
+        for group in [*under_way.all_reducing, *under_way.groups, *under_way.returning]:
+            if group in self.groups and group not in self._launched:
+                with contextlib.suppress(ShardError, RuntimeError):
+                    group.gradients.finish()
+
     def abandon(self) -> None:
         """Forget the reductions of a backward that failed."""
         self.in_flight.drop(self.groups)
@@ -308,5 +325,6 @@ class Reductions:
         self.by_hand = self.handle = None
 
     def reset(self) -> None:
-        """Ask anew at the next backward how many reductions may be under way."""
+        """End a backward: ask anew at the next one how many reductions may be under way."""
         self._limit = None
+        self._launched.clear()
