@@ -308,7 +308,9 @@ class BackwardPass:
         if one.is_complete:
             self._open_again(run, group)
         if run.is_inside:
-            self._ran_inside[group] = None
+            if group not in self._ran_inside:
+                self._ran_inside[group] = None
+                group.gradients.leave_unsynced()
             self._order.forget(group)
         backward = _torch.current_backward()
         if not one.count(backward):
@@ -452,8 +454,8 @@ class BackwardPass:
         self._agree_on_requires_grad()
         end, is_inside = End(self._on_end), self._forward.is_running
         plan = NO_PLAN if is_inside else self._next_plan(forward)
-        run = BackwardRun(weakref.ref(end), _torch.current_backward(), plan, is_inside=is_inside)
-        self.run = run
+        ref, number = weakref.ref(end, self._on_lost), _torch.current_backward()
+        self.run = run = BackwardRun(ref, number, plan, is_inside=is_inside)
         if not _torch.has_streams(self._groups[0].mesh.device):
             _torch.keep_spare()
         _torch.on_backward_end(end)
@@ -541,6 +543,18 @@ class BackwardPass:
     def ran_inside(self) -> bool:
         """Whether a backward within a forward has left gradients, or failed."""
         return bool(self._ran_inside) or (self.run is not None and self.run.is_inside)
+
+    def _on_lost(self, end: weakref.ref[End]) -> None:
+        """Register the sharded parameters when a backward has failed; collective: none.
+
+        Hazard: where there are streams, the engine lets go of it on a thread of its own. Guard:
+        there they are registered by what comes next, which takes over what users set meanwhile.
+        """
+        run = self.run
+        is_its_own = run is not None and run.end is end and not run.is_inside
+        if is_its_own and not _torch.has_streams(self._groups[0].mesh.device):
+            for group in self._groups:
+                group.show_sharded()
 
     def _on_end(self) -> None:
         """End the backward, or one within a forward, whose gradients wait for that of the forward.
@@ -670,6 +684,7 @@ class BackwardPass:
         self._lost.clear()
         self._reset()
         for group in self._groups:
+            group.is_exposed = group.is_exposed or group.shows_unsharded
             group.reshard()
             group.gradients.discard()
             group.freshness.forget_forward()

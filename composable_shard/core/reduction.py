@@ -636,6 +636,11 @@ class GroupGradients:
         """Return for each channel the ways of the next reduction. Collective: none."""
         return [one.next_plans() for one in self._meshes]
 
+    def leave_unsynced(self) -> None:
+        """Note that the next reduction takes in what is trained now, whatever is frozen then."""
+        for param in to_reduce(self._params):
+            note_unsynced(param)
+
     def accumulate(self) -> None:
         """Add the unsharded gradients to what is not yet reduced. Collective: none."""
         self.finish()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from nets import full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, fully_shard
 from composable_shard.testing import run_ranks
@@ -235,3 +236,82 @@ def dropped() -> list[bool]:
 
 def test_a_reset_drops_what_is_under_way() -> None:
     assert run_ranks(dropped, 2) == [[False, True, True, True, True]] * 2
+
+
+# Parameters after a failed backward -------------------------------------------------------------
+
+
+def edited_after_a_failure(at_end: bool) -> list[bool]:
+    """Thaw, freeze and clear parameters by the names that the model has after the failure."""
+    plain = layers()
+    plain[3].weight.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    loss_of(model, inputs(dist.get_rank(), 0)).backward()
+    model.zero_grad()
+    if at_end:
+        handle = model[2].weight.register_hook(fail)
+    else:
+        handle = model[2].register_full_backward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, inputs(dist.get_rank(), 1)).backward()
+    handle.remove()
+    shown = [isinstance(param, DTensor) for param in model.parameters()]
+    for one in (plain, model):
+        one[3].weight.requires_grad_(True)
+        one[2].bias.requires_grad_(False)
+        with torch.no_grad():
+            one[3].bias.zero_()
+        one.zero_grad()
+    loss_of(model, inputs(dist.get_rank(), 2)).backward()
+    assert_means(model, plain, [2], loss_of)
+    return shown
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_done_to_parameters_after_a_failure_counts(ranks: int, at_end: bool) -> None:
+    assert run_ranks(edited_after_a_failure, ranks, at_end) == [[True] * 10] * ranks
+
+
+# Backward inside of a forward -------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    """Trains a layer by a loss of its own, within forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer(x).square().mean().backward()
+        return self.head(x)
+
+
+def frozen_after_its_own_backward() -> None:
+    plain = Inner()
+    model = copy.deepcopy(plain)
+    fully_shard(model.layer)
+    root = cast("FSDPModule", fully_shard(model))
+    with root.no_sync():
+        model(inputs(dist.get_rank(), 0))
+    model.layer.weight.requires_grad_(False)
+    root.synchronize_gradients()
+    ranks = dist.get_world_size()
+    for rank in range(ranks):
+        (plain.layer(inputs(rank, 0)).square().mean() / ranks).backward()
+    for ours, theirs in zip(model.layer.parameters(), plain.layer.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+def test_freezing_keeps_what_a_backward_inside_of_forward_has_left() -> None:
+    run_ranks(frozen_after_its_own_backward, 2)
