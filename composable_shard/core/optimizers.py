@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard import _torch
-from composable_shard.core.gradient import clear
+from composable_shard.core.gradient import clear, is_partial
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.not_sharded import warn_of_unsharded
 from composable_shard.core.param import num_standing_for_sharded, sharded_form
@@ -111,6 +111,7 @@ class _Params:
     Attributes:
         ids: Those of all.
         scalars: Sharded ones of no dim.
+        strided: Sharded ones whose shards are not contiguous.
         num_watched: How many groups were watched when it was looked up.
     """
 
@@ -118,6 +119,7 @@ class _Params:
         self._params = params
         self.ids = set(map(id, params))
         self.scalars = [p for p in params if isinstance(p, DTensor) and not _torch.spec_of(p).shape]
+        self.strided = [p for p in params if isinstance(p, DTensor) and _is_strided(p)]
         owners = dict.fromkeys(map(_owners.get, map(id, params)))
         self._groups = [weakref.ref(owner) for owner in owners if owner is not None]
         self.num_watched = _num_watched
@@ -164,9 +166,29 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for owner in params.groups:
         owner.check_awake(f"for a step of {type(optimizer).__name__}")
     host.settle()  # copies of shards that a forward without a backward has launched
+    if params.strided and any(group.get("fused") for group in optimizer.param_groups):
+        _refuse_unreduced(optimizer, params.strided)
     for param in params.scalars:
         _distribute_state(param, optimizer.state.get(param, {}))
     warn_of_unsharded(optimizer, _owners.values())
+
+
+def _is_strided(param: DTensor) -> bool:
+    return not _torch.local_tensor(param).is_contiguous()
+
+
+def _refuse_unreduced(optimizer: Optimizer, params: list[DTensor]) -> None:
+    """Raise if some gradients are not reduced, of parameters with strides of their own.
+
+    DTensor would reduce them to contiguous shards, and fused kernels walk through memory in order,
+    so that an element would be stepped by the gradient of another.
+    """
+    if any(is_partial(param.grad) for param in params):
+        raise ShardError(
+            f"Expected reduced gradients for a fused step of {type(optimizer).__name__}, got one "
+            "that was accumulated without sync, of a parameter that is not contiguous; call "
+            "synchronize_gradients() first, or leave out fused=True"
+        )
 
 
 def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
