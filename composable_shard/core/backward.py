@@ -467,7 +467,7 @@ class BackwardPass:
             self._reductions.by_hand = self._groups[0].settings.finalizes_by_hand
         for group in self._ran_inside:
             _, one = self._enter(group)
-            if not one.is_waiting:  # complete since its own backward within forward
+            if not one.is_waiting and group not in run.to_gather:  # complete since its own backward
                 one.is_complete = True
                 self._accumulate_unless_synced(group)
         return run

@@ -315,3 +315,42 @@ def frozen_after_its_own_backward() -> None:
 
 def test_freezing_keeps_what_a_backward_inside_of_forward_has_left() -> None:
     run_ranks(frozen_after_its_own_backward, 2)
+
+
+class Probing(nn.Module):
+    """Differentiates a layer by an input within forward, then calls it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probe = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(probe).sum(), probe)
+        return self.head(self.layer(self.layer(x)) * slope)
+
+
+def train_probing(is_frozen: bool, reshard: bool | None) -> None:
+    plain = Probing()
+    plain.layer.requires_grad_(not is_frozen)
+    model = copy.deepcopy(plain)
+    fully_shard(model.layer, reshard_after_forward=reshard)
+    fully_shard(model)
+    for place in range(2):
+        model.zero_grad()
+        x, y = (inputs(dist.get_rank(), place).requires_grad_() for _ in range(2))
+        (ours,) = torch.autograd.grad(loss_of(model, x), x)
+        (theirs,) = torch.autograd.grad(loss_of(plain, y), y)
+        torch.testing.assert_close(ours, theirs)
+        loss_of(model, x).backward()
+        assert_means(model, plain, [place], loss_of)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_layer_that_was_differentiated_within_forward(
+    is_frozen: bool, reshard: bool | None
+) -> None:
+    run_ranks(train_probing, 2, is_frozen, reshard)
