@@ -60,6 +60,7 @@ class GroupRun:
             If not, nodes that read a parameter detached may run after its last gradient.
         is_complete: Whether all of its gradients are there.
         had_turn: Whether its turn to be reduced has come.
+        is_noted: Whether it is noted that this backward, which lies within a forward, came to it.
         num_computed_again: How often a checkpoint has computed it again.
     """
 
@@ -69,6 +70,7 @@ class GroupRun:
         self.is_bounded = True
         self.is_complete = False
         self.had_turn = False
+        self.is_noted = False
         self.num_computed_again = 0
         self._group = group
         # Within a forward more changes than the count when a gradient is there.
@@ -307,10 +309,10 @@ class BackwardPass:
         run, one = self._enter(group)
         if one.is_complete:
             self._open_again(run, group)
-        if run.is_inside:
-            if group not in self._ran_inside:
-                self._ran_inside[group] = None
-                group.gradients.leave_unsynced()
+        if run.is_inside and not one.is_noted:
+            one.is_noted = True
+            self._ran_inside[group] = None
+            group.gradients.leave_unsynced()
             self._order.forget(group)
         backward = _torch.current_backward()
         if not one.count(backward):
@@ -604,6 +606,16 @@ class BackwardPass:
                 group.reshard()
             elif not self._forward.waits_for_backward:
                 group.show_sharded()
+
+    def keep_inside(self) -> None:
+        """Accumulate what backwards within an earlier forward left, as another forward begins.
+
+        If that fails, what is not accumulated is dropped.
+        """
+        for group in self._ran_inside:
+            if group.is_trainable:
+                self._reductions.accumulate(group)
+        self._ran_inside.clear()
 
     def finish_inside(self) -> None:
         """Reduce what backwards within a forward left, as none of that forward itself will come."""

@@ -179,7 +179,8 @@ class _Visit:
         place: When its first call in that forward began.
         num_calls: How many calls there are in that forward.
         is_earlier: Whether an earlier forward has called it, too.
-        left: Its last call that a backward may read it for, if any.
+        left: Its calls that a backward may read it for, the last one last; of those in earlier
+            forwards the last alone.
         checkpoints: The outermost checkpoints around its calls in that forward.
         num_before: How many there were around calls in earlier forwards.
         before: The same before the latest forward, if an earlier one has entered it.
@@ -203,7 +204,7 @@ class _Visit:
         self.forward = forward
         self.num_calls = 0
         self.is_earlier = False
-        self.left: Interval | None = None
+        self.left: list[Interval] = []
         self.checkpoints: set[Interval] = set()
         self.num_before = 0
         self.before: _Visit | None = None
@@ -211,7 +212,7 @@ class _Visit:
     def again(self, place: int, forward: int) -> _Visit:
         """Return what comes of it in another forward."""
         visit = _Visit(self.earliest, place, forward)
-        visit.is_earlier, visit.left = True, self.left
+        visit.is_earlier, visit.left = True, self.left[-1:]
         visit.num_before = self.num_before + len(self.checkpoints)
         visit.before, self.before = self, None
         return visit
@@ -294,15 +295,17 @@ class ExecutionOrder(Generic[Key]):
         interval.end = self._now
         interval.is_read = interval.is_read or trains or is_watched or self._has_trained
         visit = self._visits.get(group)
-        if visit is not None and (interval.is_read or (interval.is_shared and not visit.left)):
-            visit.left = interval
+        left = [] if visit is None else visit.left
+        may_be_read = interval.is_read or (interval.is_shared and not left)
+        if visit is not None and may_be_read and interval not in left[-1:]:
+            left.append(interval)
         self._has_trained = self._has_trained or trains
 
     def forget(self, group: Key) -> None:
-        """Note that no backward will read ``group`` for the calls so far."""
+        """Note that no backward will read ``group`` for its last call any more."""
         visit = self._visits.get(group)
-        if visit is not None:
-            visit.left = None
+        if visit is not None and visit.left:
+            visit.left.pop()
 
     def abandon(self) -> None:
         """Forget the calls in the latest forward, which failed."""
@@ -352,7 +355,7 @@ class ExecutionOrder(Generic[Key]):
     def _steps(self, reduces: Callable[[Key], bool]) -> list[Step[Key]]:
         found: list[tuple[int, int, Step[Key]]] = []
         for group, visit in self._visits.items():
-            left = visit.left if visit.left is not None and visit.left.is_read else None
+            left = visit.left[-1] if visit.left and visit.left[-1].is_read else None
             if left is not None:
                 found.append((left.end, -visit.place, Step(group, gathers=True)))
             if left is not None or reduces(group):

@@ -60,6 +60,8 @@ class Context(Tree[ParamGroup]):
             return False
         self._check_once()
         self.finalization.check_ended()
+        if self.backward.ran_inside:
+            self.backward.keep_inside()
         self._free_earlier(is_anew=self._begins_anew(group, module))
         self.forward.begin(group, module, call)
         if not _torch.has_streams(group.mesh.device):

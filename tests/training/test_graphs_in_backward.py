@@ -354,3 +354,71 @@ def test_a_layer_that_was_differentiated_within_forward(
     is_frozen: bool, reshard: bool | None
 ) -> None:
     run_ranks(train_probing, 2, is_frozen, reshard)
+
+
+class Branches(nn.Module):
+    """Calls a layer for an output and once more for a gradient within forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(10)
+        self.first, self.left, self.right = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x)
+        left = self.left(x)
+        probe = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.left(probe).sum(), probe)
+        return left * slope, self.right(x)
+
+
+def one_branch_each() -> None:
+    """Each rank's loss is made of another output."""
+    plain = Branches()
+    model = copy.deepcopy(plain)
+    for layer in (model.first, model.left, model.right, model):
+        fully_shard(layer)
+    for place in range(2):
+        model.zero_grad()
+        rank = dist.get_rank()
+        model(inputs(rank, place))[rank].square().mean().backward()
+        plain.zero_grad()
+        for other in range(2):
+            (plain(inputs(other, place))[other].square().mean() / 2).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+def test_ranks_whose_losses_reach_other_calls_of_a_differentiated_layer() -> None:
+    run_ranks(one_branch_each, 2, timeout=30)
+
+
+def inner_gradients_before_a_failure() -> None:
+    """A forward that fails comes between another one, with a backward inside, and its own."""
+    plain = Inner()
+    model = copy.deepcopy(plain)
+    fully_shard(model.layer)
+    fully_shard(model)
+    loss = loss_of(model, inputs(dist.get_rank(), 0))
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    handle = model.layer.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs(dist.get_rank(), 1))
+    handle.remove()
+    loss.backward()
+    ranks = dist.get_world_size()
+    for rank in range(ranks):
+        x = inputs(rank, 0)
+        (plain.layer(x).square().mean() / ranks + loss_of(plain.head, x) / ranks).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_forward_keeps_gradients_of_backwards_inside_of_others(ranks: int) -> None:
+    run_ranks(inner_gradients_before_a_failure, ranks)
