@@ -356,7 +356,7 @@ class _Steps:
         self._num_cohorts = 0
         self._runs: list[_Run] = []
         self._order: list[int] = []
-        self._stepped: list[list[torch.Tensor]] = []
+        self._stepped: list[tuple[int, list[torch.Tensor]]] = []
         self._run_states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._seen: list[Any] = []
         self._adopt()
@@ -448,13 +448,17 @@ class _Steps:
                 start = end
 
     def _inner(self) -> Optimizer:
-        """Return the second optimizer: the first one, with runs as its parameters."""
+        """Return the second optimizer: the first one, with runs as its parameters.
+
+        A group is two there if it has DTensors that are stepped as they are: foreach and fused
+        kernels take no lists of both.
+        """
         inner: Optimizer = object.__new__(self._kind)
         inner.__dict__.update(self._optimizer.__dict__)
         inner.state = self._run_states
+        groups = self._optimizer.param_groups
         inner.param_groups = [
-            {**group, "params": params}
-            for group, params in zip(self._optimizer.param_groups, self._stepped, strict=True)
+            {**groups[index], "params": params} for index, params in self._stepped
         ]
         return inner
 
@@ -488,14 +492,17 @@ class _Steps:
         for numbers in self._numbers.values():
             numbers.arrange(self._firsts)
         self._order = [member.index for run in self._runs for member in run.with_elements]
-        self._stepped = [[] for _ in self._groups]
         self._run_states = defaultdict(dict)
+        plain: list[list[torch.Tensor]] = [[] for _ in self._groups]
+        dtensors: list[list[torch.Tensor]] = [[] for _ in self._groups]
         for run in self._runs:
-            self._stepped[run.members[0].group].append(run.tensor)
+            stepped_with = dtensors if isinstance(run.tensor, DTensor) else plain
+            stepped_with[run.members[0].group].append(run.tensor)
             run.state = self._state_of(run)
             if run.state is not None:
                 run.kept = dict(run.state)
                 self._run_states[run.tensor] = run.state
+        self._stepped = [*enumerate(plain), *((i, some) for i, some in enumerate(dtensors) if some)]
         self._remember()
 
     def _as_they_are(self, grads: Sequence[torch.Tensor | None]) -> set[int]:

@@ -67,6 +67,41 @@ def test_in_every_setting(setting: str, name: str) -> None:
     assert run_ranks(partial(check, name, dtype, **options), num_ranks) == [[]] * num_ranks
 
 
+class Strided(nn.Module):
+    """Parameters that lie in another order than that of their dims, and are stepped as DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv: nn.Module = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+        self.linear = nn.Linear(6, 6)
+        self.turned = nn.Parameter(torch.randn(6, 4).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.conv(x).mean((2, 3))) @ self.turned.t()
+
+
+def step_strided(name: str) -> list[str]:
+    pairs: list[tuple[Any, Any]] = []
+    for wraps in (lambda one: one, flat):
+        torch.manual_seed(0)
+        net: Any = Strided()
+        fully_shard(net.conv)
+        fully_shard(net)
+        optimizer = wraps(MAKES[name](net.parameters()))
+        for step in range(4):
+            x = torch.full((2, 4, 5, 5), 0.1 * step + dist.get_rank())
+            net(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs.append((net, optimizer))
+    return differences(pairs)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw foreach", "adamw fused", "nesterov"])
+def test_beside_parameters_that_lie_in_another_order(name: str) -> None:
+    assert run_ranks(step_strided, 2, name) == [[]] * 2
+
+
 # What DTensors do not know -------------------------------------------------------------------
 
 
