@@ -57,7 +57,8 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     Raises:
         TypeError: If it is not known to do so, as one that takes norms or products of matrices
             does not: LAMB, Adafactor, Muon, Shampoo.
-        ValueError: If it is ``differentiable``.
+        ValueError: If it is ``differentiable``, or its ``step`` was replaced, other than by a
+            learning-rate scheduler.
 
     Collective: none, neither here nor in a step.
     Memory: none beyond the states of the optimizer. In a step, one shard of the gradients more
@@ -83,8 +84,16 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("Expected differentiable=False to step flat buffers, got True")
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not _torch.is_counted(replaced, kind.step):
+        raise ValueError(
+            f"Expected an optimizer with the step of its class, got {kind.__name__} whose step was "
+            "replaced; call flat before what replaces it"
+        )
     optimizer.__class__ = _flat_class(kind)
     _torch.call_hooks_of_steps(optimizer)
+    if replaced is not None:
+        _torch.count_steps(optimizer)
     return optimizer
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -320,6 +322,20 @@ def test_what_is_not_known_to_treat_elements_by_themselves_is_refused() -> None:
         flat(torch.optim.Adam([nn.Parameter(torch.ones(3))], differentiable=True))
 
 
+def test_a_step_that_was_replaced_is_refused() -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    counted = optimizer.step
+    optimizer.step = functools.wraps(counted)(lambda: counted())
+    text = (
+        "Expected an optimizer with the step of its class, got SGD whose step was replaced; call "
+        "flat before what replaces it"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        flat(optimizer)
+    assert type(optimizer) is torch.optim.SGD
+
+
 def test_states_that_are_not_elementwise_are_refused() -> None:
     with fake_ranks(2):
         net = sharded(Net())
@@ -509,6 +525,37 @@ def use(way: Callable[[Any, Any, int], None], name: str) -> list[str]:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_what_users_do_with_optimizers(way: Callable[[Any, Any, int], None], name: str) -> None:
     assert run_ranks(use, 2, way, name) == [[]] * 2
+
+
+def flat_after_a_schedule() -> tuple[list[str], list[int]]:
+    """Return what differs from a stock optimizer, and how many tensors each flat step stepped."""
+    pairs, sizes = [], list[int]()
+    for wraps in (lambda one: one, flat):
+        torch.manual_seed(0)
+        net = sharded(Net())
+        optimizer = optim.AdamW(net.parameters(), lr=0.01, foreach=True)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        wraps(optimizer)
+        real = torch.optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]
+
+        def count(self: Any, closure: Any = None, real: Any = real) -> Any:
+            sizes.append(sum(len(group["params"]) for group in self.param_groups))
+            return real(self, closure)
+
+        with mock.patch.object(torch.optim.AdamW, "step", count), warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Detected call of `lr_scheduler.step")
+            for _ in range(3):
+                net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        pairs.append((net, optimizer))
+    return differences(pairs), sizes
+
+
+def test_flat_after_a_schedule_was_made() -> None:
+    """What the scheduler put before the step of the class goes before the flat one."""
+    assert run_ranks(flat_after_a_schedule, 2) == [([], [3, 3, 3])] * 2
 
 
 def errors_before_gradients_are_reduced() -> list[str]:
