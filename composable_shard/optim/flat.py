@@ -752,11 +752,13 @@ class FlatShards:
         Collective: see :meth:`Param.local_grad`.
         """
         grads = [param.tensor.grad for param in self.params]
-        for param in self.params:
-            param.tensor.grad = param.sharded_grad()
-        self.optimizer.step()
-        for param, grad in zip(self.params, grads, strict=True):
-            param.tensor.grad = grad
+        try:
+            for param in self.params:
+                param.tensor.grad = param.sharded_grad()
+            self.optimizer.step()
+        finally:
+            for param, grad in zip(self.params, grads, strict=True):
+                param.tensor.grad = grad
 
     def save(self) -> list[States]:
         """Return the states of each parameter, sharded like it."""
