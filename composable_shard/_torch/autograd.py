@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -139,6 +141,25 @@ def gradient_hooks(param: torch.Tensor) -> Iterable[Any]:
 def call_hooks_of_steps(optimizer: torch.optim.Optimizer) -> None:
     """Have steps of an optimizer call its hooks, after it was given another class."""
     optimizer._patch_step_function()
+
+
+def is_counted(step: Any, of: Any) -> bool:
+    """Tell whether a step is that which schedulers put before ``of``, to know of steps."""
+    return hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is of
+
+
+def count_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Have steps of an optimizer tell its schedulers, after it was given another class."""
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        of: Any = reference()
+        of._opt_called = True
+        return type(of).step(of, *args, **kwargs)
+
+    vars(counted)["_wrapped_by_lr_sched"] = True
+    vars(optimizer)["step"] = counted
 
 
 def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:

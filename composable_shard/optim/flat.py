@@ -9,9 +9,9 @@ DTensor states are views.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter, is_, sub
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.ties import owner_of_sharded
+from composable_shard.optim.numbers import Numbers
 from composable_shard.optim.plan import GroupSteps
 from composable_shard.optim.stepping import Factory, Param, States
 
@@ -56,7 +57,8 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     Raises:
         TypeError: If it is not known to do so, as one that takes norms or products of matrices
             does not: LAMB, Adafactor, Muon, Shampoo.
-        ValueError: If it is ``differentiable``.
+        ValueError: If it is ``differentiable``, or its ``step`` was replaced, other than by a
+            learning-rate scheduler.
 
     Collective: none, neither here nor in a step.
     Memory: none beyond the states of the optimizer. In a step, one shard of the gradients more
@@ -82,8 +84,16 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("Expected differentiable=False to step flat buffers, got True")
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not _torch.is_counted(replaced, kind.step):
+        raise ValueError(
+            f"Expected an optimizer with the step of its class, got {kind.__name__} whose step was "
+            "replaced; call flat before what replaces it"
+        )
     optimizer.__class__ = _flat_class(kind)
     _torch.call_hooks_of_steps(optimizer)
+    if replaced is not None:
+        _torch.count_steps(optimizer)
     return optimizer
 
 
@@ -107,15 +117,9 @@ class FlatSteps(Optimizer):
     def _flat(self) -> _Steps:
         steps = self.__dict__.get(_STEPS)
         if steps is None or steps.is_outdated():
+            steps = self.__dict__[_STEPS] = None  # frees states that nobody has any more
             steps = self.__dict__[_STEPS] = _Steps(self)
         return steps
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states as those of the stock optimizer: numbers belong to one parameter."""
-        found = super().state_dict()
-        states = found["state"].items()
-        found["state"] = {key: {n: _own(v) for n, v in state.items()} for key, state in states}
-        return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.pop(_STEPS, None)
@@ -123,11 +127,6 @@ class FlatSteps(Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new, (_stock_class(self),), self.__getstate__()
-
-
-def _own(value: Any) -> Any:
-    is_number = isinstance(value, torch.Tensor) and not _is_shown(value) and value.ndim == 0
-    return value.clone() if is_number else value
 
 
 _STEPS = "_composable_shard_flat"
@@ -175,10 +174,12 @@ class _Member:
         following: Where the next parameter begins, if one does.
         multiple: Of how many bytes it must be for another to follow in one tensor.
         index: Its place among all of the optimizer.
+        first: That of the first one in its buffer, by which ranks name the buffer alike.
         cohort: The same number for parameters that have taken all of their steps together; 0
             before the first.
-        names: Those of its states that have a number for each element.
-        scalars: Its states that are one number for all of it; those of its run, with all of that.
+        states: By name, where its states lie: in a flat buffer, if they have an element for each of
+            the parameter's, or among numbers; what is no tensor is there itself.
+        is_alone: Whether it has been stepped as it is, and its states not been taken over since.
     """
 
     param: torch.Tensor
@@ -189,9 +190,10 @@ class _Member:
     following: int | None = None
     multiple: int = 1
     index: int = 0
+    first: int = 0
     cohort: int = 0
-    names: set[str] = field(default_factory=set)
-    scalars: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
+    is_alone: bool = False
 
     @property
     def end(self) -> int:
@@ -207,10 +209,22 @@ class _Member:
             and (other.start - self.start) * self.local.itemsize % self.multiple == 0
         )
 
-    def shown(self, flat_state: torch.Tensor) -> torch.Tensor:
-        """Return its part of a state of its buffer, [numel], as users see it."""
-        own = _torch.with_own_storage(flat_state[self.start : self.end].view(self.local.shape))
+    def shown(self, place: Any) -> Any:
+        """Return one of its states, by where that lies, as users see it."""
+        if isinstance(place, Numbers):
+            return place.of(self.index)
+        if not isinstance(place, torch.Tensor):
+            return place
+        own = _torch.with_own_storage(place[self.start : self.end].view(self.local.shape))
         return _torch.local_like(self.param, own)
+
+    def can_share(self, state: Any) -> bool:
+        """Tell whether a state may lie with those of others; else only the parameter is like it."""
+        if not isinstance(state, DTensor):
+            return not isinstance(state, torch.Tensor) or state.ndim == 0
+        one, other = _torch.spec_of(state), _torch.spec_of(self.param)
+        is_alike = one.mesh == other.mesh and one.placements == other.placements
+        return is_alike and state.shape == self.param.shape
 
 
 def _member(param: torch.Tensor, index: int, group: dict[str, Any]) -> _Member:
@@ -256,7 +270,7 @@ class _Run:
         members: The members, in the order in which they lie.
         tensor: What is stepped, [numel]; the parameter itself if it is stepped as it is.
         is_flat: Whether it is a part of a buffer.
-        state: The states of the tensor.
+        state: The states of the tensor; ``None`` before it has any.
         kept: Those of them that its members have, too.
         with_elements: The members that have any on this rank.
     """
@@ -265,7 +279,7 @@ class _Run:
         first = members[0]
         self.members = members
         self.is_flat = is_flat
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] | None = None
         self.kept: dict[str, Any] = {}
         self.start, self.end = first.start, members[-1].end
         self.with_elements: list[_Member] = []
@@ -340,21 +354,29 @@ class _Steps:
             for param in group["params"]
         ]
         self._params = [member.param for member in self._members]
+        firsts = dict[int, int]()
         for index, member in enumerate(self._members):
-            member.index = index
+            member.index, member.first = index, firsts.setdefault(id(member.buffer), index)
         self._sharded = [param for param in self._params if isinstance(param, DTensor)]
         self._locals = list(_torch.local_tensors(self._sharded))
-        self._buffers: dict[tuple[int, str], torch.Tensor] = {}
+        self._buffers: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
+        self._numbers: dict[tuple[str, torch.dtype, torch.device], Numbers] = {}
+        self._firsts = list(range(len(self._members)))
         self._num_cohorts = 0
         self._runs: list[_Run] = []
         self._order: list[int] = []
-        self._stepped: list[list[torch.Tensor]] = []
+        self._stepped: list[tuple[int, list[torch.Tensor]]] = []
         self._run_states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._seen: list[Any] = []
         self._adopt()
 
     def is_outdated(self) -> bool:
-        """Tell whether states, parameters or the memory of parameters are others now."""
+        """Tell whether states, parameters or the memory of parameters are others now.
+
+        Hazard: users replace and delete states, and change numbers in place; states that are not
+        seen any more would be stepped on. Guard: :meth:`_has_other_states`, which compares all that
+        is seen with what the last step left, by identity. Test: ``test_edits_of_states_count``.
+        """
         groups = self._optimizer.param_groups
         if self._state is not self._optimizer.state or len(groups) != len(self._groups):
             return True
@@ -364,7 +386,31 @@ class _Steps:
             if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
                 return True
         sharded = _torch.local_tensors(self._sharded)
-        return not all(map(is_, sharded, self._locals))
+        return not all(map(is_, sharded, self._locals)) or self._has_other_states()
+
+    def _has_other_states(self) -> bool:
+        """Tell whether users have changed states, other than elements of those of DTensors."""
+        state = self._state
+        if 2 * len(state) != len(self._entries):
+            return True
+        if not all(map(is_, chain(state, state.values()), self._entries)):
+            return True
+        if list(chain.from_iterable(self._dicts)) != self._names:
+            return True
+        values = chain.from_iterable(map(dict.values, self._dicts))
+        if not all(map(is_, values, self._values)):
+            return True
+        return sum(map(_version_of, self._own_numbers)) != self._sum_of_versions
+
+    def _remember(self) -> None:
+        """Note what users see now."""
+        self._entries = [*self._state, *self._state.values()]
+        self._dicts = [state for state in self._state.values() if isinstance(state, dict)]
+        self._names = list(chain.from_iterable(self._dicts))
+        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        own = (numbers.own.values() for numbers in self._numbers.values())
+        self._own_numbers = list(chain.from_iterable(own))
+        self._sum_of_versions = sum(map(_version_of, self._own_numbers))  # they only grow
 
     @property
     def state_buffers(self) -> list[torch.Tensor]:
@@ -411,13 +457,17 @@ class _Steps:
                 start = end
 
     def _inner(self) -> Optimizer:
-        """Return the second optimizer: the first one, with runs as its parameters."""
+        """Return the second optimizer: the first one, with runs as its parameters.
+
+        A group is two there if it has DTensors that are stepped as they are: foreach and fused
+        kernels take no lists of both.
+        """
         inner: Optimizer = object.__new__(self._kind)
         inner.__dict__.update(self._optimizer.__dict__)
         inner.state = self._run_states
+        groups = self._optimizer.param_groups
         inner.param_groups = [
-            {**group, "params": params}
-            for group, params in zip(self._optimizer.param_groups, self._stepped, strict=True)
+            {**groups[index], "params": params} for index, params in self._stepped
         ]
         return inner
 
@@ -432,26 +482,45 @@ class _Steps:
         stepped = [
             member for member, grad in zip(self._members, grads, strict=True) if grad is not None
         ]
-        as_it_is = {
+        as_it_is = self._as_they_are(grads)
+        if any(member.is_alone and id(member) not in as_it_is for member in stepped):
+            self._adopt()
+            as_it_is = self._as_they_are(grads)
+        self._part_from_others(stepped)
+        for member in stepped:
+            if id(member) in as_it_is and not member.is_alone:
+                self._leave_alone(member)
+        self._runs = [
+            _Run(members, is_flat=id(members[0]) not in as_it_is)
+            for members in _neighbours(stepped, as_it_is)
+        ]
+        self._firsts = list(range(len(self._members)))
+        for run in self._runs:
+            for member in run.members:
+                self._firsts[member.index] = run.members[0].index
+        for numbers in self._numbers.values():
+            numbers.arrange(self._firsts)
+        self._order = [member.index for run in self._runs for member in run.with_elements]
+        self._run_states = defaultdict(dict)
+        plain: list[list[torch.Tensor]] = [[] for _ in self._groups]
+        dtensors: list[list[torch.Tensor]] = [[] for _ in self._groups]
+        for run in self._runs:
+            stepped_with = dtensors if isinstance(run.tensor, DTensor) else plain
+            stepped_with[run.members[0].group].append(run.tensor)
+            run.state = self._state_of(run)
+            if run.state is not None:
+                run.kept = dict(run.state)
+                self._run_states[run.tensor] = run.state
+        self._stepped = [*enumerate(plain), *((i, some) for i, some in enumerate(dtensors) if some)]
+        self._remember()
+
+    def _as_they_are(self, grads: Sequence[torch.Tensor | None]) -> set[int]:
+        """Return the ids of members that are not stepped as parts of buffers."""
+        return {
             id(member)
             for member, grad in zip(self._members, grads, strict=True)
             if grad is not None and not _goes_flat(member, grad)
         }
-        self._part_from_others(stepped)
-        for member in stepped:
-            if id(member) in as_it_is:
-                self._state[member.param].update({k: _own(v) for k, v in member.scalars.items()})
-        self._runs = [
-            self._run(members, is_flat=id(members[0]) not in as_it_is)
-            for members in _neighbours(stepped, as_it_is)
-        ]
-        self._order = [member.index for run in self._runs for member in run.with_elements]
-        self._stepped = [[] for _ in self._groups]
-        self._run_states = defaultdict(dict)
-        for run in self._runs:
-            self._stepped[run.members[0].group].append(run.tensor)
-            if run.state or not run.is_flat:
-                self._run_states[run.tensor] = run.state
 
     def _part_from_others(self, stepped: Sequence[_Member]) -> None:
         """Give members cohorts of their own if others of theirs are not stepped."""
@@ -465,105 +534,138 @@ class _Steps:
         self._num_cohorts += 1
         return self._num_cohorts
 
-    def _run(self, members: list[_Member], *, is_flat: bool) -> _Run:
-        run, first = _Run(members, is_flat=is_flat), members[0]
-        if not is_flat:
-            run.state = self._state[first.param]
-            return run
-        for name in first.names:
-            run.state[name] = self._buffers[id(first.buffer), name][run.start : run.end]
-        self._share(run, {name: _own(value) for name, value in first.scalars.items()})
-        run.kept = dict(run.state)
-        return run
+    def _leave_alone(self, member: _Member) -> None:
+        """Let a member that is stepped as it is have numbers that steps may change in place."""
+        for name, place in member.states.items():
+            if isinstance(place, Numbers):
+                self._state[member.param][name] = place.of(member.index).clone()
+        member.is_alone, member.states = True, {}
 
-    def _share(self, run: _Run, scalars: dict[str, Any]) -> None:
-        """Let the members of a run have its states that are one number for all of them."""
-        run.state.update(scalars)
-        for member in run.members if scalars else ():
-            member.scalars = scalars
-            self._state[member.param].update(scalars)
+    def _state_of(self, run: _Run) -> dict[str, Any] | None:
+        """Return the states that a run begins with."""
+        first = run.members[0]
+        if not run.is_flat:
+            return self._state.get(first.param)
+        state = dict[str, Any]()
+        for name, place in first.states.items():
+            if isinstance(place, Numbers):
+                state[name] = place.stepped[first.index]
+            else:
+                is_buffer = isinstance(place, torch.Tensor)
+                state[name] = place[run.start : run.end] if is_buffer else place
+        return state or None
 
     # States ---------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """Take over the states that the optimizer has: of its steps so far, or loaded ones."""
+        """Take over the states that the optimizer has: of its steps so far, or what users gave it.
+
+        Members whose states are alike but for their elements are a cohort.
+        """
+        self._buffers, self._numbers = {}, {}
         cohorts: dict[Any, int] = {}
         for member in self._members:
-            if member.buffer is None or member.param not in self._state:
+            member.states, member.cohort, member.is_alone = {}, 0, False
+            state = self._state.get(member.param)
+            if member.buffer is None or not state:
                 continue
-            state = self._state[member.param]
-            if not state:
+            if not all(map(member.can_share, state.values())):
+                member.buffer = None
                 continue
-            for name, value in list(state.items()):
-                if not _is_shown(value):
-                    member.scalars[name] = value
-                    continue
-                local = _torch.local_tensor(value)
-                into = self._buffer(member, name, local.dtype)
-                into[member.start : member.end].view(member.local.shape).copy_(local)
-                state[name] = member.shown(into)
-                member.names.add(name)
-            key = tuple((name, _number(value)) for name, value in sorted(member.scalars.items()))
-            names = tuple(sorted(state))
-            if (key, names) not in cohorts:
-                cohorts[key, names] = self._new_cohort()
-            member.cohort = cohorts[key, names]
+            key = tuple((name, _likeness(state[name])) for name in sorted(state))
+            if key not in cohorts:
+                cohorts[key] = self._new_cohort()
+            member.cohort = cohorts[key]
+            for name, value in state.items():
+                member.states[name] = self._adopted(member, name, value)
+                state[name] = member.shown(member.states[name])
+        self._remember()
+
+    def _adopted(self, member: _Member, name: str, value: Any) -> Any:
+        """Return where a state of a member lies now."""
+        if isinstance(value, DTensor):
+            buffer = self._buffer(member, name, value.dtype)
+            into = buffer[member.start : member.end].view(member.local.shape)
+            into.copy_(_torch.local_tensor(value))
+            return buffer
+        if isinstance(value, torch.Tensor):
+            numbers = self._numbers_of(name, value)
+            numbers.seen[member.index].copy_(value)
+            return numbers
+        return value
 
     def _buffer(self, member: _Member, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the flat state of a name beside the buffer of a member, in its dtype."""
         assert member.buffer is not None
-        key = id(member.buffer), name
+        key = member.first, name, dtype
         if key not in self._buffers:
             self._buffers[key] = torch.zeros_like(member.buffer, dtype=dtype)
         return self._buffers[key]
 
+    def _numbers_of(self, name: str, like: torch.Tensor) -> Numbers:
+        """Return the numbers of a name, of all members, in the dtype and on the device of one."""
+        key = name, like.dtype, like.device
+        if key not in self._numbers:
+            self._numbers[key] = Numbers(like, self._firsts)
+        return self._numbers[key]
+
     def _keep_states(self) -> None:
         """Let states that the step has made, or made anew, be parts of flat ones."""
-        for run in self._runs:
-            if run.kept and _has_the_same(run.state, run.kept):
-                continue
-            state = self._run_states.get(run.tensor)
-            if state is None:
-                continue
-            if not run.is_flat:
-                self._keep_as_it_is(run, state)
-                continue
-            scalars = dict[str, Any]()
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == run.tensor.shape:
-                    if run.kept.get(name) is not value:
-                        self._keep(run, name, value)
-                elif isinstance(value, torch.Tensor) and value.ndim:
-                    raise TypeError(
-                        f"Expected states of {self._kind.__name__} to be numbers, or as large as "
-                        f"what is stepped, got {name!r} of shape {tuple(value.shape)} for "
-                        f"{tuple(run.tensor.shape)}; it does not treat every element by itself"
-                    )
-                else:
-                    scalars[name] = value
-            self._share(run, scalars)
-            self._run_states[run.tensor], run.kept = run.state, dict(run.state)
+        changed = [run for run in self._runs if not _has_the_same(run.state, run.kept)]
+        changed = [run for run in changed if run.tensor in self._run_states]
+        members = [member for run in changed for member in run.members]
+        for member in sorted(members, key=attrgetter("index")):
+            # Functions of torch gather states in the order in which they were made: the optimizer's
+            self._state.setdefault(member.param, {})
+        for run in changed:
+            state = self._run_states[run.tensor]
+            if run.is_flat:
+                self._keep(run, state)
+            else:
+                self._state[run.members[0].param] = state
+            run.state, run.kept = state, dict(state)
+        for numbers in self._numbers.values():
+            numbers.show()
+        if changed:
+            self._remember()
 
-    def _keep_as_it_is(self, run: _Run, state: dict[str, Any]) -> None:
-        """Let the parameter have the states that the step has made."""
-        first = run.members[0]
-        run.state, run.kept = state, dict(state)
-        self._state[first.param] = state
-        if first.buffer is not None:
-            first.scalars = {k: v for k, v in state.items() if not _is_shown(v)}
-
-    def _keep(self, run: _Run, name: str, value: torch.Tensor) -> None:
-        """Let a new state of a run be a part of the flat one."""
-        first = run.members[0]
-        into = self._buffer(first, name, value.dtype)
-        into[run.start : run.end].copy_(value)
-        run.state[name] = into[run.start : run.end]
+    def _keep(self, run: _Run, state: dict[str, Any]) -> None:
+        """Let the members of a run have its states; those that are new there, a part of what is."""
         for member in run.members:
-            self._state[member.param][name] = member.shown(into)
-            member.names.add(name)
+            for name in run.kept.keys() - state.keys():
+                del self._state[member.param][name], member.states[name]
+        for name, value in state.items():
+            if name in run.kept and run.kept[name] is value:
+                continue
+            place, state[name] = self._placed(run, name, value)
+            for member in run.members:
+                if name not in member.states or member.states[name] is not place:
+                    member.states[name] = place
+                    self._state[member.param][name] = member.shown(place)
+
+    def _placed(self, run: _Run, name: str, value: Any) -> tuple[Any, Any]:
+        """Return where a new state of a run lies now, and what of that is the run's."""
+        first = run.members[0]
+        if not isinstance(value, torch.Tensor):
+            return value, value
+        place: torch.Tensor | Numbers
+        if value.shape == run.tensor.shape:
+            place = self._buffer(first, name, value.dtype)
+            own = place[run.start : run.end]
+        elif value.ndim:
+            raise TypeError(
+                f"Expected states of {self._kind.__name__} to be numbers, or as large as "
+                f"what is stepped, got {name!r} of shape {tuple(value.shape)} for "
+                f"{tuple(run.tensor.shape)}; it does not treat every element by itself"
+            )
+        else:
+            place = self._numbers_of(name, value)
+            own = place.stepped[first.index]
+        return place, own.copy_(value)
 
 
 _grad_of = attrgetter("grad")
+_version_of = attrgetter("_version")
 
 
 def _kinds(grads: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -595,7 +697,7 @@ def _neighbours(members: Sequence[_Member], alone: set[int]) -> Iterator[list[_M
     yield from ([member] for member in members if id(member) in alone)
     joined: list[_Member] = []
     others = (member for member in members if id(member) not in alone)
-    for member in sorted(others, key=lambda m: (m.group, id(m.buffer), m.start, m.end)):
+    for member in sorted(others, key=lambda m: (m.group, m.first, m.start, m.end)):
         last = joined[-1] if joined else None
         if last is not None and not last.goes_on_with(member):
             yield joined
@@ -605,17 +707,19 @@ def _neighbours(members: Sequence[_Member], alone: set[int]) -> Iterator[list[_M
         yield joined
 
 
-def _is_shown(value: Any) -> bool:
-    """Tell whether a state of a sharded parameter has an element for each of the parameter's."""
-    return isinstance(value, DTensor)
+def _has_the_same(state: dict[str, Any] | None, kept: dict[str, Any]) -> bool:
+    if state is None or len(state) != len(kept):
+        return False
+    return all(map(is_, state.values(), kept.values()))
 
 
-def _has_the_same(state: dict[str, Any], kept: dict[str, Any]) -> bool:
-    return len(state) == len(kept) and all(map(is_, state.values(), kept.values()))
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
+def _likeness(value: Any) -> Any:
+    """Return what must be equal in states of parameters that are stepped as one tensor."""
+    if isinstance(value, DTensor):
+        return value.dtype
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device, value.item()
+    return type(value), value if isinstance(value, Hashable) else id(value)
 
 
 # The local shards of a layout ---------------------------------------------------------------------
@@ -648,16 +752,17 @@ class FlatShards:
         Collective: see :meth:`Param.local_grad`.
         """
         grads = [param.tensor.grad for param in self.params]
-        for param in self.params:
-            param.tensor.grad = param.sharded_grad()
-        self.optimizer.step()
-        for param, grad in zip(self.params, grads, strict=True):
-            param.tensor.grad = grad
+        try:
+            for param in self.params:
+                param.tensor.grad = param.sharded_grad()
+            self.optimizer.step()
+        finally:
+            for param, grad in zip(self.params, grads, strict=True):
+                param.tensor.grad = grad
 
     def save(self) -> list[States]:
         """Return the states of each parameter, sharded like it."""
-        states = [self.optimizer.state.get(param.tensor, {}) for param in self.params]
-        return [{name: _own(value) for name, value in state.items()} for state in states]
+        return [dict(self.optimizer.state.get(param.tensor, {})) for param in self.params]
 
     def load(self, loaded: Sequence[States]) -> None:
         """Take states as :meth:`save` returns them."""

@@ -312,6 +312,14 @@ class LayoutOptimizer(Optimizer):
         """Let go of all stock optimizers and their states. Collective: none."""
         self._shards, self._buckets, self.state = {}, [], defaultdict(dict)
 
+    def __reduce__(self) -> Any:
+        """Refuse copies and pickles, which would lack what owners have."""
+        raise ShardError(
+            "Expected state_dict() to carry what an optimizer of with_layout has, since its states "
+            "lie with their owners, got a copy or a pickle of it; make another one by with_layout, "
+            "and load the state dict"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse more parameters than those of the model; see :func:`with_layout`."""
         if self._is_made:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -232,3 +232,27 @@ def test_capturable_is_refused_on_the_cpu_as_by_the_stock_optimizer() -> None:
     with fake_ranks(2):
         stock, ours = errors_of_capturable()
     assert stock == ours and "capturable=True" in stock
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("no step")
+
+
+def gradients_after_a_failed_step() -> list[bool]:
+    """Return of each gradient, of which steps see another form, whether it is there still."""
+    _, model = nets()
+    fully_shard(model)
+    optimizer = with_layout(model, {"*": Sharded(partial(Failing, lr=0.1), is_elementwise=True)})
+    model(torch.ones(2, 6)).backward()
+    grads = [param.grad.redistribute(placements=[Replicate()]) for param in model.parameters()]
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        param.grad = grad
+    with pytest.raises(RuntimeError, match="no step"):
+        optimizer.step()
+    pairs = zip(model.parameters(), grads, strict=True)
+    return [param.grad.placements == grad.placements for param, grad in pairs]
+
+
+def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
+    assert run_ranks(gradients_after_a_failed_step, 2) == [[True] * 5] * 2

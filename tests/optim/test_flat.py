@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,136 +24,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from training.cases import reproducible
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard.optim import flat
 from composable_shard.testing import fake_ranks, run_ranks
 from composable_shard.train.grad_scaler import ShardedGradScaler
+from optim.flat_pairs import MAKES, Make, Net, differences, groups, pair, sharded, train
 
-Make = Callable[..., torch.optim.Optimizer]
 optim: Any = torch.optim
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-MAKES: dict[str, Make] = {
-    "sgd": partial(optim.SGD, lr=0.003),
-    "momentum": partial(optim.SGD, lr=0.003, momentum=0.9, weight_decay=0.1),
-    "nesterov": partial(optim.SGD, lr=0.003, momentum=0.9, nesterov=True, foreach=True),
-    "adam": partial(optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
-    "adamw": partial(optim.AdamW, lr=0.01),
-    "adamw foreach": partial(optim.AdamW, lr=0.01, foreach=True),
-    "adamw fused": partial(optim.AdamW, lr=0.01, fused=True),
-    "adamw, lr tensor": partial(optim.AdamW, lr=torch.tensor(0.01)),
-    "radam": partial(optim.RAdam, lr=0.01),
-    "nadam": partial(optim.NAdam, lr=0.01, foreach=True),
-    "adamax": partial(optim.Adamax, lr=0.01),
-    "adadelta": partial(optim.Adadelta),
-    "adagrad": partial(optim.Adagrad, lr=0.1),
-    "adagrad foreach": partial(optim.Adagrad, lr=0.1, foreach=True),
-    "rmsprop": partial(optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
-    "asgd": partial(optim.ASGD, lr=0.01),
-}
-
-
-class Block(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(9, 1801, dtype=dtype), nn.Linear(1801, 9, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).tanh())
-
-
-class Net(nn.Module):
-    """Parameters in messages of their own and packed, uneven ones, rows for one rank, a scalar."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(dtype) for _ in range(2))
-        self.few = nn.Parameter(torch.ones(1, 9, dtype=dtype))
-        self.scale = nn.Parameter(torch.tensor(1.5, dtype=dtype))
-        self.skips = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
-            if not (self.skips and number == 1):
-                x = x + block(x)
-        return x * self.few * (1 if self.skips else self.scale)
-
-
-def sharded(net: nn.Module, **options: Any) -> Any:
-    for block in net.blocks:  # type: ignore[union-attr]
-        fully_shard(block, **options)
-    return fully_shard(net, **options)
-
-
-def pair(make: Make, dtype: torch.dtype = torch.float32, **options: Any) -> list[tuple[Any, Any]]:
-    """Two sharded nets with optimizers; the second one's steps flat buffers."""
-    nets = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        nets.append(sharded(Net(dtype), **options))
-    optimizers = [make(groups(net)) for net in nets]
-    assert flat(optimizers[1]) is optimizers[1]
-    return list(zip(nets, optimizers, strict=True))
-
-
-def groups(net: nn.Module) -> list[dict[str, Any]]:
-    """Biases without weight decay, as usual."""
-    params = dict(net.named_parameters())
-    weights = [param for name, param in params.items() if "bias" not in name]
-    biases = [param for name, param in params.items() if "bias" in name]
-    return [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
-
-
-def train(net: Any, optimizer: Any, steps: range, dtype: torch.dtype = torch.float32) -> None:
-    for step in steps:
-        net.skips = step % 3 == 1
-        random = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        net(torch.randn(3, 9, generator=random).to(dtype)).square().mean().backward()
-        for group in optimizer.param_groups:  # as a scheduler does
-            group["lr"] = group["lr"] * 0.9
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def differences(pairs: list[tuple[Any, Any]]) -> list[str]:
-    """Compare parameters and all states, bit by bit."""
-    (one, stock), (other, ours) = pairs
-    found = []
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        if not same(a.detach(), b.detach()) or not local_of(a).isfinite().all():
-            found.append(name)
-    theirs, mine = stock.state_dict(), ours.state_dict()
-    if theirs["param_groups"] != mine["param_groups"]:
-        found.append("param_groups")
-    if theirs["state"].keys() != mine["state"].keys():
-        return [*found, f"states of {theirs['state'].keys()} and of {mine['state'].keys()}"]
-    for key, state in theirs["state"].items():
-        if state.keys() != mine["state"][key].keys():
-            found.append(f"{key}: {list(state)} and {list(mine['state'][key])}")
-            continue
-        for name, value in state.items():
-            if not same(value, mine["state"][key][name]):
-                found.append(f"{key}: {name}")
-    return found
-
-
-def local_of(tensor: Any) -> torch.Tensor:
-    own: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own
-
-
-def same(value: Any, other: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return bool(value == other)
-    if type(value) is not type(other) or value.dtype != other.dtype or value.shape != other.shape:
-        return False
-    if isinstance(value, DTensor):
-        is_alike = value.placements == other.placements
-        return is_alike and torch.equal(value.to_local(), other.to_local())
-    return torch.equal(value, other)
 
 
 def check(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> list[str]:
@@ -185,6 +67,41 @@ SETTINGS: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
 def test_in_every_setting(setting: str, name: str) -> None:
     num_ranks, dtype, options = SETTINGS[setting]
     assert run_ranks(partial(check, name, dtype, **options), num_ranks) == [[]] * num_ranks
+
+
+class Strided(nn.Module):
+    """Parameters that lie in another order than that of their dims, and are stepped as DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv: nn.Module = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+        self.linear = nn.Linear(6, 6)
+        self.turned = nn.Parameter(torch.randn(6, 4).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.conv(x).mean((2, 3))) @ self.turned.t()
+
+
+def step_strided(name: str) -> list[str]:
+    pairs: list[tuple[Any, Any]] = []
+    for wraps in (lambda one: one, flat):
+        torch.manual_seed(0)
+        net: Any = Strided()
+        fully_shard(net.conv)
+        fully_shard(net)
+        optimizer = wraps(MAKES[name](net.parameters()))
+        for step in range(4):
+            x = torch.full((2, 4, 5, 5), 0.1 * step + dist.get_rank())
+            net(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs.append((net, optimizer))
+    return differences(pairs)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw foreach", "adamw fused", "nesterov"])
+def test_beside_parameters_that_lie_in_another_order(name: str) -> None:
+    assert run_ranks(step_strided, 2, name) == [[]] * 2
 
 
 # What DTensors do not know -------------------------------------------------------------------
@@ -405,6 +322,20 @@ def test_what_is_not_known_to_treat_elements_by_themselves_is_refused() -> None:
         flat(torch.optim.Adam([nn.Parameter(torch.ones(3))], differentiable=True))
 
 
+def test_a_step_that_was_replaced_is_refused() -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    counted = optimizer.step
+    optimizer.step = functools.wraps(counted)(lambda: counted())
+    text = (
+        "Expected an optimizer with the step of its class, got SGD whose step was replaced; call "
+        "flat before what replaces it"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        flat(optimizer)
+    assert type(optimizer) is torch.optim.SGD
+
+
 def test_states_that_are_not_elementwise_are_refused() -> None:
     with fake_ranks(2):
         net = sharded(Net())
@@ -594,6 +525,37 @@ def use(way: Callable[[Any, Any, int], None], name: str) -> list[str]:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_what_users_do_with_optimizers(way: Callable[[Any, Any, int], None], name: str) -> None:
     assert run_ranks(use, 2, way, name) == [[]] * 2
+
+
+def flat_after_a_schedule() -> tuple[list[str], list[int]]:
+    """Return what differs from a stock optimizer, and how many tensors each flat step stepped."""
+    pairs, sizes = [], list[int]()
+    for wraps in (lambda one: one, flat):
+        torch.manual_seed(0)
+        net = sharded(Net())
+        optimizer = optim.AdamW(net.parameters(), lr=0.01, foreach=True)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        wraps(optimizer)
+        real = torch.optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]
+
+        def count(self: Any, closure: Any = None, real: Any = real) -> Any:
+            sizes.append(sum(len(group["params"]) for group in self.param_groups))
+            return real(self, closure)
+
+        with mock.patch.object(torch.optim.AdamW, "step", count), warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Detected call of `lr_scheduler.step")
+            for _ in range(3):
+                net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        pairs.append((net, optimizer))
+    return differences(pairs), sizes
+
+
+def test_flat_after_a_schedule_was_made() -> None:
+    """What the scheduler put before the step of the class goes before the flat one."""
+    assert run_ranks(flat_after_a_schedule, 2) == [([], [3, 3, 3])] * 2
 
 
 def errors_before_gradients_are_reduced() -> list[str]:

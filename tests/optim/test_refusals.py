@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,6 +38,14 @@ def add_group() -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
+def copied() -> None:
+    copy.deepcopy(with_layout(Params(MODEL), REST))
+
+
+def pickled() -> None:
+    torch.save(with_layout(Params(MODEL), REST), io.BytesIO())
+
+
 def strided() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     placements = [_StridedShard(0, split_factor=2), Replicate()]
@@ -45,6 +55,11 @@ def strided() -> None:
     with_layout(model, {"*": Owned(muon)})
 
 
+COPIED = (
+    "Expected state_dict() to carry what an optimizer of with_layout has, since its states lie "
+    "with their owners, got a copy or a pickle of it; make another one by with_layout, and load "
+    "the state dict"
+)
 CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         layouts(p0=muon),
@@ -97,6 +112,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         "Expected all parameters to have their layout from with_layout, got another group; make a "
         "new optimizer",
     ),
+    *((call, ShardError, COPIED) for call in (copied, pickled)),
 ]
 
 
