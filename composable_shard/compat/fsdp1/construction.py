@@ -31,6 +31,7 @@ from composable_shard.compat.fsdp1.policies import (
     choose,
     in_order,
 )
+from composable_shard.compat.fsdp1.state_dicts import Wrapper
 from composable_shard.mesh import start_process_group
 
 # What of a module one wrapper takes charge of: not what is ignored, nor what is wrapped below -----
@@ -56,6 +57,16 @@ class Scope:
             for name, param in module._parameters.items():
                 if param is not None and param not in self.ignored_params:
                     yield module, name, param
+
+    def breadth_first(self) -> list[nn.Module]:
+        """Return the modules in the order in which FSDP1 initializes them."""
+        found, left = list(self.modules[:1]), set(self.modules[1:])
+        for module in found:  # which grows on the way
+            for child in module.children():
+                if child in left:
+                    left.remove(child)
+                    found.append(child)
+        return found
 
     def params(self) -> list[nn.Parameter]:
         """Return the parameters, each once."""
@@ -117,13 +128,13 @@ def _read(
 
 
 def _walk(top: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield modules from the top down, each once, but what is ignored or sharded."""
+    """Yield modules from the top down, each once, but what is ignored, wrapped or sharded."""
     left, seen = [top], set[nn.Module]()
     while left:
         module = left.pop()
         if module in seen or module in ignored:
             continue
-        if isinstance(module, FSDPModule) and module is not top:
+        if isinstance(module, (Wrapper, FSDPModule)) and module is not top:
             continue
         seen.add(module)
         yield module
@@ -218,8 +229,8 @@ def materialize(
 
     Args:
         scope: What the wrapper takes charge of.
-        init_fn: Called with each of its modules; else those that need it are initialized by their
-            ``reset_parameters()``.
+        init_fn: Called with each of its modules, in the order of FSDP1; else those that need it
+            are initialized by their ``reset_parameters()``.
         device: Where.
 
     Raises:
@@ -230,14 +241,14 @@ def materialize(
         ties.setdefault(param, []).append((module, name))
     on_meta = [
         module
-        for module in scope.modules
+        for module in scope.breadth_first()
         if any(p.is_meta for p in module._parameters.values() if p is not None)
         or any(buffer.is_meta for buffer in module.buffers(False))
     ]
     if not on_meta:
         return
     if init_fn is not None:
-        for module in scope.modules:
+        for module in scope.breadth_first():
             init_fn(module)
     else:
         _reset(on_meta, device)
@@ -450,7 +461,7 @@ def wrap_below(
     arguments: dict[str, Any],
 ) -> None:
     """Replace the modules below ``root`` that a policy picks by wrappers, inner ones first."""
-    wrapped = {m for m in root.modules() if isinstance(m, (wrapper_class, FSDPModule))}
+    wrapped = {m for m in root.modules() if isinstance(m, (Wrapper, FSDPModule))}
     left_alone = scope.ignored_modules | wrapped
     chosen = choose(root, policy, left_alone, scope.ignored_params)
     precision = arguments["mixed_precision"]
