@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -239,23 +240,40 @@ def materialize(
     ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module, name, param in scope.slots():
         ties.setdefault(param, []).append((module, name))
-    on_meta = [
-        module
-        for module in scope.breadth_first()
-        if any(p.is_meta for p in module._parameters.values() if p is not None)
-        or any(buffer.is_meta for buffer in module.buffers(False))
-    ]
+    on_meta = {module for module, _, param in scope.slots() if param.is_meta}
+    on_meta |= {m for m in scope.modules if any(buffer.is_meta for buffer in m.buffers(False))}
     if not on_meta:
         return
-    if init_fn is not None:
-        for module in scope.breadth_first():
-            init_fn(module)
-    else:
-        _reset(on_meta, device)
+    modules = scope.breadth_first()
+    with _put_aside(scope):
+        if init_fn is not None:
+            for module in modules:
+                init_fn(module)
+        else:
+            _reset([module for module in modules if module in on_meta], device)
     for places in ties.values():
         first, attribute = places[0]
         for module, name in places[1:]:
             module._parameters[name] = first._parameters[attribute]
+
+
+@contextlib.contextmanager
+def _put_aside(scope: Scope) -> Iterator[None]:
+    """Have others initialized in the place of ignored parameters, which stay as they are."""
+    ignored = [
+        (module, name, param)
+        for module in scope.modules
+        for name, param in module._parameters.items()
+        if param in scope.ignored_params
+    ]
+    for module, name, param in ignored:
+        other = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        module._parameters[name] = nn.Parameter(other, param.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, param in ignored:
+            module._parameters[name] = param
 
 
 def _reset(modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -459,8 +477,12 @@ def wrap_below(
     policy: AutoWrapPolicy,
     wrapper_class: type[nn.Module],
     arguments: dict[str, Any],
-) -> None:
-    """Replace the modules below ``root`` that a policy picks by wrappers, inner ones first."""
+) -> Scope:
+    """Replace the modules below ``root`` that a policy picks by wrappers, inner ones first.
+
+    Returns:
+        What is left to ``root``.
+    """
     wrapped = {m for m in root.modules() if isinstance(m, (Wrapper, FSDPModule))}
     left_alone = scope.ignored_modules | wrapped
     chosen = choose(root, policy, left_alone, scope.ignored_params)
@@ -479,6 +501,7 @@ def wrap_below(
         wrapper = wrapper_class(module, **{**arguments, **own})
         for parent, name in places[module]:
             setattr(parent, name, wrapper)
+    return replace(scope, modules=tuple(_walk(root, scope.ignored_modules)))
 
 
 def arguments_below(
@@ -486,7 +509,7 @@ def arguments_below(
 ) -> dict[str, Any]:
     """Return the arguments of the wrappers below one, the same ranks and device for all."""
     arguments = choices.as_arguments()
-    arguments["ignored_states"] = scope.ignored_params
+    arguments["ignored_states"] = scope.ignored_modules or scope.ignored_params
     if choices.device_id is not None:
         arguments["device_id"] = device
     if layout.strategy.is_hybrid:

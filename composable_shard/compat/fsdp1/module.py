@@ -230,8 +230,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.sharding_strategy = layout.strategy
         if auto_wrap_policy is not None:
             arguments = arguments_below(choices, scope, layout, self.compute_device)
-            wrap_below(module, scope, auto_wrap_policy, type(self), arguments)
-            scope = scope_of(module, ignored_modules, ignored_states)
+            scope = wrap_below(module, scope, auto_wrap_policy, type(self), arguments)
         self._tops = shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
         self.training = module.training
