@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable_shard import (
     DataParallelMeshDims,
@@ -38,6 +40,14 @@ from composable_shard.mesh import start_process_group
 # What of a module one wrapper takes charge of: not what is ignored, nor what is wrapped below -----
 
 
+class Place(NamedTuple):
+    """Where a module has registered a parameter or a buffer."""
+
+    module: nn.Module
+    registered: dict[str, Any]
+    name: str
+
+
 @dataclass(frozen=True)
 class Scope:
     """The modules of one wrapper.
@@ -52,12 +62,15 @@ class Scope:
     ignored_modules: frozenset[nn.Module]
     ignored_params: frozenset[nn.Parameter]
 
-    def slots(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """Yield the parameters with the places where they are registered."""
+    def held(self) -> dict[torch.Tensor, list[Place]]:
+        """Return parameters and buffers with all places where they are registered."""
+        found: dict[torch.Tensor, list[Place]] = {}
         for module in self.modules:
-            for name, param in module._parameters.items():
-                if param is not None and param not in self.ignored_params:
-                    yield module, name, param
+            for registered in (module._parameters, module._buffers):
+                for name, tensor in registered.items():
+                    if tensor is not None and tensor not in self.ignored_params:
+                        found.setdefault(tensor, []).append(Place(module, registered, name))
+        return found
 
     def breadth_first(self) -> list[nn.Module]:
         """Return the modules in the order in which FSDP1 initializes them."""
@@ -71,7 +84,8 @@ class Scope:
 
     def params(self) -> list[nn.Parameter]:
         """Return the parameters, each once."""
-        return list(dict.fromkeys(param for _, _, param in self.slots()))
+        found = dict.fromkeys(p for module in self.modules for p in module.parameters(False))
+        return [param for param in found if param not in self.ignored_params]
 
     def buffers(self) -> list[torch.Tensor]:
         """Return the buffers, each once."""
@@ -223,10 +237,24 @@ def _rank() -> str:
 # Values -----------------------------------------------------------------------------------------
 
 
+class _Real(NamedTuple):
+    """A tensor that was on the meta device, and the module that has initialized it."""
+
+    tensor: torch.Tensor
+    module: weakref.ref[nn.Module]
+
+
+_real = WeakTensorKeyDictionary()
+"""What tensors on the meta device have become that modules outside of the wrapper hold still."""
+
+
 def materialize(
     scope: Scope, init_fn: Callable[[nn.Module], object] | None, device: torch.device
 ) -> None:
-    """Make parameters and buffers real that are on the meta device; tied ones stay tied.
+    """Make parameters and buffers real that are on the meta device.
+
+    Tied ones stay tied, also to places within other wrappers, and have the values that the first
+    module in the model gives them.
 
     Args:
         scope: What the wrapper takes charge of.
@@ -237,11 +265,8 @@ def materialize(
     Raises:
         MaterializationError: If a module has none; nothing is initialized then.
     """
-    ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module, name, param in scope.slots():
-        ties.setdefault(param, []).append((module, name))
-    on_meta = {module for module, _, param in scope.slots() if param.is_meta}
-    on_meta |= {m for m in scope.modules if any(buffer.is_meta for buffer in m.buffers(False))}
+    held = scope.held()
+    on_meta = {place.module for old, places in held.items() if old.is_meta for place in places}
     if not on_meta:
         return
     modules = scope.breadth_first()
@@ -251,10 +276,34 @@ def materialize(
                 init_fn(module)
         else:
             _reset([module for module in modules if module in on_meta], device)
-    for places in ties.values():
-        first, attribute = places[0]
-        for module, name in places[1:]:
-            module._parameters[name] = first._parameters[attribute]
+    for old, places in held.items():
+        new = _tied(old, places[0], scope.modules[0])
+        for place in places:
+            place.registered[place.name] = new
+
+
+def _tied(old: torch.Tensor, first: Place, root: nn.Module) -> torch.Tensor:
+    """Return what ``old`` has become, in a wrapper within ``root`` or beside it if not here.
+
+    Args:
+        old: A parameter or buffer, not yet replaced in other wrappers.
+        first: The first of its places here, which has been initialized.
+        root: The wrapped module.
+    """
+    new: torch.Tensor = first.registered[first.name]
+    if new is old or not old.is_meta:
+        return new
+    before = _real.get(old)
+    if before is None:
+        _real[old] = _Real(new, weakref.ref(first.module))
+        return new
+    order = list(root.modules())
+    other = before.module()
+    if other in order and order.index(first.module) < order.index(other):
+        before.tensor.data.copy_(new)  # unseen by the group that gives it back for this
+        _real[old] = _Real(before.tensor, weakref.ref(first.module))
+    tensor: torch.Tensor = before.tensor
+    return tensor
 
 
 @contextlib.contextmanager
