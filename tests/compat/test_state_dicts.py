@@ -303,3 +303,70 @@ def test_optimizers_that_do_not_fit() -> None:
             "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
             "every rank and set it to False"
         )
+
+
+# Local shards of other ranks, and full tensors ----------------------------------------------------
+
+
+def stepped() -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model of four rows, and its optimizer after a step."""
+    model = FSDP(nn.Linear(3, 4, bias=False), device_id=CPU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def local_states() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    model, optimizer = stepped()
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    return {key: value.clone() for key, value in states.items()}, named
+
+
+def refused(saved: list[tuple[dict[str, torch.Tensor], dict[str, Any]]]) -> tuple[str, str]:
+    """Load the shards of one of four ranks on one of two."""
+    states, named = saved[dist.get_rank()]
+    model, optimizer = stepped()
+    before = model.weight.to_local().clone()
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        with pytest.raises(RuntimeError) as of_model:
+            model.load_state_dict(states)
+        with pytest.raises(ValueError) as of_optimizer:
+            FSDP.optim_state_dict_to_load(model, optimizer, named)
+    assert torch.equal(model.weight.to_local(), before)
+    return str(of_model.value), str(of_optimizer.value)
+
+
+def test_shards_of_other_ranks_are_refused() -> None:
+    texts = run_ranks(refused, 2, run_ranks(local_states, 4))
+    assert texts == 2 * [
+        (
+            "Error(s) in loading state_dict for FullyShardedDataParallel:\n\tsize mismatch for "
+            "weight: copying a param with shape torch.Size([1, 3]) from checkpoint, the shape in "
+            "current model is torch.Size([4, 3]).",
+            "Expected the shard of 'momentum_buffer' of 'weight' to have shape [2, 3], got "
+            "[1, 3]; load local shards on as many ranks as have saved them, or full or sharded "
+            "states",
+        )
+    ]
+
+
+@on_ranks(2)
+def test_full_tensors_are_loaded_whatever_the_type() -> None:
+    model, optimizer, _, _ = trained()
+    states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    other = FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU)
+    own = dict(other.named_parameters())
+    loaded = torch.optim.Adam(
+        [{"params": [own[n] for n in group["params"]]} for group in named["param_groups"]]
+    )
+    with FSDP.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
+        other.load_state_dict(states)
+        FSDP.optim_state_dict_to_load(other, loaded, named, load_directly=True)
+    for key, value in other.state_dict().items():
+        same(value, states[key])
+    again = FSDP.optim_state_dict(other, loaded)
+    for name, values in named["state"].items():
+        for key, value in values.items():
+            same(again["state"][name][key], value)
