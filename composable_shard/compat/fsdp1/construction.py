@@ -569,7 +569,7 @@ def arguments_below(
 def shard(
     module: nn.Module, scope: Scope, layout: Layout, choices: Choices, device: torch.device
 ) -> tuple[nn.Module, ...]:
-    """Shard a module, or what is in a container; return which modules are sharded."""
+    """Shard a module, or what is in a container and is not sharded; return which modules are."""
     tops = [module]
     if type(module).forward is nn.Module.forward:
         tops = list(_with_forward(module))
@@ -583,10 +583,10 @@ def shard(
     if choices.sync_module_states:
         synchronize(scope, layout.mesh)
     kept = [(inner, dict(inner._buffers)) for inner in scope.ignored_modules]
-    tops = [top for top in tops if not isinstance(top, FSDPModule)]
-    if tops:
+    plain = [top for top in tops if not isinstance(top, FSDPModule)]
+    if plain:
         fully_shard(
-            tops,
+            plain,
             mesh=layout.mesh,
             dp_mesh_dims=layout.dims,
             reshard_after_forward=layout.strategy.reshard_after_forward,
