@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as checkpoint
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor
 
 from composable_shard.compat.fsdp1 import (
@@ -370,3 +371,63 @@ def test_full_tensors_are_loaded_whatever_the_type() -> None:
     for name, values in named["state"].items():
         for key, value in values.items():
             same(again["state"][name][key], value)
+
+
+# Optimizers that have their states by name, and states without groups ----------------------------
+
+
+def named_optimizer(model: Any) -> Any:
+    optimizer = _NamedOptimizer(
+        model.named_parameters(), torch.optim.Adam, module=model, lr=0.1, betas=(0.5, 0.9)
+    )
+    model(torch.full((2, 4), 2.0)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@on_ranks(2)
+def test_an_optimizer_of_names() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=always_wrap_policy, device_id=CPU)
+    reference = named_optimizer(plain).state_dict()
+    optimizer = named_optimizer(model)
+    named = FSDP.optim_state_dict(model, optimizer)
+    assert (
+        set(named["state"])
+        == set(reference["state"])
+        == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    )
+    assert named["param_groups"] == reference["param_groups"]
+    for name, values in reference["state"].items():
+        for key, value in values.items():
+            same(named["state"][name][key], value)
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+    result = FSDP.optim_state_dict_to_load(model, optimizer, named, is_named_optimizer=True)
+    optimizer.load_state_dict(result)
+    for name, param in model.named_parameters():
+        moment = optimizer.state[param]["exp_avg"]
+        same(moment.full_tensor(), reference["state"][name]["exp_avg"])
+
+
+def states_without(what: str) -> str:
+    model, optimizer = stepped()
+    named = FSDP.optim_state_dict(model, optimizer)
+    if what == "param_groups":
+        del named[what]
+    else:
+        named["param_groups"][0]["params"] = ["other"]
+    with pytest.raises(ValueError) as caught:
+        FSDP.optim_state_dict_to_load(model, optimizer, named)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "has"), [("param_groups", []), ("weight", [["other"]])])
+def test_states_without_a_group_of_a_parameter(what: str, has: list[list[str]]) -> None:
+    text = (
+        "Expected param_groups of which one has 'weight', as optim_state_dict returns them, got "
+        f"groups of {has}"
+    )
+    assert run_ranks(states_without, 2, what) == [text, text]

@@ -421,7 +421,7 @@ def optim_state_dict(
     Args:
         model: The module whose parameters it has: a wrapper, or one with wrappers below.
         optim: The optimizer.
-        optim_state_dict: Its state dict, if it was taken already.
+        optim_state_dict: Its state dict, if it was taken already; by places or by names.
         group: Accepted; the ranks are those of each parameter.
 
     Returns:
@@ -452,14 +452,15 @@ def optim_state_dict(
     named: dict[str, Any] = {"state": {}, "param_groups": []}
     places: list[tuple[dict[str, Any], str]] = []
     for index, name in enumerate(names):
-        if index in states["state"]:
-            own = named["state"][name] = dict(states["state"][index])
+        key = index if index in states["state"] else name  # as optimizers of names have it
+        if key in states["state"]:
+            own = named["state"][name] = dict(states["state"][key])
             places += [(own, key) for key, value in own.items() if isinstance(value, torch.Tensor)]
     found = converted([own[key] for own, key in places], kind, config)
     for (own, key), value in zip(places, found, strict=True):
         own[key] = value
     for own in states["param_groups"]:
-        named["param_groups"].append({**own, "params": [names[i] for i in own["params"]]})
+        named["param_groups"].append({**own, "params": [_name_of(i, names) for i in own["params"]]})
     if is_rank0_only(config) and not is_first_rank(model):
         return {}
     return named
@@ -485,8 +486,9 @@ def optim_state_dict_to_load(
 
     Raises:
         ValueError: If it has states of other parameters, or only the first rank has it
-            (``rank0_only``), or the optimizer has a parameter that is not of ``model``; on the
-            ranks where a local shard has another shape than theirs.
+            (``rank0_only``), or no group with a parameter that the optimizer has, or the optimizer
+            has one that is not of ``model``; on the ranks where a local shard has another shape
+            than theirs.
 
     Collective: none, but for DTensors that are sharded in another way.
     """
@@ -515,11 +517,7 @@ def optim_state_dict_to_load(
     for own in optim.param_groups:
         members = range(index, index + len(own["params"]))
         index = members.stop
-        saved = next(
-            saved
-            for saved in optim_state_dict["param_groups"]
-            if not members or names[members[0]] in saved["params"]
-        )
+        saved = _saved_group(optim_state_dict, names[members[0]] if members else None)
         keys = [names[i] if is_named_optimizer else i for i in members]
         result["param_groups"].append({**saved, "params": keys})
     if load_directly:
@@ -540,6 +538,28 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
                 )
             names.append(by_identity[id(param)])
     return names
+
+
+def _name_of(key: int | str, names: list[str]) -> str:
+    """Return the name of a parameter by its place or, in an optimizer of names, by its name."""
+    return key if isinstance(key, str) else names[key]
+
+
+def _saved_group(states: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Return the saved group of a parameter, any for none.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    groups: list[dict[str, Any]] = states.get("param_groups", [])
+    for saved in groups:
+        if name is None or name in saved["params"]:
+            return saved
+    has = [saved["params"] for saved in groups]
+    raise ValueError(
+        f"Expected param_groups of which one has {'parameters' if name is None else repr(name)}, "
+        f"as optim_state_dict returns them, got groups of {has}"
+    )
 
 
 def _as_state_of(param: torch.Tensor, names: tuple[str, str], value: Any, is_local: bool) -> Any:
