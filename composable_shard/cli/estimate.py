@@ -8,10 +8,11 @@ import json
 import os
 import sys
 import tomllib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,11 +22,86 @@ from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 
 # The files that ``composable-shard estimate`` reads -----------------------------------------------
 
-_KEYS = {
-    *("model", "arguments", "ranks", "device", "optimizer", "loss", "batch", "fully_shard"),
-    *("flops", "bandwidth", "replica_bandwidth", "latency"),
+
+def _is_name(value: Any) -> bool:
+    """Tell whether a value is ``module:attribute``, the module an absolute one."""
+    module, _, attribute = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return all(part.isidentifier() for part in (*module.split("."), attribute))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_speed(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _are_ranks(value: Any) -> bool:
+    shape = value if isinstance(value, (list, tuple)) else [value]
+    return len(shape) in (1, 2) and all(map(_is_count, shape))
+
+
+def _is_device(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        torch.device(value)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_count(one) or one == 0 for one in value)
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+
+
+_Kind = tuple[Callable[[Any], bool], str]
+
+_NAME: _Kind = (_is_name, "'module:attribute'")
+_TABLE: _Kind = (lambda value: isinstance(value, dict), "a table")
+_SPEED: _Kind = (_is_speed, "a positive number")
+_BOOL: _Kind = (lambda value: isinstance(value, bool), "true or false")
+_DTYPE: _Kind = (_is_dtype, "a dtype of torch")
+_COUNT: _Kind = (_is_count, "a positive whole number")
+
+# What the values of the keys must be.
+_KEYS: dict[str, _Kind] = {
+    "model": _NAME,
+    "arguments": _TABLE,
+    "ranks": (_are_ranks, "a number of ranks, or [replicas, shards]"),
+    "device": (_is_device, "a device of torch"),
+    "optimizer": _NAME,
+    "loss": _NAME,
+    "batch": (
+        lambda value: isinstance(value, (dict, list)),
+        "tables with shape and dtype, by name or in a list",
+    ),
+    "fully_shard": _TABLE,
+    "flops": _SPEED,
+    "bandwidth": _SPEED,
+    "replica_bandwidth": _SPEED,
+    "latency": (lambda value: value == 0 or _is_speed(value), "a number of at least 0"),
 }
-_SHARD_KEYS = {"policy", "reshard_after_forward", "param_dtype", "reduce_dtype", "offload"}
+_SHARD_KEYS: dict[str, _Kind] = {
+    "policy": (
+        lambda value: _is_count(value) or (isinstance(value, list) and all(map(_is_name, value))),
+        "a list of 'module:attribute', or a number of elements",
+    ),
+    "reshard_after_forward": (
+        lambda value: isinstance(value, bool) or _is_count(value),
+        "true, false or a number of ranks",
+    ),
+    "param_dtype": _DTYPE,
+    "reduce_dtype": _DTYPE,
+    "offload": _BOOL,
+}
+_TENSOR_KEYS: dict[str, _Kind] = {"shape": (_is_shape, "a list of lengths"), "dtype": _DTYPE}
+_OVERRIDES: dict[str, _Kind] = {**_KEYS, **_SHARD_KEYS, "batch": _COUNT, "context": _COUNT}
 _PASSED_ON = ("device", "flops", "bandwidth", "replica_bandwidth", "latency")
 
 
@@ -44,35 +120,51 @@ def read_config(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: If the file is not what it should be.
         ImportError: If what it names, or ``transformers``, cannot be imported.
     """
+    overrides = _checked(overrides, _OVERRIDES, " on the command line")
     config = _load(path)
     if "model_type" in config:
         return _hugging_face(path, overrides)
-    unknown = sorted(set(config) - _KEYS)
-    if unknown:
-        raise ConfigError(f"Expected keys out of {sorted(_KEYS)}, got {unknown}")
+    config = _checked(config, _KEYS, "")
     for needed in ("model", "batch"):
         if needed not in config:
             raise ConfigError(f"Expected a key '{needed}' in {path}, got none")
-    config |= {name: value for name, value in overrides.items() if name in _KEYS - {"batch"}}
+    config |= {name: overrides[name] for name in _KEYS if name in overrides and name != "batch"}
     call = {name: config[name] for name in _PASSED_ON if name in config}
-    call["build_model"] = partial(_named(config["model"]), **config.get("arguments", {}))
+    call["build_model"] = partial(_function(config, "model"), **config.get("arguments", {}))
     call["mesh_shape"] = _shape(config.get("ranks", 1))
     call["batch"] = _batch(config["batch"])
-    for name in ("optimizer", "loss"):
-        if name in config:
-            call[name] = _named(config[name])
+    if "optimizer" in config:
+        call["optimizer"] = _named(config["optimizer"])
+    if "loss" in config:
+        call["loss"] = _function(config, "loss")
     return call | _sharding(config.get("fully_shard", {}), overrides)
+
+
+def _checked(table: Mapping[str, Any], kinds: Mapping[str, _Kind], where: str) -> dict[str, Any]:
+    """Return what a table says, without nulls.
+
+    Raises:
+        ConfigError: For keys that are not known, and values of other kinds than they must have.
+    """
+    unknown = sorted(set(table) - set(kinds))
+    if unknown:
+        raise ConfigError(f"Expected keys out of {sorted(kinds)}{where}, got {unknown}")
+    said = {name: value for name, value in table.items() if value is not None}
+    for name, value in said.items():
+        is_right, expected = kinds[name]
+        if not is_right(value):
+            raise ConfigError(f"Expected '{name}'{where} to be {expected}, got {value!r}")
+    return said
 
 
 def _load(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+        config = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise ConfigError(f"Expected a config to read, got {error}") from error
-    try:
-        config = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
         raise ConfigError(f"Expected TOML or JSON in {path}, got {error}") from error
     if not isinstance(config, dict):
@@ -80,17 +172,37 @@ def _load(path: Path) -> dict[str, Any]:
     return config
 
 
-def _named(name: object) -> Any:
+def _named(name: str) -> Any:
     """Import ``module:attribute``, also from the current folder."""
-    module, colon, attribute = str(name).partition(":")
-    if not colon:
-        raise ConfigError(f"Expected 'module:attribute', got '{name}'")
+    module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found = importlib.import_module(module)
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ImportError(
+            f"Expected to import module '{module}', got {_described(error)}"
+        ) from error
     if not hasattr(found, attribute):
         raise ConfigError(f"Expected '{attribute}' in module '{module}', got none")
     return getattr(found, attribute)
+
+
+def _function(config: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    found = _named(config[key])
+    if not callable(found):
+        raise ConfigError(f"Expected '{key}' to name a function or a class, got {found!r}")
+    return cast(Callable[..., Any], found)
+
+
+def _described(error: Exception) -> str:
+    """Say what was raised, and where."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error}, raised at {place.filename}:{place.lineno}"
 
 
 def _shape(ranks: Any) -> Any:
@@ -102,46 +214,49 @@ def _batch(described: Any) -> Callable[[], Any]:
     if isinstance(described, Mapping):
         shapes = {name: _tensor(one) for name, one in described.items()}
         return lambda: {name: torch.zeros(shape, dtype=d) for name, (shape, d) in shapes.items()}
-    if not isinstance(described, Sequence) or isinstance(described, str):
-        raise ConfigError(f"Expected tables with shape and dtype in batch, got {described!r}")
     listed = [_tensor(one) for one in described]
     return lambda: tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in listed)
 
 
 def _tensor(described: Any) -> tuple[list[int], torch.dtype]:
-    if not isinstance(described, Mapping) or set(described) - {"dtype"} != {"shape"}:
+    if not isinstance(described, Mapping) or described.get("shape") is None:
         raise ConfigError(f"Expected a table with shape and dtype in batch, got {described!r}")
-    return list(described["shape"]), _dtype(described.get("dtype", "float32"))
-
-
-def _dtype(name: object) -> torch.dtype:
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"Expected a dtype of torch, got '{name}'")
-    return dtype
+    described = _checked(described, _TENSOR_KEYS, " in batch")
+    dtype: torch.dtype = getattr(torch, described.get("dtype", "float32"))
+    return described["shape"], dtype
 
 
 def _sharding(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(config) - _SHARD_KEYS)
-    if unknown:
-        raise ConfigError(
-            f"Expected keys out of {sorted(_SHARD_KEYS)} in fully_shard, got {unknown}"
-        )
+    config = _checked(config, _SHARD_KEYS, " in fully_shard")
     call: dict[str, Any] = {}
-    policy = config.get("policy")
-    if policy is not None:
-        call["policy"] = policy if isinstance(policy, int) else tuple(map(_named, policy))
+    if "policy" in config:
+        policy = config["policy"]
+        call["policy"] = policy if isinstance(policy, int) else _classes(policy)
     if "reshard_after_forward" in config:
         call["reshard_after_forward"] = config["reshard_after_forward"]
     if config.get("offload"):
         call["offload_policy"] = CPUOffloadPolicy()
     said = {**config, **overrides}
     param, reduce = (
-        _dtype(said[key]) if key in said else None for key in ("param_dtype", "reduce_dtype")
+        getattr(torch, said[key]) if key in said else None
+        for key in ("param_dtype", "reduce_dtype")
     )
-    if param or reduce:
-        call["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    try:
+        if param or reduce:
+            call["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
     return call
+
+
+def _classes(names: Sequence[str]) -> tuple[type[nn.Module], ...]:
+    found = tuple(map(_named, names))
+    for one in found:
+        if not isinstance(one, type) or not issubclass(one, nn.Module):
+            raise ConfigError(
+                f"Expected 'policy' in fully_shard to name classes of modules, got {one!r}"
+            )
+    return found
 
 
 def _hugging_face(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +268,10 @@ def _hugging_face(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
             f"Expected transformers to build the model of {path}, got '{error}'; install it with "
             "'pip install transformers'"
         ) from error
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ConfigError(f"Expected a config of Hugging Face in {path}, got {error}") from error
     config.use_cache = False
     config.dtype = torch.float32
     shape = (overrides["batch"], overrides["context"])
@@ -241,6 +359,8 @@ def run(args: argparse.Namespace) -> int:
         result = estimate(**call)
     except (TypeError, ValueError, RuntimeError) as error:
         return _fail(error, FAILED)
+    except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
+        return _fail(_described(error), FAILED)
     if args.json:
         print(json.dumps(result.to_dict()))
     else:
@@ -248,7 +368,7 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     print(f"composable-shard estimate: {error}{notes}", file=sys.stderr)
     return code

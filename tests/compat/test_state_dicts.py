@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as checkpoint
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor
 
 from composable_shard.compat.fsdp1 import (
@@ -303,3 +304,130 @@ def test_optimizers_that_do_not_fit() -> None:
             "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
             "every rank and set it to False"
         )
+
+
+# Local shards of other ranks, and full tensors ----------------------------------------------------
+
+
+def stepped() -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model of four rows, and its optimizer after a step."""
+    model = FSDP(nn.Linear(3, 4, bias=False), device_id=CPU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def local_states() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    model, optimizer = stepped()
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    return {key: value.clone() for key, value in states.items()}, named
+
+
+def refused(saved: list[tuple[dict[str, torch.Tensor], dict[str, Any]]]) -> tuple[str, str]:
+    """Load the shards of one of four ranks on one of two."""
+    states, named = saved[dist.get_rank()]
+    model, optimizer = stepped()
+    before = model.weight.to_local().clone()
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        with pytest.raises(RuntimeError) as of_model:
+            model.load_state_dict(states)
+        with pytest.raises(ValueError) as of_optimizer:
+            FSDP.optim_state_dict_to_load(model, optimizer, named)
+    assert torch.equal(model.weight.to_local(), before)
+    return str(of_model.value), str(of_optimizer.value)
+
+
+def test_shards_of_other_ranks_are_refused() -> None:
+    texts = run_ranks(refused, 2, run_ranks(local_states, 4))
+    assert texts == 2 * [
+        (
+            "Error(s) in loading state_dict for FullyShardedDataParallel:\n\tsize mismatch for "
+            "weight: copying a param with shape torch.Size([1, 3]) from checkpoint, the shape in "
+            "current model is torch.Size([4, 3]).",
+            "Expected the shard of 'momentum_buffer' of 'weight' to have shape [2, 3], got "
+            "[1, 3]; load local shards on as many ranks as have saved them, or full or sharded "
+            "states",
+        )
+    ]
+
+
+@on_ranks(2)
+def test_full_tensors_are_loaded_whatever_the_type() -> None:
+    model, optimizer, _, _ = trained()
+    states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    other = FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU)
+    own = dict(other.named_parameters())
+    loaded = torch.optim.Adam(
+        [{"params": [own[n] for n in group["params"]]} for group in named["param_groups"]]
+    )
+    with FSDP.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
+        other.load_state_dict(states)
+        FSDP.optim_state_dict_to_load(other, loaded, named, load_directly=True)
+    for key, value in other.state_dict().items():
+        same(value, states[key])
+    again = FSDP.optim_state_dict(other, loaded)
+    for name, values in named["state"].items():
+        for key, value in values.items():
+            same(again["state"][name][key], value)
+
+
+# Optimizers that have their states by name, and states without groups ----------------------------
+
+
+def named_optimizer(model: Any) -> Any:
+    optimizer = _NamedOptimizer(
+        model.named_parameters(), torch.optim.Adam, module=model, lr=0.1, betas=(0.5, 0.9)
+    )
+    model(torch.full((2, 4), 2.0)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@on_ranks(2)
+def test_an_optimizer_of_names() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=always_wrap_policy, device_id=CPU)
+    reference = named_optimizer(plain).state_dict()
+    optimizer = named_optimizer(model)
+    named = FSDP.optim_state_dict(model, optimizer)
+    assert (
+        set(named["state"])
+        == set(reference["state"])
+        == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    )
+    assert named["param_groups"] == reference["param_groups"]
+    for name, values in reference["state"].items():
+        for key, value in values.items():
+            same(named["state"][name][key], value)
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+    result = FSDP.optim_state_dict_to_load(model, optimizer, named, is_named_optimizer=True)
+    optimizer.load_state_dict(result)
+    for name, param in model.named_parameters():
+        moment = optimizer.state[param]["exp_avg"]
+        same(moment.full_tensor(), reference["state"][name]["exp_avg"])
+
+
+def states_without(what: str) -> str:
+    model, optimizer = stepped()
+    named = FSDP.optim_state_dict(model, optimizer)
+    if what == "param_groups":
+        del named[what]
+    else:
+        named["param_groups"][0]["params"] = ["other"]
+    with pytest.raises(ValueError) as caught:
+        FSDP.optim_state_dict_to_load(model, optimizer, named)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "has"), [("param_groups", []), ("weight", [["other"]])])
+def test_states_without_a_group_of_a_parameter(what: str, has: list[list[str]]) -> None:
+    text = (
+        "Expected param_groups of which one has 'weight', as optim_state_dict returns them, got "
+        f"groups of {has}"
+    )
+    assert run_ranks(states_without, 2, what) == [text, text]

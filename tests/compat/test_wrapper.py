@@ -347,6 +347,39 @@ def test_no_sync_of_an_inner_wrapper() -> None:
     assert on_all(inner_no_sync, 2) == [False] * 2 + [True] * 4 + [False] * 4
 
 
+class Layers(nn.Module):
+    """Calls what is in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:A container without a forward")
+@on_ranks(2)
+def test_a_container_of_modules_that_are_sharded() -> None:
+    plain, reference = two_of(Layers())
+    for layer in plain.layers[:2]:
+        fully_shard(layer)
+    plain.layers = FSDP(plain.layers, device_id=CPU)
+    assert plain.layers.process_group is dist.group.WORLD
+    assert len(plain.layers.fsdp_groups()) == 3
+    batch = torch.full((2, 4), dist.get_rank() + 1.0)
+    with plain.layers.no_sync():
+        plain(batch).square().sum().backward()
+    assert all(param.grad.placements[0].is_partial() for param in plain.parameters())
+    plain(batch).square().sum().backward()
+    for _ in range(2):
+        reference(batch).square().sum().backward()
+    average_gradients(reference)
+    assert_same_gradients(plain, reference)
+
+
 # Precision --------------------------------------------------------------------------------------
 
 
@@ -705,6 +738,12 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         "Expected ignored modules that are not sharded, got FSDPLinear",
     ),
     # The rest
+    (
+        lambda: wrap(fully_shard(linear())),
+        ValueError,
+        "Expected a module that is not sharded, got FSDPLinear, which fully_shard was applied to "
+        "before; wrap the module around it, or use it as it is",
+    ),
     (
         lambda: wrap(Nothing()),
         MaterializationError,

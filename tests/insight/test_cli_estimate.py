@@ -167,40 +167,182 @@ KEYS = (
     "['arguments', 'bandwidth', 'batch', 'device', 'flops', 'fully_shard', 'latency', 'loss', "
     "'model', 'optimizer', 'ranks', 'replica_bandwidth']"
 )
+MODEL = "model = 'tests.insight.models"
+STACK = f"{MODEL}:Stack'\n"
+SHARDED = f"{STACK}batch = []\n[fully_shard]\n"
 WRONG: list[tuple[str, str]] = [
     ("modle = 1", f"Expected keys out of {KEYS}, got ['modle']"),
     ("ranks = 2", "Expected a key 'model' in {path}, got none"),
-    ("model = 'tests'\n[batch]", "Expected 'module:attribute', got 'tests'"),
+    *(
+        (f"model = {said}\n[batch]", f"Expected 'model' to be 'module:attribute', got {said}")
+        for said in ("'tests'", "':Net'", "'.models:Net'", "'tests:'", "3", "['tests:Net']")
+    ),
     (
-        "model = 'tests.insight.models:Nothing'\n[batch]",
+        f"{MODEL}:Nothing'\n[batch]",
         "Expected 'Nothing' in module 'tests.insight.models', got none",
     ),
     (
-        "model = 'tests.insight.models:Stack'\nbatch = 3",
-        "Expected tables with shape and dtype in batch, got 3",
+        f"{MODEL}:__name__'\n[batch]",
+        "Expected 'model' to name a function or a class, got 'tests.insight.models'",
     ),
     (
-        "model = 'tests.insight.models:Stack'\nbatch = [3]",
-        "Expected a table with shape and dtype in batch, got 3",
+        f"{STACK}loss = 'tests.insight.models:__name__'\n[batch]",
+        "Expected 'loss' to name a function or a class, got 'tests.insight.models'",
     ),
     (
-        "model = 'tests.insight.models:Stack'\nbatch = [{ shape = [1], dtype = 'int65' }]",
-        "Expected a dtype of torch, got 'int65'",
+        f"{STACK}batch = 3",
+        "Expected 'batch' to be tables with shape and dtype, by name or in a list, got 3",
+    ),
+    (f"{STACK}batch = [3]", "Expected a table with shape and dtype in batch, got 3"),
+    (
+        f"{STACK}batch = [{{ dtype = 'int64' }}]",
+        "Expected a table with shape and dtype in batch, got {'dtype': 'int64'}",
+    ),
+    *(
+        (
+            f"{STACK}batch = [{{ shape = {said} }}]",
+            f"Expected 'shape' in batch to be a list of lengths, got {said}",
+        )
+        for said in ("4", "[-2, 16]", "[1.5]")
     ),
     (
-        "model = 'tests.insight.models:Stack'\nbatch = []\n[fully_shard]\npolcy = 1",
+        f"{STACK}batch = [{{ shape = [1], dtype = 'int65' }}]",
+        "Expected 'dtype' in batch to be a dtype of torch, got 'int65'",
+    ),
+    (
+        f"{STACK}batch = [{{ shape = [1], size = 2 }}]",
+        "Expected keys out of ['dtype', 'shape'] in batch, got ['size']",
+    ),
+    (f"{STACK}arguments = 3\n[batch]", "Expected 'arguments' to be a table, got 3"),
+    *(
+        (
+            f"{STACK}ranks = {said}\n[batch]",
+            f"Expected 'ranks' to be a number of ranks, or [replicas, shards], got {said}",
+        )
+        for said in ("'x'", "0", "[1, 2, 3]", "[2, -1]", "2.0")
+    ),
+    (f"{STACK}device = 'tpu'\n[batch]", "Expected 'device' to be a device of torch, got 'tpu'"),
+    *(
+        (
+            f"{STACK}{key} = {said}\n[batch]",
+            f"Expected '{key}' to be a positive number, got {said}",
+        )
+        for key, said in (
+            *(("flops", said) for said in ("'many'", "nan", "0", "-1.5")),
+            *(("bandwidth", "'x'"), ("replica_bandwidth", "nan")),
+        )
+    ),
+    (
+        f"{STACK}latency = nan\n[batch]",
+        "Expected 'latency' to be a number of at least 0, got nan",
+    ),
+    (f"{STACK}fully_shard = 3\n[batch]", "Expected 'fully_shard' to be a table, got 3"),
+    (
+        f"{SHARDED}polcy = 1",
         "Expected keys out of ['offload', 'param_dtype', 'policy', 'reduce_dtype', "
         "'reshard_after_forward'] in fully_shard, got ['polcy']",
     ),
+    *(
+        (
+            f"{SHARDED}policy = {said}",
+            "Expected 'policy' in fully_shard to be a list of 'module:attribute', or a number of "
+            f"elements, got {said}",
+        )
+        for said in ("'tests.insight.models:Layer'", "0", "['Layer']")
+    ),
+    (
+        f"{SHARDED}policy = ['tests.insight.models:__name__']",
+        "Expected 'policy' in fully_shard to name classes of modules, got 'tests.insight.models'",
+    ),
+    (
+        f"{SHARDED}reshard_after_forward = 'no'",
+        "Expected 'reshard_after_forward' in fully_shard to be true, false or a number of ranks, "
+        "got 'no'",
+    ),
+    (
+        f"{SHARDED}param_dtype = 'bf16'",
+        "Expected 'param_dtype' in fully_shard to be a dtype of torch, got 'bf16'",
+    ),
+    (
+        f"{SHARDED}param_dtype = 'int8'",
+        "Expected param_dtype to be a floating-point dtype, got torch.int8",
+    ),
+    (f"{SHARDED}offload = 1", "Expected 'offload' in fully_shard to be true or false, got 1"),
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG, ids=[text for text, _ in WRONG])
-def test_files_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
     path = written(tmp_path, text)
-    with pytest.raises(ConfigError) as caught:
-        read_config(path, {})
-    assert str(caught.value) == message.replace("{path}", str(path))
+    message = message.replace("{path}", str(path))
+    assert call(path) == 2
+    assert capsys.readouterr().err == f"composable-shard estimate: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "said", "expected"),
+    [
+        ("--flops", "nan", "'flops' on the command line to be a positive number, got nan"),
+        ("--bandwidth", "0", "'bandwidth' on the command line to be a positive number, got 0.0"),
+        ("--batch", "0", "'batch' on the command line to be a positive whole number, got 0"),
+        (
+            "--reduce-dtype",
+            "half2",
+            "'reduce_dtype' on the command line to be a dtype of torch, got 'half2'",
+        ),
+    ],
+)
+def test_options_that_are_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, said: str, expected: str
+) -> None:
+    assert call(written(tmp_path, TOML), option, said) == 2
+    assert capsys.readouterr().err == f"composable-shard estimate: Expected {expected}\n"
+
+
+BUILDERS = """
+def key():
+    return {}["nothing"]
+
+def claim():
+    assert False, "not so"
+"""
+
+
+def test_what_a_model_raises_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    place = written(tmp_path, BUILDERS, "failing_builders.py")
+    written(tmp_path, "def f(:", "broken_module.py")
+    written(tmp_path, "1 / 0", "dividing_module.py")
+    for model, message in (
+        ("failing_builders:key", f"KeyError: 'nothing', raised at {place}:3"),
+        ("failing_builders:claim", f"AssertionError: not so, raised at {place}:6"),
+        (
+            "broken_module:f",
+            "Expected to import module 'broken_module', got SyntaxError: invalid syntax "
+            "(broken_module.py, line 1)",
+        ),
+        (
+            "dividing_module:f",
+            "Expected to import module 'dividing_module', got ZeroDivisionError: division by "
+            f"zero, raised at {tmp_path / 'dividing_module.py'}:1",
+        ),
+    ):
+        assert call(written(tmp_path, f"model = '{model}'\n[batch]")) == 1
+        assert capsys.readouterr().err == f"composable-shard estimate: {message}\n"
+
+
+def test_null_in_json_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model": "tests.insight.models:Stack", "batch": [{"shape": [2, 256]}]}
+    said = []
+    for more in ({}, {"flops": None, "loss": None, "fully_shard": {"policy": None}}):
+        assert call(written(tmp_path, json.dumps(config | more), "train.json")) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -216,6 +358,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"Expected TOML or JSON in {path}, got Expecting property name enclosed in double quotes: "
         "line 1 column 2 (char 1)"
+    )
+    path = tmp_path / "c.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError) as caught:
+        read_config(path, {})
+    assert str(caught.value) == (
+        f"Expected TOML or JSON in {path}, got 'utf-8' codec can't decode byte 0xff in position "
+        "0: invalid start byte"
     )
     with pytest.raises(ConfigError) as caught:
         read_config(written(tmp_path, "[1]", "b.json"), {})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable_shard import (
     DataParallelMeshDims,
@@ -31,9 +34,18 @@ from composable_shard.compat.fsdp1.policies import (
     choose,
     in_order,
 )
+from composable_shard.compat.fsdp1.state_dicts import Wrapper
 from composable_shard.mesh import start_process_group
 
 # What of a module one wrapper takes charge of: not what is ignored, nor what is wrapped below -----
+
+
+class Place(NamedTuple):
+    """Where a module has registered a parameter or a buffer."""
+
+    module: nn.Module
+    registered: dict[str, Any]
+    name: str
 
 
 @dataclass(frozen=True)
@@ -50,16 +62,30 @@ class Scope:
     ignored_modules: frozenset[nn.Module]
     ignored_params: frozenset[nn.Parameter]
 
-    def slots(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """Yield the parameters with the places where they are registered."""
+    def held(self) -> dict[torch.Tensor, list[Place]]:
+        """Return parameters and buffers with all places where they are registered."""
+        found: dict[torch.Tensor, list[Place]] = {}
         for module in self.modules:
-            for name, param in module._parameters.items():
-                if param is not None and param not in self.ignored_params:
-                    yield module, name, param
+            for registered in (module._parameters, module._buffers):
+                for name, tensor in registered.items():
+                    if tensor is not None and tensor not in self.ignored_params:
+                        found.setdefault(tensor, []).append(Place(module, registered, name))
+        return found
+
+    def breadth_first(self) -> list[nn.Module]:
+        """Return the modules in the order in which FSDP1 initializes them."""
+        found, left = list(self.modules[:1]), set(self.modules[1:])
+        for module in found:  # which grows on the way
+            for child in module.children():
+                if child in left:
+                    left.remove(child)
+                    found.append(child)
+        return found
 
     def params(self) -> list[nn.Parameter]:
         """Return the parameters, each once."""
-        return list(dict.fromkeys(param for _, _, param in self.slots()))
+        found = dict.fromkeys(p for module in self.modules for p in module.parameters(False))
+        return [param for param in found if param not in self.ignored_params]
 
     def buffers(self) -> list[torch.Tensor]:
         """Return the buffers, each once."""
@@ -117,13 +143,13 @@ def _read(
 
 
 def _walk(top: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield modules from the top down, each once, but what is ignored or sharded."""
+    """Yield modules from the top down, each once, but what is ignored, wrapped or sharded."""
     left, seen = [top], set[nn.Module]()
     while left:
         module = left.pop()
         if module in seen or module in ignored:
             continue
-        if isinstance(module, FSDPModule) and module is not top:
+        if isinstance(module, (Wrapper, FSDPModule)) and module is not top:
             continue
         seen.add(module)
         yield module
@@ -211,40 +237,92 @@ def _rank() -> str:
 # Values -----------------------------------------------------------------------------------------
 
 
+class _Real(NamedTuple):
+    """A tensor that was on the meta device, and the module that has initialized it."""
+
+    tensor: torch.Tensor
+    module: weakref.ref[nn.Module]
+
+
+_real = WeakTensorKeyDictionary()
+"""What tensors on the meta device have become that modules outside of the wrapper hold still."""
+
+
 def materialize(
     scope: Scope, init_fn: Callable[[nn.Module], object] | None, device: torch.device
 ) -> None:
-    """Make parameters and buffers real that are on the meta device; tied ones stay tied.
+    """Make parameters and buffers real that are on the meta device.
+
+    Tied ones stay tied, also to places within other wrappers, and have the values that the first
+    module in the model gives them.
 
     Args:
         scope: What the wrapper takes charge of.
-        init_fn: Called with each of its modules; else those that need it are initialized by their
-            ``reset_parameters()``.
+        init_fn: Called with each of its modules, in the order of FSDP1; else those that need it
+            are initialized by their ``reset_parameters()``.
         device: Where.
 
     Raises:
         MaterializationError: If a module has none; nothing is initialized then.
     """
-    ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module, name, param in scope.slots():
-        ties.setdefault(param, []).append((module, name))
-    on_meta = [
-        module
-        for module in scope.modules
-        if any(p.is_meta for p in module._parameters.values() if p is not None)
-        or any(buffer.is_meta for buffer in module.buffers(False))
-    ]
+    held = scope.held()
+    on_meta = {place.module for old, places in held.items() if old.is_meta for place in places}
     if not on_meta:
         return
-    if init_fn is not None:
-        for module in scope.modules:
-            init_fn(module)
-    else:
-        _reset(on_meta, device)
-    for places in ties.values():
-        first, attribute = places[0]
-        for module, name in places[1:]:
-            module._parameters[name] = first._parameters[attribute]
+    modules = scope.breadth_first()
+    with _put_aside(scope):
+        if init_fn is not None:
+            for module in modules:
+                init_fn(module)
+        else:
+            _reset([module for module in modules if module in on_meta], device)
+    for old, places in held.items():
+        new = _tied(old, places[0], scope.modules[0])
+        for place in places:
+            place.registered[place.name] = new
+
+
+def _tied(old: torch.Tensor, first: Place, root: nn.Module) -> torch.Tensor:
+    """Return what ``old`` has become, in a wrapper within ``root`` or beside it if not here.
+
+    Args:
+        old: A parameter or buffer, not yet replaced in other wrappers.
+        first: The first of its places here, which has been initialized.
+        root: The wrapped module.
+    """
+    new: torch.Tensor = first.registered[first.name]
+    if new is old or not old.is_meta:
+        return new
+    before = _real.get(old)
+    if before is None:
+        _real[old] = _Real(new, weakref.ref(first.module))
+        return new
+    order = list(root.modules())
+    other = before.module()
+    if other in order and order.index(first.module) < order.index(other):
+        before.tensor.data.copy_(new)  # unseen by the group that gives it back for this
+        _real[old] = _Real(before.tensor, weakref.ref(first.module))
+    tensor: torch.Tensor = before.tensor
+    return tensor
+
+
+@contextlib.contextmanager
+def _put_aside(scope: Scope) -> Iterator[None]:
+    """Have others initialized in the place of ignored parameters, which stay as they are."""
+    ignored = [
+        (module, name, param)
+        for module in scope.modules
+        for name, param in module._parameters.items()
+        if param in scope.ignored_params
+    ]
+    for module, name, param in ignored:
+        other = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        module._parameters[name] = nn.Parameter(other, param.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, param in ignored:
+            module._parameters[name] = param
 
 
 def _reset(modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -448,9 +526,13 @@ def wrap_below(
     policy: AutoWrapPolicy,
     wrapper_class: type[nn.Module],
     arguments: dict[str, Any],
-) -> None:
-    """Replace the modules below ``root`` that a policy picks by wrappers, inner ones first."""
-    wrapped = {m for m in root.modules() if isinstance(m, (wrapper_class, FSDPModule))}
+) -> Scope:
+    """Replace the modules below ``root`` that a policy picks by wrappers, inner ones first.
+
+    Returns:
+        What is left to ``root``.
+    """
+    wrapped = {m for m in root.modules() if isinstance(m, (Wrapper, FSDPModule))}
     left_alone = scope.ignored_modules | wrapped
     chosen = choose(root, policy, left_alone, scope.ignored_params)
     precision = arguments["mixed_precision"]
@@ -468,6 +550,7 @@ def wrap_below(
         wrapper = wrapper_class(module, **{**arguments, **own})
         for parent, name in places[module]:
             setattr(parent, name, wrapper)
+    return replace(scope, modules=tuple(_walk(root, scope.ignored_modules)))
 
 
 def arguments_below(
@@ -475,7 +558,7 @@ def arguments_below(
 ) -> dict[str, Any]:
     """Return the arguments of the wrappers below one, the same ranks and device for all."""
     arguments = choices.as_arguments()
-    arguments["ignored_states"] = scope.ignored_params
+    arguments["ignored_states"] = scope.ignored_modules or scope.ignored_params
     if choices.device_id is not None:
         arguments["device_id"] = device
     if layout.strategy.is_hybrid:
@@ -486,7 +569,7 @@ def arguments_below(
 def shard(
     module: nn.Module, scope: Scope, layout: Layout, choices: Choices, device: torch.device
 ) -> tuple[nn.Module, ...]:
-    """Shard a module, or what is in a container; return which modules are sharded."""
+    """Shard a module, or what is in a container and is not sharded; return which modules are."""
     tops = [module]
     if type(module).forward is nn.Module.forward:
         tops = list(_with_forward(module))
@@ -500,10 +583,10 @@ def shard(
     if choices.sync_module_states:
         synchronize(scope, layout.mesh)
     kept = [(inner, dict(inner._buffers)) for inner in scope.ignored_modules]
-    tops = [top for top in tops if not isinstance(top, FSDPModule)]
-    if tops:
+    plain = [top for top in tops if not isinstance(top, FSDPModule)]
+    if plain:
         fully_shard(
-            tops,
+            plain,
             mesh=layout.mesh,
             dp_mesh_dims=layout.dims,
             reshard_after_forward=layout.strategy.reshard_after_forward,

@@ -168,7 +168,8 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If arguments, the module and the current device do not go together.
+        ValueError: If arguments, the module and the current device do not go together, or the
+            module is sharded already.
         RuntimeError: If parameters lie on several devices.
         MaterializationError: If a module on the meta device cannot be initialized.
 
@@ -206,6 +207,11 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"Expected module to be an nn.Module, got {type(module).__name__}")
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"Expected a module that is not sharded, got {type(module).__name__}, which "
+                "fully_shard was applied to before; wrap the module around it, or use it as it is"
+            )
         choices = Choices(
             process_group=process_group,
             sharding_strategy=sharding_strategy,
@@ -230,8 +236,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.sharding_strategy = layout.strategy
         if auto_wrap_policy is not None:
             arguments = arguments_below(choices, scope, layout, self.compute_device)
-            wrap_below(module, scope, auto_wrap_policy, type(self), arguments)
-            scope = scope_of(module, ignored_modules, ignored_states)
+            scope = wrap_below(module, scope, auto_wrap_policy, type(self), arguments)
         self._tops = shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
         self.training = module.training

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import _torch
 from composable_shard.train.weights.gathering import full_copies
@@ -203,6 +203,14 @@ def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
     return _torch.local_like(param, cut.to(local.device, copy=True))
 
 
+def shard_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a local shard of a parameter as a DTensor, anything of another shape as it is."""
+    if not isinstance(param, DTensor) or isinstance(value, DTensor):
+        return value
+    is_shard = value.shape == _torch.local_tensor(param).shape
+    return _torch.local_like(param, value) if is_shard else value
+
+
 # Names ------------------------------------------------------------------------------------------
 
 
@@ -388,10 +396,8 @@ def _before_load(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *res
     if wrapper.fsdp_state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for name, param in wrapper.named_parameters(remove_duplicate=False):
             value = state_dict.get(prefix + name)
-            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-                continue
-            if isinstance(param, DTensor):
-                state_dict[prefix + name] = _torch.local_like(param, value)
+            if isinstance(value, torch.Tensor):
+                state_dict[prefix + name] = shard_of(param, value)
     rename_keys(state_dict, prefix, inner)
 
 
@@ -415,7 +421,7 @@ def optim_state_dict(
     Args:
         model: The module whose parameters it has: a wrapper, or one with wrappers below.
         optim: The optimizer.
-        optim_state_dict: Its state dict, if it was taken already.
+        optim_state_dict: Its state dict, if it was taken already; by places or by names.
         group: Accepted; the ranks are those of each parameter.
 
     Returns:
@@ -446,14 +452,15 @@ def optim_state_dict(
     named: dict[str, Any] = {"state": {}, "param_groups": []}
     places: list[tuple[dict[str, Any], str]] = []
     for index, name in enumerate(names):
-        if index in states["state"]:
-            own = named["state"][name] = dict(states["state"][index])
+        key = index if index in states["state"] else name  # as optimizers of names have it
+        if key in states["state"]:
+            own = named["state"][name] = dict(states["state"][key])
             places += [(own, key) for key, value in own.items() if isinstance(value, torch.Tensor)]
     found = converted([own[key] for own, key in places], kind, config)
     for (own, key), value in zip(places, found, strict=True):
         own[key] = value
     for own in states["param_groups"]:
-        named["param_groups"].append({**own, "params": [names[i] for i in own["params"]]})
+        named["param_groups"].append({**own, "params": [_name_of(i, names) for i in own["params"]]})
     if is_rank0_only(config) and not is_first_rank(model):
         return {}
     return named
@@ -479,7 +486,9 @@ def optim_state_dict_to_load(
 
     Raises:
         ValueError: If it has states of other parameters, or only the first rank has it
-            (``rank0_only``), or the optimizer has a parameter that is not of ``model``.
+            (``rank0_only``), or no group with a parameter that the optimizer has, or the optimizer
+            has one that is not of ``model``; on the ranks where a local shard has another shape
+            than theirs.
 
     Collective: none, but for DTensors that are sharded in another way.
     """
@@ -501,18 +510,14 @@ def optim_state_dict_to_load(
     for index, (name, param) in enumerate(zip(names, params, strict=True)):
         if name in optim_state_dict["state"]:
             result["state"][name if is_named_optimizer else index] = {
-                key: _as_state_of(param, key, value, is_local)
+                key: _as_state_of(param, (name, key), value, is_local)
                 for key, value in optim_state_dict["state"][name].items()
             }
     index = 0
     for own in optim.param_groups:
         members = range(index, index + len(own["params"]))
         index = members.stop
-        saved = next(
-            saved
-            for saved in optim_state_dict["param_groups"]
-            if not members or names[members[0]] in saved["params"]
-        )
+        saved = _saved_group(optim_state_dict, names[members[0]] if members else None)
         keys = [names[i] if is_named_optimizer else i for i in members]
         result["param_groups"].append({**saved, "params": keys})
     if load_directly:
@@ -535,11 +540,55 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
     return names
 
 
-def _as_state_of(param: torch.Tensor, key: str, value: Any, is_local: bool) -> Any:
-    """Return a state of a parameter, sharded as it is if it has its shape."""
-    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or key == "step":
+def _name_of(key: int | str, names: list[str]) -> str:
+    """Return the name of a parameter by its place or, in an optimizer of names, by its name."""
+    return key if isinstance(key, str) else names[key]
+
+
+def _saved_group(states: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Return the saved group of a parameter, any for none.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    groups: list[dict[str, Any]] = states.get("param_groups", [])
+    for saved in groups:
+        if name is None or name in saved["params"]:
+            return saved
+    has = [saved["params"] for saved in groups]
+    raise ValueError(
+        f"Expected param_groups of which one has {'parameters' if name is None else repr(name)}, "
+        f"as optim_state_dict returns them, got groups of {has}"
+    )
+
+
+def _as_state_of(param: torch.Tensor, names: tuple[str, str], value: Any, is_local: bool) -> Any:
+    """Return a state of a parameter, sharded as it is if it has its shape.
+
+    Args:
+        param: The parameter.
+        names: That of the parameter, and that of the state.
+        value: The state.
+        is_local: Whether shards are given as they are.
+    """
+    if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or names[1] == "step":
         return value
-    if is_local and not isinstance(value, DTensor):
-        is_shard = value.shape == _torch.local_tensor(param).shape
-        return _torch.local_like(param, value) if is_shard else value
-    return sharded_like(param, value) if value.shape == param.shape else value
+    if is_local:
+        value = shard_of(param, value)
+    if value.shape == param.shape:
+        return sharded_like(param, value)
+    if is_local and _is_cut_otherwise(param, value):
+        raise ValueError(
+            f"Expected the shard of '{names[1]}' of '{names[0]}' to have shape "
+            f"{list(_torch.local_tensor(param).shape)}, got {list(value.shape)}; load local shards "
+            "on as many ranks as have saved them, or full or sharded states"
+        )
+    return value
+
+
+def _is_cut_otherwise(param: DTensor, value: torch.Tensor) -> bool:
+    """Tell whether a tensor looks like a shard of a parameter over other ranks."""
+    dims = {placement.dim for placement in param.placements if isinstance(placement, Shard)}
+    return value.ndim == param.ndim and all(
+        length == param.shape[dim] for dim, length in enumerate(value.shape) if dim not in dims
+    )

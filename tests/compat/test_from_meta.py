@@ -1,0 +1,222 @@
+"""Models on the meta device: what is initialized, how often, in which order, and what is not.
+
+The oracles are FullyShardedDataParallel of torch and the model that was never on the meta device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.fsdp.wrap as torch_wrap
+from on_ranks import on_ranks
+from seeds.models import CPU, full
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from composable_shard.compat.fsdp1 import ModuleWrapPolicy
+
+
+class Block(nn.Module):
+    """A weight of its own, drawn by the function that also a wrapper of it would hand out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def deep() -> nn.Sequential:
+    """Deep modules come before shallow ones."""
+    inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Block()), Block(), nn.LayerNorm(4))
+    return nn.Sequential(inner, nn.Linear(4, 4), Block(), nn.Linear(4, 2))
+
+
+def on_meta(make: Any) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+# As FSDP1 of torch does -------------------------------------------------------------------------
+
+
+def initialized(
+    wrapper: Any, policy: Any, kinds: set[type[nn.Module]], by_function: bool
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Return the modules that the function was called with, and the values of all parameters."""
+    called: list[str] = []
+
+    def init_fn(module: nn.Module) -> None:
+        called.append(type(module).__name__)
+        if hasattr(module, "reset_parameters"):
+            module.to_empty(device=CPU, recurse=False)
+            module.reset_parameters()
+
+    plain = on_meta(deep)
+    torch.manual_seed(7)
+    model = wrapper(
+        plain,
+        auto_wrap_policy=policy(kinds) if kinds else None,
+        param_init_fn=init_fn if by_function else None,
+        device_id=CPU,
+    )
+    return called, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+KINDS: dict[str, set[type[nn.Module]]] = {
+    "none": set(),
+    "blocks": {Block},
+    "linear": {nn.Linear},
+    "leaves": {Block, nn.Linear, nn.LayerNorm},
+    "nested": {Block, nn.Sequential},
+}
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize("wrapped", KINDS)
+@on_ranks(2)
+def test_modules_are_initialized_as_by_fsdp1_of_torch(wrapped: str, by_function: bool) -> None:
+    kinds = KINDS[wrapped]
+    ours = initialized(FSDP, ModuleWrapPolicy, kinds, by_function)
+    theirs = initialized(
+        torch_fsdp.FullyShardedDataParallel, torch_wrap.ModuleWrapPolicy, kinds, by_function
+    )
+    assert ours[0] == theirs[0]
+    assert bool(ours[0]) == by_function
+    assert list(ours[1]) == list(theirs[1])
+    for name, value in ours[1].items():
+        assert torch.equal(value, theirs[1][name]), name
+
+
+# What is ignored --------------------------------------------------------------------------------
+
+
+def init_all(module: nn.Module) -> None:
+    module.to_empty(device=CPU, recurse=False)
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+class Part(nn.Module):
+    """A layer, and a norm with buffers that is to be ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+
+class Parts(nn.Module):
+    """Two parts, and a norm that is to be ignored beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(Part(), Part())
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.parts(x))
+
+    def norms(self) -> list[nn.Module]:
+        return [module for module in self.modules() if isinstance(module, nn.BatchNorm1d)]
+
+
+def states_of(modules: list[nn.Module], *, buffers: bool) -> dict[tuple[int, str], torch.Tensor]:
+    """Return the tensors that modules hold, by where they are."""
+    return {
+        (index, name): tensor
+        for index, module in enumerate(modules)
+        for name, tensor in (
+            *module._parameters.items(),
+            *(module._buffers.items() if buffers else ()),
+        )
+        if tensor is not None
+    }
+
+
+IGNORED = {
+    "modules": lambda model: {"ignored_modules": model.norms()},
+    "states": lambda model: {"ignored_states": iter(model.norms())},
+    "params": lambda model: {
+        "ignored_states": (param for norm in model.norms() for param in norm.parameters())
+    },
+}
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize("kinds", [set(), {Part}], ids=["flat", "nested"])
+@pytest.mark.parametrize("ignored", IGNORED)
+@on_ranks(2)
+def test_what_is_ignored_stays_on_the_meta_device(
+    ignored: str, kinds: set[type[nn.Module]], by_function: bool
+) -> None:
+    model = on_meta(Parts)
+    norms = model.norms()
+    before = states_of(norms, buffers=ignored != "params")
+    FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy(kinds) if kinds else None,
+        param_init_fn=init_all if by_function else None,
+        device_id=CPU,
+        **IGNORED[ignored](model),
+    )
+    after = states_of(norms, buffers=ignored != "params")
+    assert len(after) == 3 * (2 if ignored == "params" else 5)
+    for key, tensor in before.items():
+        assert after[key] is tensor and tensor.is_meta, key
+    others = [p for name, p in model.named_parameters() if "norm" not in name]
+    assert len(others) == 4
+    assert all(isinstance(p, DTensor) and not p.is_meta for p in others)
+
+
+@pytest.mark.parametrize("kinds", [set(), {Part}], ids=["flat", "nested"])
+@pytest.mark.parametrize("ignored", ["modules", "states"])
+@on_ranks(2)
+def test_what_is_ignored_is_not_synchronized(ignored: str, kinds: set[type[nn.Module]]) -> None:
+    rank, model = dist.get_rank(), Parts()
+    norms = model.norms()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(rank + 1)
+    FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy(kinds) if kinds else None,
+        sync_module_states=True,
+        device_id=CPU,
+        **IGNORED[ignored](model),
+    )
+    for tensor in states_of(norms, buffers=True).values():
+        assert tensor.unique().tolist() == [rank + 1]
+    for name, param in model.named_parameters():
+        assert "norm" in name or full(param).unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+@on_ranks(2)
+def test_an_ignored_parameter_keeps_its_values_beside_one_on_the_meta_device(
+    by_function: bool,
+) -> None:
+    layer = nn.Linear(4, 4)
+    weight, values = layer.weight, layer.weight.detach().clone()
+    layer.bias = nn.Parameter(torch.empty(4, device="meta"))
+    FSDP(
+        layer,
+        ignored_states=[weight],
+        param_init_fn=init_all if by_function else None,
+        device_id=CPU,
+    )
+    assert layer.weight is weight
+    assert torch.equal(weight, values)
+    assert isinstance(layer.bias, DTensor) and not layer.bias.is_meta
