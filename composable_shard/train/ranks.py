@@ -93,13 +93,17 @@ class Ranks:
         except Exception as error:  # noqa: BLE001 (whatever it is)
             self.failure = f"{type(error).__name__}: {error}"
 
-    def agree(self, facts: Sequence[str], what: str) -> str | None:
-        """Compare facts over the ranks, unless one of them has failed.
+    def agree(self, facts: Sequence[str], what: str, expected: str, *, remedy: str = "") -> None:
+        """Let all ranks go on if none of them has failed and all have the same facts.
 
-        Returns:
-            What went wrong, with the first rank that it went wrong on; on all ranks alike.
+        Args:
+            facts: What must be the same on all ranks.
+            what: What the facts are of, for messages.
+            expected: What should be, for the message if a rank has failed.
+            remedy: The end of that message.
 
         Raises:
+            ShardError: On all ranks, with what went wrong on the first one of those that failed.
             RankMismatchError: On all ranks, with the first difference to the first rank.
 
         Collective: an all-gather of a small object; a second one before it raises.
@@ -108,10 +112,9 @@ class Ranks:
         heard = self.gather((digest, self.failure))
         for rank, (_, failure) in zip(self.numbers, heard, strict=True):
             if failure is not None:
-                return f"on rank {rank}: {failure}"
+                raise ShardError(f"Expected {expected}, got on rank {rank}: {failure}{remedy}")
         if len({theirs for theirs, _ in heard}) > 1:
             self.raise_first_difference(facts, what)
-        return None
 
     def raise_first_difference(self, facts: Sequence[str], what: str) -> NoReturn:
         """Tell where a rank first says something else than the first rank.
