@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.train.full import same_bits
+from composable_shard.train.full import count_write, same_bits
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.boxes import Box, Parts
 from composable_shard.train.weights.entries import (
@@ -76,6 +76,8 @@ class Reading:
         with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
             with ranks.noting_failure():
                 materialize(model, [match.entry for match in self._matches])
+            for match in self._matches:
+                count_write(match.entry.local)  # also where this rank has no rows, or fails
             for match in self._matches:
                 for stored in match.stored:
                     full = self._sent(stored, reader) if sends else None
