@@ -34,6 +34,7 @@ from composable_shard.train.full import (
     full_copy,
     same_bits,
 )
+from composable_shard.train.ranks import Together
 from composable_shard.train.weights.gathering import full_copies
 
 # From sharded parameters to full ones and back: what ``unsharded`` is made of ---------------------
@@ -91,6 +92,8 @@ class FullParams:
         self._attributes: list[Attributes] = []
         self._slots = slots
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._edited: list[nn.Parameter | None] = []
+        self._edits: list[_Edit | None] = []
 
     def register_full(self) -> None:
         """Register full copies. Collective: see :meth:`_kept`."""
@@ -120,10 +123,26 @@ class FullParams:
                 for slot in slots:
                     slot.module._parameters[slot.attribute] = copy
 
-    def registered(self) -> list[nn.Parameter | None]:
-        """Return what is registered now in the place of each parameter."""
-        places = [slots[0] for slots in self._slots.values()]
-        return [place.module._parameters.get(place.attribute) for place in places]
+    @contextlib.contextmanager
+    def edited(self) -> Iterator[None]:
+        """Notice what was edited within; an exception on one rank is one on all that wait for it.
+
+        Raises:
+            ShardError: If another rank has failed within.
+
+        Collective: with ``rank0_only``, if there is a writeback, 8 bytes along each axis.
+        """
+        if not self._writeback:
+            yield
+            return
+        meshes = list(map(_mesh_of, self._slots)) if self._rank0_only else []
+        together = Together(meshes, "the writeback of unsharded()")
+        with together.noting_failure():
+            yield
+            places = [slots[0] for slots in self._slots.values()]
+            self._edited = [place.module._parameters.get(place.attribute) for place in places]
+            self._edits = list(map(self._described, self._slots, self._edited))
+        together.go_on()
 
     def register_sharded(self) -> None:
         """Register the sharded parameters again. Collective: none."""
@@ -139,15 +158,14 @@ class FullParams:
         self._copies.clear()
 
     @torch.no_grad()
-    def write_back(self, edited: Sequence[nn.Parameter | None]) -> None:
+    def write_back(self) -> None:
         """Copy what was edited into the shards; a parameter that was taken away stays.
 
         Collective: none; with ``rank0_only`` a broadcast of an object over each mesh, and of each
             parameter and gradient.
         """
-        for (param, value), edit in zip(
-            zip(self._slots, edited, strict=True), self._agree_on_edits(edited), strict=True
-        ):
+        self._agree_on_edits()
+        for param, value, edit in zip(self._slots, self._edited, self._edits, strict=True):
             if edit is None:
                 continue
             _overwrite(param, self._full(param, value, param.dtype), is_new=edit.is_new)
@@ -160,10 +178,9 @@ class FullParams:
             full = self._full(param, grad, edit.grad_dtype, edit.grad_is_subclass)
             _write_grad(param, full, is_new=edit.grad_is_new)
 
-    def _agree_on_edits(self, edited: Sequence[nn.Parameter | None]) -> list[_Edit | None]:
-        """Describe the edits, those of the first rank with ``rank0_only``; check the shapes."""
-        pairs = zip(self._slots, edited, strict=True)
-        edits = [None if value is None else self._describe(param, value) for param, value in pairs]
+    def _agree_on_edits(self) -> None:
+        """Take over the edits of the first rank with ``rank0_only``; check the shapes."""
+        edits = self._edits
         if self._rank0_only:
             for mesh in dict.fromkeys(map(_mesh_of, self._slots)):
                 said = _object_of_first(edits, mesh)
@@ -176,9 +193,11 @@ class FullParams:
                     f"Expected {slots[0]} to have shape {list(param.shape)} at the end of "
                     f"unsharded(), got {list(edit.shape)}; edit values only"
                 )
-        return edits
 
-    def _describe(self, param: nn.Parameter, value: nn.Parameter) -> _Edit:
+    @torch.no_grad()
+    def _described(self, param: nn.Parameter, value: nn.Parameter | None) -> _Edit | None:
+        if value is None:
+            return None
         shape, known = tuple(value.shape), self._digests.get(param)
         if known is None:  # the first rank says what it is
             return _Edit(shape, False, None, False, False)
@@ -313,7 +332,9 @@ def unsharded(
     A parameter that is tied is full in all of its places, also where other groups run the module.
 
     Forward within is that of the plain module, for ``torch.no_grad()`` only. All ranks must enter
-    and leave together.
+    and leave together. With ``rank0_only`` and ``writeback``, an exception on one rank, as of a
+    first one that fails to save, is an error on all; that rank waits for the others to come to the
+    end and hear of it, so they must not wait for it within.
 
     Args:
         module: A module that is sharded, has sharded modules below, or lies in one.
@@ -331,13 +352,14 @@ def unsharded(
     Raises:
         TypeError: If ``module`` is not a module.
         ShardError: In a forward or backward, or within another such context of the same
-            parameters, on all ranks alike; for a forward with gradients within.
+            parameters, on all ranks alike; for a forward with gradients within; at the end with
+            ``rank0_only`` and ``writeback``, if another rank has left by an exception.
         ValueError: If a parameter has another shape at the end; with ``rank0_only`` on all ranks.
         MaterializationError: If parameters are on the meta device.
 
     Collective: one all-gather of each bucket of 64 MiB of parameters, and of gradients with
         ``with_grads``; a gather to the first rank with ``rank0_only``. None for the writeback, but
-        with ``rank0_only`` one broadcast of each.
+        with ``rank0_only`` 8 bytes along each axis and one broadcast of each.
     Memory: all full parameters (and gradients) at a time, on the first rank alone with
         ``rank0_only``; besides, a bucket of them on the device of compute.
     Source: ``FullyShardedDataParallel.summon_full_params`` (FSDP1).
@@ -375,12 +397,12 @@ def unsharded(
     with _opened(groups):
         try:
             params.register_full()
-            yield
-            edited = params.registered()
+            with params.edited():
+                yield
         finally:
             params.register_sharded()
     if writeback:
-        params.write_back(edited)
+        params.write_back()
 
 
 @contextlib.contextmanager
