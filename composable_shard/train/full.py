@@ -1,8 +1,9 @@
-"""One tensor of which ranks hold parts, as a whole; and whether two hold the same."""
+"""One tensor of which ranks hold parts, as a whole; whether it holds the same, and was written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,11 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_NUM_FACTORS = 2**18
+"""How many numbers a digest takes in at a time: few enough for a cache."""
+
+_FACTOR_OF_PIECES = 0x9E3779B97F4A7C15
 
 
 def full_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,3 +55,48 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
+
+
+# What all ranks see alike -------------------------------------------------------------------------
+
+
+def count_write(tensor: torch.Tensor) -> None:
+    """Let the version of a tensor tell of a write.
+
+    Hazard: a rank that holds none of the rows that were written sees no change, and goes on to
+    gather in a backward that the others refuse. Guard: all ranks count what any of them writes.
+    Test: ``tests/faults/test_written_between.py``.
+    """
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def digest(tensor: torch.Tensor) -> list[int]:
+    """Return numbers that tell whether a full tensor holds the same as before.
+
+    They are the same on all ranks that have it, on whatever devices: products of its bits and of
+    fixed odd factors of 64 bits, added up; for each of the plain tensors that it is made of.
+    """
+    return [_digest_of_plain(leaf.detach()) for leaf in _torch.leaves(tensor)]
+
+
+def _digest_of_plain(tensor: torch.Tensor) -> int:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    numbers = tensor.contiguous().view(-1)
+    # Halves of what is wider: all that is written may lie in the highest bits of each number, and
+    # of 64 of them the product would keep no more than those.
+    numbers = numbers.view(_INTEGERS[min(numbers.itemsize, 4)])
+    factors = _factors(tensor.device)
+    sums = [(piece * factors[: len(piece)]).sum() for piece in numbers.split(_NUM_FACTORS)]
+    found = 0
+    for one in torch.stack(sums).tolist():
+        found = (found * _FACTOR_OF_PIECES + one) % 2**64
+    return found
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape, bounds = (_NUM_FACTORS,), (-(2**63), 2**63 - 1)
+    return (torch.randint(*bounds, shape, generator=generator, device="cpu") | 1).to(device)

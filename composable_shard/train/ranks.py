@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import _torch
 from composable_shard.core.transport.process_groups import raise_first_difference
 from composable_shard.errors import CommunicationError, ShardError
+
+_log = logging.getLogger("composable_shard")
 
 
 class Ranks:
@@ -93,13 +97,17 @@ class Ranks:
         except Exception as error:  # noqa: BLE001 (whatever it is)
             self.failure = f"{type(error).__name__}: {error}"
 
-    def agree(self, facts: Sequence[str], what: str) -> str | None:
-        """Compare facts over the ranks, unless one of them has failed.
+    def agree(self, facts: Sequence[str], what: str, expected: str, *, remedy: str = "") -> None:
+        """Let all ranks go on if none of them has failed and all have the same facts.
 
-        Returns:
-            What went wrong, with the first rank that it went wrong on; on all ranks alike.
+        Args:
+            facts: What must be the same on all ranks.
+            what: What the facts are of, for messages.
+            expected: What should be, for the message if a rank has failed.
+            remedy: The end of that message.
 
         Raises:
+            ShardError: On all ranks, with what went wrong on the first one of those that failed.
             RankMismatchError: On all ranks, with the first difference to the first rank.
 
         Collective: an all-gather of a small object; a second one before it raises.
@@ -108,10 +116,9 @@ class Ranks:
         heard = self.gather((digest, self.failure))
         for rank, (_, failure) in zip(self.numbers, heard, strict=True):
             if failure is not None:
-                return f"on rank {rank}: {failure}"
+                raise ShardError(f"Expected {expected}, got on rank {rank}: {failure}{remedy}")
         if len({theirs for theirs, _ in heard}) > 1:
             self.raise_first_difference(facts, what)
-        return None
 
     def raise_first_difference(self, facts: Sequence[str], what: str) -> NoReturn:
         """Tell where a rank first says something else than the first rank.
@@ -138,3 +145,58 @@ class Ranks:
             raise CommunicationError(
                 f"Rank {dist.get_rank()} failed while {self.doing}: {error}"
             ) from error
+
+
+class Together:
+    """Lets the ranks of some meshes go on together, or none of them.
+
+    Hazard: a rank fails alone, and others wait for it, or have sent already what it would take for
+    what it asks for later. Guard: all say a word before each. Tests:
+    ``test_a_first_rank_that_fails_gets_nothing_old_later``, ``test_one_rank_leaves_unsharded``.
+
+    Args:
+        meshes: Their ranks. Where there are none, each rank goes on by itself, and others notice.
+        doing: What they do, for messages.
+    """
+
+    def __init__(self, meshes: Sequence[DeviceMesh], doing: str) -> None:
+        groups = [
+            mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)
+        ]
+        self._ranks = [Ranks(group, doing) for group in dict.fromkeys(groups)]
+        self._doing = doing
+        self._failure: Exception | None = None
+
+    @contextlib.contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Keep an exception within for :meth:`go_on`."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (whatever it is)
+            self._failure = error
+
+    def go_on(self) -> None:
+        """Raise on all ranks if one has failed. Collective: 8 bytes along each axis."""
+        failed = -1
+        if self._failure is not None:
+            failed = dist.get_rank()
+            # the others may come late, or never if they are in another collective
+            _log.warning(
+                "rank %d failed before %s, and tells the other ranks: %r",
+                failed,
+                self._doing,
+                self._failure,
+            )
+        try:
+            for ranks in self._ranks:
+                failed = max(ranks.say(failed))
+        except CommunicationError:
+            if self._failure is None:
+                raise
+        if self._failure is not None:
+            raise self._failure
+        if failed >= 0:
+            raise ShardError(
+                f"Expected rank {failed} to take part in {self._doing}, got a failure there, which "
+                "it tells"
+            )

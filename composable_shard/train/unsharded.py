@@ -27,7 +27,14 @@ from composable_shard.core.root import context_of
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.module import group_of
-from composable_shard.train.full import distributed, full_copy, same_bits
+from composable_shard.train.full import (
+    count_write,
+    digest,
+    distributed,
+    full_copy,
+    same_bits,
+)
+from composable_shard.train.ranks import Together
 from composable_shard.train.weights.gathering import full_copies
 
 # From sharded parameters to full ones and back: what ``unsharded`` is made of ---------------------
@@ -42,11 +49,21 @@ class _Slot(NamedTuple):
 
 
 class _Edit(NamedTuple):
-    """What is to be written back for one parameter; known before any of it is written."""
+    """What is to be written back for one parameter; known before any of it is written.
+
+    Attributes:
+        shape: Its shape.
+        is_new: Whether it holds something else than it did.
+        grad_dtype: That of its gradient; ``None`` if there is none.
+        grad_is_subclass: Whether that is a tensor subclass.
+        grad_is_new: Whether that holds something else than it did.
+    """
 
     shape: tuple[int, ...]
+    is_new: bool
     grad_dtype: torch.dtype | None
     grad_is_subclass: bool
+    grad_is_new: bool
 
 
 class FullParams:
@@ -57,6 +74,7 @@ class FullParams:
         rank0_only: Whether only the first rank of each mesh has copies.
         to_cpu: Whether copies are on the CPU.
         with_grads: Whether gradients go the same way.
+        writeback: Whether edits are to be written back.
     """
 
     def __init__(
@@ -66,11 +84,16 @@ class FullParams:
         rank0_only: bool,
         to_cpu: bool,
         with_grads: bool,
+        writeback: bool,
     ) -> None:
         self._rank0_only, self._to_cpu, self._with_grads = rank0_only, to_cpu, with_grads
+        self._writeback = writeback
+        self._digests: dict[nn.Parameter, tuple[list[int], list[int] | None]] = {}
         self._attributes: list[Attributes] = []
         self._slots = slots
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._edited: list[nn.Parameter | None] = []
+        self._edits: list[_Edit | None] = []
 
     def register_full(self) -> None:
         """Register full copies. Collective: see :meth:`_kept`."""
@@ -94,14 +117,32 @@ class FullParams:
                 self._attributes.append(Attributes(param, copy))
                 if grad is not None:
                     assign_grad(copy, grad)
+                if self._writeback:
+                    self._digests[param] = digest(full), None if grad is None else digest(grad)
                 self._copies.append((copy, param))
                 for slot in slots:
                     slot.module._parameters[slot.attribute] = copy
 
-    def registered(self) -> list[nn.Parameter | None]:
-        """Return what is registered now in the place of each parameter."""
-        places = [slots[0] for slots in self._slots.values()]
-        return [place.module._parameters.get(place.attribute) for place in places]
+    @contextlib.contextmanager
+    def edited(self) -> Iterator[None]:
+        """Notice what was edited within; an exception on one rank is one on all that wait for it.
+
+        Raises:
+            ShardError: If another rank has failed within.
+
+        Collective: with ``rank0_only``, if there is a writeback, 8 bytes along each axis.
+        """
+        if not self._writeback:
+            yield
+            return
+        meshes = list(map(_mesh_of, self._slots)) if self._rank0_only else []
+        together = Together(meshes, "the writeback of unsharded()")
+        with together.noting_failure():
+            yield
+            places = [slots[0] for slots in self._slots.values()]
+            self._edited = [place.module._parameters.get(place.attribute) for place in places]
+            self._edits = list(map(self._described, self._slots, self._edited))
+        together.go_on()
 
     def register_sharded(self) -> None:
         """Register the sharded parameters again. Collective: none."""
@@ -117,29 +158,29 @@ class FullParams:
         self._copies.clear()
 
     @torch.no_grad()
-    def write_back(self, edited: Sequence[nn.Parameter | None]) -> None:
+    def write_back(self) -> None:
         """Copy what was edited into the shards; a parameter that was taken away stays.
 
         Collective: none; with ``rank0_only`` a broadcast of an object over each mesh, and of each
             parameter and gradient.
         """
-        for (param, value), edit in zip(
-            zip(self._slots, edited, strict=True), self._agree_on_edits(edited), strict=True
-        ):
+        self._agree_on_edits()
+        for param, value, edit in zip(self._slots, self._edited, self._edits, strict=True):
             if edit is None:
                 continue
-            _overwrite(param, self._full(param, value, param.dtype))
+            _overwrite(param, self._full(param, value, param.dtype), is_new=edit.is_new)
             if not self._with_grads:
                 continue
             if edit.grad_dtype is None:
                 param.grad = None
                 continue
             grad = None if value is None else value.grad
-            _write_grad(param, self._full(param, grad, edit.grad_dtype, edit.grad_is_subclass))
+            full = self._full(param, grad, edit.grad_dtype, edit.grad_is_subclass)
+            _write_grad(param, full, is_new=edit.grad_is_new)
 
-    def _agree_on_edits(self, edited: Sequence[nn.Parameter | None]) -> list[_Edit | None]:
-        """Describe the edits, those of the first rank with ``rank0_only``; check the shapes."""
-        edits = [None if value is None else self._describe(value) for value in edited]
+    def _agree_on_edits(self) -> None:
+        """Take over the edits of the first rank with ``rank0_only``; check the shapes."""
+        edits = self._edits
         if self._rank0_only:
             for mesh in dict.fromkeys(map(_mesh_of, self._slots)):
                 said = _object_of_first(edits, mesh)
@@ -152,13 +193,20 @@ class FullParams:
                     f"Expected {slots[0]} to have shape {list(param.shape)} at the end of "
                     f"unsharded(), got {list(edit.shape)}; edit values only"
                 )
-        return edits
 
-    def _describe(self, value: nn.Parameter) -> _Edit:
+    @torch.no_grad()
+    def _described(self, param: nn.Parameter, value: nn.Parameter | None) -> _Edit | None:
+        if value is None:
+            return None
+        shape, known = tuple(value.shape), self._digests.get(param)
+        if known is None:  # the first rank says what it is
+            return _Edit(shape, False, None, False, False)
+        is_new = digest(value.detach().to(param.dtype)) != known[0]
         grad = value.grad if self._with_grads else None
         if grad is None:
-            return _Edit(tuple(value.shape), None, False)
-        return _Edit(tuple(value.shape), grad.dtype, _torch.is_wrapper_subclass(grad))
+            return _Edit(shape, is_new, None, False, False)
+        is_subclass = _torch.is_wrapper_subclass(grad)
+        return _Edit(shape, is_new, grad.dtype, is_subclass, digest(grad) != known[1])
 
     # Which rank has the full values ---------------------------------------------------------
 
@@ -207,14 +255,22 @@ def _shard_of(like: DTensor, full: torch.Tensor) -> torch.Tensor:
     return whole.redistribute(placements=like.placements).to_local()
 
 
-def _overwrite(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Write a DTensor in place, so that its version tells; leave it alone if it is the same."""
+def _overwrite(target: torch.Tensor, full: torch.Tensor, *, is_new: bool) -> None:
+    """Write a DTensor in place, where it is not the same.
+
+    Its version tells whether the full tensor is new, as all ranks know, and not whether the rows of
+    this rank are: see ``count_write``.
+    """
     local, shard = _torch.local_tensor(target), _shard_of(cast(DTensor, target), full)
+    if is_new:
+        count_write(local)
     if not same_bits(local, shard.to(local.device)):
-        local.copy_(shard)
+        counted = [one for one in (local, *_torch.leaves(local)) if not one.is_inference()]
+        with _torch.preserved_versions(counted):
+            local.copy_(shard)
 
 
-def _write_grad(param: nn.Parameter, full: torch.Tensor) -> None:
+def _write_grad(param: nn.Parameter, full: torch.Tensor, *, is_new: bool) -> None:
     """Make a full gradient the reduced gradient of a sharded parameter."""
     sharded, present = cast(DTensor, param), param.grad
     if (
@@ -222,7 +278,7 @@ def _write_grad(param: nn.Parameter, full: torch.Tensor) -> None:
         and present.placements == sharded.placements
         and present.dtype == full.dtype
     ):
-        _overwrite(present, full)
+        _overwrite(present, full, is_new=is_new)
         return
     local = _shard_of(sharded, full).clone().to(_torch.local_tensor(param).device)
     assign_grad(param, distributed(local, sharded, sharded.placements))
@@ -276,13 +332,16 @@ def unsharded(
     A parameter that is tied is full in all of its places, also where other groups run the module.
 
     Forward within is that of the plain module, for ``torch.no_grad()`` only. All ranks must enter
-    and leave together.
+    and leave together. With ``rank0_only`` and ``writeback``, an exception on one rank, as of a
+    first one that fails to save, is an error on all; that rank waits for the others to come to the
+    end and hear of it, so they must not wait for it within.
 
     Args:
         module: A module that is sharded, has sharded modules below, or lies in one.
         recurse: Whether nested sharded modules have full parameters too.
         writeback: Whether each rank's edits are copied into its shards; all ranks must make the
-            same ones. With ``rank0_only``, those of the first rank are sent to all.
+            same ones. With ``rank0_only``, those of the first rank are sent to all. Without it,
+            nothing is compared: what only looks or saves is done sooner.
         rank0_only: Whether only the first rank of a parameter's mesh, which is rank 0 for a mesh
             of all ranks, gets full parameters; the others keep their sharded ones.
         offload_to_cpu: Whether full parameters and gradients are on the CPU.
@@ -293,13 +352,14 @@ def unsharded(
     Raises:
         TypeError: If ``module`` is not a module.
         ShardError: In a forward or backward, or within another such context of the same
-            parameters, on all ranks alike; for a forward with gradients within.
+            parameters, on all ranks alike; for a forward with gradients within; at the end with
+            ``rank0_only`` and ``writeback``, if another rank has left by an exception.
         ValueError: If a parameter has another shape at the end; with ``rank0_only`` on all ranks.
         MaterializationError: If parameters are on the meta device.
 
     Collective: one all-gather of each bucket of 64 MiB of parameters, and of gradients with
         ``with_grads``; a gather to the first rank with ``rank0_only``. None for the writeback, but
-        with ``rank0_only`` one broadcast of each.
+        with ``rank0_only`` 8 bytes along each axis and one broadcast of each.
     Memory: all full parameters (and gradients) at a time, on the first rank alone with
         ``rank0_only``; besides, a bucket of them on the device of compute.
     Source: ``FullyShardedDataParallel.summon_full_params`` (FSDP1).
@@ -327,16 +387,22 @@ def unsharded(
         group.reshard()
         group.context.agree()
     slots = _slots_in(modules, groups)
-    params = FullParams(slots, rank0_only=rank0_only, to_cpu=offload_to_cpu, with_grads=with_grads)
+    params = FullParams(
+        slots,
+        rank0_only=rank0_only,
+        to_cpu=offload_to_cpu,
+        with_grads=with_grads,
+        writeback=writeback,
+    )
     with _opened(groups):
         try:
             params.register_full()
-            yield
-            edited = params.registered()
+            with params.edited():
+                yield
         finally:
             params.register_sharded()
     if writeback:
-        params.write_back(edited)
+        params.write_back()
 
 
 @contextlib.contextmanager

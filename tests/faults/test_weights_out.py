@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -12,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable_shard import ShardError, fully_shard, iter_full
+from composable_shard import ShardError, fully_shard, iter_full, unsharded
 from composable_shard.testing import run_ranks
 from composable_shard.train.weights.gathering import Message
 
@@ -164,3 +166,53 @@ def test_a_rank_is_killed_in_the_middle(tmp_path) -> None:
         assert int(count) in (2, 3) and int(seconds) < 30
         assert kind == "CommunicationError"
         assert " ".join(said).startswith(f"Rank {rank} failed while gathering full weights: ")
+
+
+# Full parameters on the first rank ----------------------------------------------------------------
+
+
+def leave_unsharded(leaving: int, mesh_shape: tuple[int, ...]) -> tuple[str | None, bool]:
+    """Edit on the first rank, and raise on one; return what was raised, and whether all is well."""
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    torch.manual_seed(1)
+    model, said = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh=mesh), None
+    before = model.weight.full_tensor().clone()
+    try:
+        with unsharded(model, rank0_only=True), torch.no_grad():
+            if dist.get_rank() == 0:
+                model.weight.add_(1)
+            if dist.get_rank() == leaving:
+                raise OSError(28, "No space left on device")
+    except (ShardError, OSError) as error:
+        said = str(error)
+    is_whole = torch.equal(model.weight.full_tensor(), before)
+    with unsharded(model, rank0_only=True), torch.no_grad():
+        if dist.get_rank() == 0:
+            model.weight.add_(1)
+    return said, is_whole and torch.equal(model.weight.full_tensor(), before + 1)
+
+
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)])
+@pytest.mark.parametrize("leaving", [0, 1, 2])
+def test_one_rank_leaves_unsharded(leaving: int, mesh_shape: tuple[int, ...]) -> None:
+    """As the first one does whose disk is full; the others wait for its edits then."""
+    heard = [
+        f"Expected rank {leaving} to take part in the writeback of unsharded(), got a failure "
+        "there, which it tells"
+    ] * math.prod(mesh_shape)
+    heard[leaving] = "[Errno 28] No space left on device"
+    found = run_ranks(leave_unsharded, len(heard), leaving, mesh_shape, timeout=60)
+    assert found == [(said, True) for said in heard]
+
+
+def all_leave_unsharded() -> tuple[str, bool]:
+    model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False))
+    before = model.weight.full_tensor().clone()
+    with pytest.raises(KeyError) as caught, unsharded(model, rank0_only=True):
+        raise KeyError(dist.get_rank())
+    return str(caught.value), torch.equal(model.weight.full_tensor(), before)
+
+
+def test_all_ranks_leave_unsharded_by_exceptions_of_their_own() -> None:
+    assert run_ranks(all_leave_unsharded, 2, timeout=60) == [("0", True), ("1", True)]

@@ -322,9 +322,9 @@ def test_a_checkpoint_that_one_rank_lacks_or_has_another_of(whole: Path) -> None
         == [
             (
                 "RankMismatchError",
-                "Expected the same model and checkpoint on all ranks, got on rank 0: 'bias' in "
-                "whole.safetensors of shape [4], torch.float32; on rank 1: 'bias' in "
-                "whole.safetensors of shape [3], torch.float32",
+                "Expected the same model, checkpoint and arguments of load_sharded() on all ranks, "
+                "got on rank 0: 'bias' in whole.safetensors of shape [4], torch.float32; on rank "
+                "1: 'bias' in whole.safetensors of shape [3], torch.float32",
             )
         ]
         * NUM_RANKS
@@ -338,11 +338,11 @@ def test_a_model_that_one_rank_has_another_of(whole: Path) -> None:
 
     end = "got on rank 0: 'bias' of shape [4], torch.float32, (Shard(dim=0),); on rank 1: "
     assert all_say(call, load_sharded, kind=RankMismatchError) == (
-        f"Expected the same model and checkpoint on all ranks, {end}"
+        f"Expected the same model, checkpoint and arguments of load_sharded() on all ranks, {end}"
         "'bias' in whole.safetensors of shape [4], torch.float32"
     )
     assert all_say(call, save_full, kind=RankMismatchError) == (
-        f"Expected the same model on all ranks, {end}nothing more"
+        f"Expected the same model and arguments of save_full() on all ranks, {end}nothing more"
     )
 
 
@@ -357,10 +357,75 @@ def test_a_rename_that_one_rank_has_another_of(whole: Path) -> None:
                 linear(), whole, rename=rename, broadcast_from_rank0=sends
             ),
             kind=RankMismatchError,
-        ) == (f"{start} 'bias' of ['bias']; on rank 1: nothing more")
+        ) == (f"{start} 'bias' of 'bias'; on rank 1: nothing of 'bias'")
     assert all_say(
         lambda: save_full(linear(), whole.parent / "new", rename=rename), kind=RankMismatchError
-    ) == (f"{start} 'bias' of 'bias'; on rank 1: nothing more")
+    ) == (f"{start} 'bias' of 'bias'; on rank 1: nothing of 'bias'")
+
+
+CALLS = pytest.mark.parametrize("calls", [save_full, load_sharded])
+
+
+def renamed_by(rename: Callable[[str], str | None] | None, calls: Any, whole: Path) -> None:
+    calls(linear(), whole if calls is load_sharded else whole.parent / "new", rename=rename)
+
+
+@CALLS
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_a_rename_that_fails_on_one_rank(whole: Path, calls: Any, rank: int) -> None:
+    def rename(name: str) -> str:
+        if dist.get_rank() == rank:
+            raise KeyError(name)
+        return name
+
+    place = whole if calls is load_sharded else whole.parent / "new"
+    assert all_say(renamed_by, rename, calls, whole) in {
+        f"Expected names from rename for '{place}', got on rank {rank}: KeyError: '{name}'"
+        for name in ("weight", "bias")
+    }
+
+
+@CALLS
+def test_a_rename_that_gives_two_tensors_one_name_on_one_rank(whole: Path, calls: Any) -> None:
+    """That the names do not fit is known to this rank alone before the ranks compare them."""
+
+    def rename(name: str) -> str | None:
+        if name == "weight":
+            return name
+        return "weight" if dist.get_rank() == 1 else None
+
+    assert all_say(renamed_by, rename, calls, whole, kind=RankMismatchError) == (
+        "Expected the same names after rename on all ranks, got on rank 0: nothing of 'bias'; "
+        "on rank 1: 'weight' of 'bias'"
+    )
+
+
+def test_a_rename_that_leaves_an_unknown_name_on_one_rank(tmp_path: Path) -> None:
+    """What goes where is the same on all ranks; that something is left over is not."""
+    file = write(tmp_path, weight=torch.ones(4, 2), bias=torch.ones(4), more=torch.ones(1))
+
+    def rename(name: str) -> str | None:
+        return name if name != "more" or dist.get_rank() == 1 else None
+
+    assert all_say(lambda: load_sharded(linear(), file, rename=rename), kind=RankMismatchError) == (
+        "Expected the same names after rename on all ranks, got on rank 0: nothing of 'more'; "
+        "on rank 1: 'more' of 'more'"
+    )
+
+
+@CALLS
+def test_a_rename_on_one_rank_alone(whole: Path, calls: Any) -> None:
+    def call() -> None:
+        renamed_by(str if dist.get_rank() == 1 else None, calls, whole)
+
+    what, named = {
+        save_full: ("model", "max_shard_size 5000000000, {}rename, dtype None"),
+        load_sharded: ("model, checkpoint", "strict True, {}rename"),
+    }[calls]
+    assert all_say(call, kind=RankMismatchError) == (
+        f"Expected the same {what} and arguments of {calls.__name__}() on all ranks, got on rank "
+        f"0: {named.format('no ')}; on rank 1: {named.format('')}"
+    )
 
 
 def broken_on(rank: int, call: Callable[..., Any]) -> Callable[..., Any]:

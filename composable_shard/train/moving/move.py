@@ -241,9 +241,7 @@ class _Move:
             self._owner.leave(self._target)
 
     def _agree(self, facts: Sequence[str], what: str) -> None:
-        failure = self._ranks.agree(facts, what)
-        if failure is not None:
-            raise ShardError(f"Expected all ranks to move the model, got {failure}")
+        self._ranks.agree(facts, what, "all ranks to move the model")
 
     # The way ----------------------------------------------------------------------------------
 

@@ -225,11 +225,12 @@ class _Memory:
             places = _places(self._tensors, folder)
             for place in places:
                 place.copy()
-        failure = self._ranks.agree([], "parked model")
-        if failure is not None:
+        try:
+            self._ranks.agree([], "parked model", "all ranks to park the model")
+        except ShardError:
             for place in places:
                 place.close()
-            raise ShardError(f"Expected all ranks to park the model, got {failure}")
+            raise
         self._places = places
         freed = [span for place in places for span in place.let_go()]
         return _count_freed(spans, freed)
@@ -247,12 +248,12 @@ class _Memory:
         """
         with self._ranks.noting_failure():
             self.come_back()
-        failure = self._ranks.agree([], "parked model")
-        if failure is not None:
-            raise ShardError(
-                f"Expected all ranks to have the parked model in memory again, got {failure}; it "
-                "stays parked, so start all ranks again, from a checkpoint"
-            )
+        self._ranks.agree(
+            [],
+            "parked model",
+            "all ranks to have the parked model in memory again",
+            remedy="; it stays parked, so start all ranks again, from a checkpoint",
+        )
 
 
 # A parked model is not used -----------------------------------------------------------------------

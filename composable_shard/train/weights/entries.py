@@ -16,6 +16,7 @@ from composable_shard.core.hooks import groups_in
 from composable_shard.core.param import sharded_form
 from composable_shard.core.root import context_of
 from composable_shard.errors import ShardError
+from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.files import Stored
 
 # What a model keeps in a checkpoint: each tensor once, with all the names it has ------------------
@@ -156,9 +157,6 @@ def _identity(tensor: torch.Tensor) -> object:
 
 Rename = Callable[[str], str | None]
 
-RENAMED = "names after rename"
-"""What ranks compare, for messages."""
-
 SHOWN = 20
 """How many names a message lists before it only counts them."""
 
@@ -187,10 +185,6 @@ class Matching:
     missing: list[str]
     unexpected: list[str]
 
-    def facts(self) -> list[str]:
-        """Describe what must be the same on all ranks."""
-        return [f"'{m.entry.names[0]}' of {[one.name for one in m.stored]}" for m in self.matches]
-
     def check_names(self) -> None:
         """Raise ``ShardError`` if a name is on one side only."""
         if self.missing or self.unexpected:
@@ -210,20 +204,53 @@ class Matching:
             )
 
 
+def renamed(
+    names: Sequence[str], rename: Rename | None, ranks: Ranks, expected: str
+) -> list[str | None]:
+    """Return new names, the same on all ranks, so that they fit on all ranks or on none.
+
+    Args:
+        names: The names, the same on all ranks.
+        rename: Given a name, returns the new one; ``None`` if they stay.
+        ranks: The ranks that do the same.
+        expected: What should be, for the message if it fails.
+
+    Raises:
+        ShardError: On all ranks, if ``rename`` fails on one.
+        RankMismatchError: On all ranks, if it returns something else on some.
+
+    Collective: an all-gather of a small object if there is a ``rename``.
+    """
+    if rename is None:
+        return [*names]
+    found: list[str | None] = []
+    with ranks.noting_failure():
+        found = [rename(name) for name in names]
+    pairs = zip(names, found, strict=False)  # there is none if it failed
+    facts = [f"{'nothing' if new is None else repr(new)} of {name!r}" for name, new in pairs]
+    ranks.agree(facts, "names after rename", expected)
+    return found
+
+
 def match(
     entries: Sequence[Entry],
     stored: Sequence[Stored],
-    rename: Rename | None,
+    names: Sequence[str | None],
     source: str | os.PathLike[str],
 ) -> Matching:
     """Find the tensors of a checkpoint in a model.
+
+    Args:
+        entries: The tensors of the model.
+        stored: Those of the checkpoint.
+        names: What each of those is called in the model; ``None`` to pass over it.
+        source: The checkpoint, for messages.
 
     Raises:
         ShardError: If two of them would have the same name.
     """
     by_name: dict[str, Stored] = {}
-    for one in stored:
-        name = one.name if rename is None else rename(one.name)
+    for one, name in zip(stored, names, strict=True):
         if name is None:
             continue
         if name in by_name:

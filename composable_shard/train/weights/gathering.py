@@ -12,7 +12,6 @@ Three tensors over 2 ranks; A is large and its rows are even, so that it arrives
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,10 +30,9 @@ from composable_shard.core.bucket import matching_pieces
 from composable_shard.core.layout import ParamLayout, aligned
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.errors import ShardError
 from composable_shard.mesh import axis_of
 from composable_shard.train.full import full_copy
-from composable_shard.train.ranks import Ranks
+from composable_shard.train.ranks import Together
 from composable_shard.train.weights.boxes import Parts, sharded_axes
 from composable_shard.train.weights.entries import Entry
 
@@ -584,7 +582,8 @@ def full_copies(
         for index, tensor in enumerate(tensors)
     ]
     routes, found = Routes(), dict[Planned, torch.Tensor]()
-    together = _Together([tensor.device_mesh for tensor in tensors] if first_only else [])
+    meshes = [tensor.device_mesh for tensor in tensors] if first_only else []
+    together = Together(meshes, "gathering full tensors")
     for run in runs_within(planned, BUCKET_NBYTES):
         by_target: dict[int | None, list[Planned]] = {}
         for one in run:
@@ -602,43 +601,3 @@ def full_copies(
                 found |= bucket.whole(device)
     together.go_on()
     return [found.get(one) for one in planned]
-
-
-class _Together:
-    """Lets the ranks of some meshes go on together, or none of them.
-
-    Hazard: the rank that gets the tensors fails alone, and others, who wait for nobody, have sent
-    the rest already; at its next gather it would take that for what it asked for. Guard: all say a
-    word before each. Test: ``test_a_first_rank_that_fails_gets_nothing_old_later``.
-
-    Args:
-        meshes: Their ranks. Where there are none, each rank goes on by itself, and others notice.
-    """
-
-    def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
-        groups = [
-            mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)
-        ]
-        self._ranks = [Ranks(group, "gathering full tensors") for group in dict.fromkeys(groups)]
-        self._failure: Exception | None = None
-
-    @contextlib.contextmanager
-    def noting_failure(self) -> Iterator[None]:
-        """Keep an exception within for :meth:`go_on`."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 (whatever it is)
-            self._failure = error
-
-    def go_on(self) -> None:
-        """Raise on all ranks if one has failed. Collective: 8 bytes along each axis."""
-        failed = -1 if self._failure is None else dist.get_rank()
-        for ranks in self._ranks:
-            failed = max(ranks.say(failed))
-        if self._failure is not None:
-            raise self._failure
-        if failed >= 0:
-            raise ShardError(
-                f"Expected rank {failed} to take part in gathering full tensors, got a failure "
-                "there, which it tells"
-            )

@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.errors import ShardError
-from composable_shard.train.full import same_bits
+from composable_shard.train.full import count_write, same_bits
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.boxes import Box, Parts
 from composable_shard.train.weights.entries import (
-    RENAMED,
     Contents,
     Entry,
     Match,
@@ -27,6 +25,7 @@ from composable_shard.train.weights.entries import (
     listed,
     match,
     materialize,
+    renamed,
 )
 from composable_shard.train.weights.files import (
     Reader,
@@ -77,6 +76,8 @@ class Reading:
         with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
             with ranks.noting_failure():
                 materialize(model, [match.entry for match in self._matches])
+            for match in self._matches:
+                count_write(match.entry.local)  # also where this rank has no rows, or fails
             for match in self._matches:
                 for stored in match.stored:
                     full = self._sent(stored, reader) if sends else None
@@ -202,12 +203,12 @@ def load_sharded(
     Raises:
         TypeError: If ``model`` is not a module.
         ShardError: On all ranks, before anything is read: if a rank cannot open the checkpoint or
-            lacks a library for it, if names or shapes differ, a dtype cannot be cast (floating
-            point into integers), or a parameter is a tensor subclass of several tensors. On all
-            ranks, at the end: if a rank failed to read, or tied names differ; the model is then
-            partly loaded. In a forward or backward.
-        RankMismatchError: On all ranks, if their models or checkpoints differ, or what ``rename``
-            returns.
+            lacks a library for it, if rename fails, if names or shapes differ, a dtype cannot be
+            cast (floating point into integers), or a parameter is a tensor subclass of several
+            tensors. On all ranks, at the end: if a rank failed to read, or tied names differ; the
+            model is then partly loaded. In a forward or backward.
+        RankMismatchError: On all ranks, if their models, checkpoints or arguments differ, or what
+            ``rename`` returns.
         CommunicationError: If a rank has ended, or did not read within the time-out.
 
     Collective: two all-gathers of a small object, three with ``rename``; with
@@ -231,21 +232,25 @@ def load_sharded(
     ranks = Ranks(process_group, f"loading '{source}'")
     contents = contents_of(model, "load_sharded")
     shows = progress and ranks.is_first
-    stored = _agree_on_stored(ranks, contents, source, sends=broadcast_from_rank0, shows=shows)
-    matching = match(contents.entries, stored, rename, source)
-    if rename is not None:
-        ranks.agree(matching.facts(), RENAMED)
+    arguments = f"strict {strict}, {'no ' if rename is None else ''}rename"
+    stored = _agree_on_stored(
+        ranks, contents, arguments, source, sends=broadcast_from_rank0, shows=shows
+    )
+    expected = f"names from rename for '{source}'"
+    names = renamed([one.name for one in stored], rename, ranks, expected)
+    matching = match(contents.entries, stored, names, source)
     if strict:
         matching.check_names()
     matching.check_values()
     reading = Reading(matching.matches, ranks, strict=strict)
     with progress_bar(f"loading {Path(source).name}", reading.nbytes, shown=shows) as advance:
         reading.run(model, advance, sends=broadcast_from_rank0)
-    said = ranks.agree([], "tensors")
-    if said is not None:
-        raise ShardError(
-            f"Expected to load '{source}', got {said}; the model is partly loaded, load it again"
-        )
+    ranks.agree(
+        [],
+        "tensors",
+        f"to load '{source}'",
+        remedy="; the model is partly loaded, load it again",
+    )
     if contents.left_on_meta and ranks.is_first:
         warnings.warn(
             f"No checkpoint has the non-persistent buffers {listed(contents.left_on_meta)}, which "
@@ -258,7 +263,13 @@ def load_sharded(
 
 
 def _agree_on_stored(
-    ranks: Ranks, contents: Contents, source: str | os.PathLike[str], *, sends: bool, shows: bool
+    ranks: Ranks,
+    contents: Contents,
+    arguments: str,
+    source: str | os.PathLike[str],
+    *,
+    sends: bool,
+    shows: bool,
 ) -> list[Stored]:
     """Return the tensors of the checkpoint if all ranks have the same ones, and the same model."""
     stored: list[Stored] = []
@@ -269,8 +280,8 @@ def _agree_on_stored(
             stored = list_stored(source)
     if sends:
         stored = ranks.from_first(stored)
-    facts = [one.fact() for one in contents.entries] + [one.fact() for one in stored]
-    said = ranks.agree(facts, "model and checkpoint")
-    if said is not None:
-        raise ShardError(f"Expected a checkpoint at '{source}', got {said}")
+    facts = [arguments, *(one.fact() for one in contents.entries)]
+    facts += [one.fact() for one in stored]
+    what = "model, checkpoint and arguments of load_sharded()"
+    ranks.agree(facts, what, f"a checkpoint at '{source}'")
     return stored

@@ -17,7 +17,7 @@ from torch import nn
 from composable_shard.errors import ShardError
 from composable_shard.train.checkpoint import sync_folder
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights.entries import RENAMED, Entry, Rename, contents_of, listed
+from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed, renamed
 from composable_shard.train.weights.files import INDEX, SHARD, SINGLE, library, progress_bar
 from composable_shard.train.weights.gathering import Bucket, Planned, Routes, runs_within
 from composable_shard.train.weights.stream import Stream
@@ -197,9 +197,7 @@ class Writing:
         return {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
 
     def _agree(self) -> None:
-        said = self._ranks.agree([], "files")
-        if said is not None:
-            raise ShardError(f"Expected to save '{self._output.place}', got {said}")
+        self._ranks.agree([], "files", f"to save '{self._output.place}'")
 
     def _discard(self) -> None:
         """Remove what this rank has written, and on the first one what anybody has."""
@@ -262,9 +260,11 @@ def save_full(
         TypeError: If ``model`` is not a module.
         ValueError: If ``max_shard_size`` is not positive, or is a text of another form.
         ShardError: On all ranks: if there are weights already, if a tensor is on the meta device or
-            is a tensor subclass of several tensors, if rename gives two of them one name, if the
-            a rank cannot write, or the first one lacks a library for it. In a forward or backward.
-        RankMismatchError: On all ranks, if their models differ, or what ``rename`` returns.
+            is a tensor subclass of several tensors, if rename fails or gives two of them one name,
+            if a rank cannot write, or the first one lacks a library for it. In a forward or
+            backward.
+        RankMismatchError: On all ranks, if their models or arguments differ, or what ``rename``
+            returns.
         CommunicationError: If a rank has ended or does not answer within the time-out.
 
     Collective: for each bucket, of 32 MiB or of a larger tensor, a gather to the rank that writes
@@ -287,10 +287,11 @@ def save_full(
     entries = contents_of(model, "save_full").entries
     output = Output(Path(target), overwrite=overwrite)
     shows = progress and ranks.is_first
-    _agree_on_entries(ranks, entries, output, shows=shows)
-    planned = _planned(entries, rename, dtype, output)
-    if rename is not None:
-        ranks.agree([f"'{one.name}' of '{one.entry.names[0]}'" for one in planned], RENAMED)
+    arguments = f"max_shard_size {limit}, {'no ' if rename is None else ''}rename, dtype {dtype}"
+    _agree_on_entries(ranks, entries, arguments, output, shows=shows)
+    expected = f"names from rename for '{output.place}'"
+    names = renamed([entry.names[0] for entry in entries], rename, ranks, expected)
+    planned = _planned(entries, names, dtype, output)
     files = runs_within(planned, None if output.is_file else limit)
     writing = Writing(output, files, ranks, _writers(ranks, output, len(files)))
     with progress_bar(f"saving {output.name}", writing.nbytes, shown=shows) as advance:
@@ -349,24 +350,27 @@ def num_bytes(asked: int | str) -> int:
     return int(number)
 
 
-def _agree_on_entries(ranks: Ranks, entries: list[Entry], output: Output, *, shows: bool) -> None:
+def _agree_on_entries(
+    ranks: Ranks, entries: list[Entry], arguments: str, output: Output, *, shows: bool
+) -> None:
     if ranks.is_first:
         with ranks.noting_failure():
             output.check(shows=shows)
-    said = ranks.agree([entry.fact() for entry in entries], "model")
-    if said is not None:
-        raise ShardError(f"Expected to save '{output.place}', got {said}")
+    facts = [arguments, *(entry.fact() for entry in entries)]
+    ranks.agree(facts, "model and arguments of save_full()", f"to save '{output.place}'")
 
 
 def _planned(
-    entries: list[Entry], rename: Rename | None, dtype: torch.dtype | None, output: Output
+    entries: list[Entry],
+    names: Sequence[str | None],
+    dtype: torch.dtype | None,
+    output: Output,
 ) -> list[Planned]:
     """Name the tensors, and refuse those that cannot be written."""
     planned: dict[str, Planned] = {}
     wrong: list[str] = []
-    for entry in entries:
+    for entry, name in zip(entries, names, strict=True):
         first = entry.names[0]
-        name = first if rename is None else rename(first)
         if name is None:
             continue
         if name in planned:

@@ -279,9 +279,7 @@ def _iterate(
     facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked.fact()}"]
     facts += [entry.fact() for entry in entries]
     facts += [f"{one.names} for '{one.entry.names[0]}'" for one in planned]
-    said = ranks.agree(facts, "model and arguments of iter_full()")
-    if said is not None:
-        raise ShardError(f"Expected names for iter_full(), got {said}")
+    ranks.agree(facts, "model and arguments of iter_full()", "names for iter_full()")
     check_planned(planned, "iter_full()")
     routes, to = Routes(), ranks.numbers[0] if rank0_only else None
     rounds = [[Bucket(run, routes, to)] for run in runs_within(planned, bucket_bytes)]

@@ -1,0 +1,155 @@
+"""What is written between a forward and its backward, where it is not on all ranks.
+
+Each rank has a part of what is written, or nothing of it. That a backward is refused is decided by
+every rank by itself: where some refuse and others gather, those wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import own_input, train_step
+from safetensors.torch import save_file
+from torch import nn
+
+from composable_shard import fully_shard, load_sharded, unsharded
+from composable_shard.testing import RankError, run_ranks
+
+ROWS = 6
+
+
+class Rows(nn.Module):
+    """A weight of several rows, of which each rank has some, and one of a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inp = nn.Linear(4, ROWS)
+        self.few = nn.Parameter(torch.randn(1, ROWS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inp(x)) * self.few
+
+
+def build(module: nn.Module | None = None) -> Rows:
+    return fully_shard(Rows() if module is None else module)
+
+
+def add_to_a_row(model: nn.Module, row: int) -> None:
+    with torch.no_grad():
+        model.inp.weight[row].add_(1)
+
+
+def add_unseen(model: nn.Module, row: int) -> None:
+    """Write without a version counter of the full parameter that could tell."""
+    model.inp.weight.data[row] += 1
+
+
+def put_another(model: nn.Module, row: int) -> None:
+    weight = model.inp.weight.detach().clone()
+    weight[row] += 1
+    model.inp.weight = nn.Parameter(weight)
+
+
+def change_signs(model: nn.Module, row: int) -> None:
+    """Change nothing but the highest bit of an even number of elements."""
+    with torch.no_grad():
+        model.inp.weight[row].neg_()
+
+
+def swap_in_a_row(model: nn.Module, row: int) -> None:
+    """Leave the same numbers, in other places."""
+    with torch.no_grad():
+        model.inp.weight[row] = model.inp.weight[row].flip(0)
+
+
+EDITS = [add_to_a_row, add_unseen, put_another, change_signs, swap_in_a_row]
+
+
+def edit_between(edit: Callable[[nn.Module, int], None], row: int, rank0_only: bool) -> None:
+    reference, model = Rows(), build()
+    loss = model(own_input()).square().sum()
+    with unsharded(model, rank0_only=rank0_only):
+        if not rank0_only or dist.get_rank() == 0:
+            edit(model, row)
+    edit(reference, row)
+    assert torch.equal(model.inp.weight.full_tensor(), reference.inp.weight)
+    loss.backward()
+
+
+STALE = (
+    "Expected the parameters of the root group in backward as they were in forward, got parameters "
+    "that were changed in between (an optimizer step?); run backward before changing them"
+)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("row", [0, ROWS - 1])
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_an_edit_of_rows_of_one_rank_is_stale_on_all(
+    edit: Callable[[nn.Module, int], None], row: int, rank0_only: bool
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(edit_between, 2, edit, row, rank0_only, timeout=30)
+    assert caught.value.agreed().message == STALE
+
+
+def edit_of_a_gradient() -> list[int]:
+    """Return by how much the version of a gradient grows, by a look and by an edit of a row."""
+    model = build()
+    train_step(model, 0, None)
+    grad, grown = model.inp.weight.grad, list[int]()
+    for edits in (False, True):
+        before = grad.to_local()._version
+        with unsharded(model, with_grads=True):
+            if edits:
+                model.inp.weight.grad[0].add_(1)
+        assert model.inp.weight.grad is grad
+        grown.append(grad.to_local()._version - before)
+    return grown
+
+
+def test_an_edit_of_a_gradient_is_counted_on_all_ranks() -> None:
+    assert run_ranks(edit_of_a_gradient, 2, timeout=30) == [[0, 1]] * 2
+
+
+def written_and_restored() -> None:
+    """Write shards unseen within ``unsharded``: the full parameters are put back over them."""
+    reference, model = Rows(), build()
+    shard = model.few.to_local().detach()
+    loss = model(own_input()).square().sum()
+    with unsharded(model):
+        shard.data.add_(1)  # on the first rank alone, as the others have no row
+    assert torch.equal(model.few.full_tensor(), reference.few)
+    loss.backward()
+    train_step(reference, 0, None)
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+def test_what_is_put_back_as_it_was_in_forward_is_not_stale() -> None:
+    run_ranks(written_and_restored, 2, timeout=30)
+
+
+# Loading ----------------------------------------------------------------------------------------
+
+
+def load_between(file: str, sends: bool) -> None:
+    model = build()
+    loss = model(own_input()).square().sum()
+    load_sharded(model, file, strict=False, broadcast_from_rank0=sends)
+    assert torch.equal(model.few.full_tensor(), torch.full((1, ROWS), 2.0))
+    loss.backward()
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_load_of_what_one_rank_has_is_stale_on_all(tmp_path: Path, sends: bool) -> None:
+    file = tmp_path / "few.safetensors"
+    save_file({"few": torch.full((1, ROWS), 2.0)}, file)
+    with pytest.raises(RankError) as caught:
+        run_ranks(load_between, 2, str(file), sends, timeout=30)
+    assert caught.value.agreed().message == STALE
