@@ -41,6 +41,7 @@ from composable_shard.core.reduction_plan import (
     ReductionPlan,
     ReductionPlanner,
     ReductionScale,
+    inner_of,
     plan_scale,
     promoted,
 )
@@ -482,17 +483,18 @@ class MeshGradients:
         Returns:
             Them, whose memory is read.
         """
-        plan, added = part.plan, list[torch.Tensor]()
+        plan, added = part.plan, dict[ShardedParam, torch.Tensor]()
         shards = plan.shards(part.transfer.result)
-        for index, ((param, _), shard) in enumerate(zip(plan.members, shards, strict=True)):
+        for index, ((param, name), shard) in enumerate(zip(plan.members, shards, strict=True)):
             held = unreplicated(param)
-            if held is None:
+            if held is not None:
+                param.sharded.grad = None
+                added[param] = held
+            elif (held := added.get(param)) is None:  # of a subclass, every inner tensor is added
                 continue
-            param.sharded.grad = None
-            shard.add_(held.to(shard.device))
+            shard.add_(inner_of(held, name).to(shard.device))
             plan.bucket.flag(part.transfer, index)
-            added.append(held)
-        return added
+        return list(added.values())
 
     def _hand_out(self, part: _Part, *, is_held: bool) -> list[Callable[[], None]]:
         """Put the results on the sharded parameters.
