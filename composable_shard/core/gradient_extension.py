@@ -170,6 +170,10 @@ class GradientCodecs:
         """Return how the gradient of ``param`` is rebuilt, ``None`` for a plain one."""
         return self._codecs.get(param)
 
+    def know(self, param: ShardedParam) -> bool:
+        """Tell whether it is known what the gradient of ``param`` is made of."""
+        return not param.is_subclass or param in self._codecs
+
     @property
     def num_agreed(self) -> int:
         """Of how many parameters it is known; never falls."""
