@@ -81,6 +81,7 @@ def _groups_below(module: nn.Module, memo: Memo) -> list[ParamGroup]:
 def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Parameter:
     """Copy the sharded form, or go on with a copy that there is: of an optimizer, for example."""
     local = _torch.local_tensor(param.sharded)
+    param.remember_grad_dtype()
     if copied is None:
         with torch.inference_mode(False):
             own = copied_shard(local)

@@ -31,6 +31,7 @@ from composable_shard.core.codec import (
     codec_of,
     in_words,
 )
+from composable_shard.core.gradient import unreplicated
 from composable_shard.core.gradient_bucket import Flags, GradBucket, GradTransfer
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport.process_groups import agree
@@ -169,6 +170,10 @@ class GradientCodecs:
         """Return how the gradient of ``param`` is rebuilt, ``None`` for a plain one."""
         return self._codecs.get(param)
 
+    def know(self, param: ShardedParam) -> bool:
+        """Tell whether it is known what the gradient of ``param`` is made of."""
+        return not param.is_subclass or param in self._codecs
+
     @property
     def num_agreed(self) -> int:
         """Of how many parameters it is known; never falls."""
@@ -184,7 +189,8 @@ class GradientCodecs:
             if not param.is_subclass or param in self._codecs:
                 continue
             op = "agreeing on what gradients are made of"
-            said = agree(_codec_of_grad(grad), self._mesh, _first_known, op)
+            own = unreplicated(param) if grad is None else grad
+            said = agree(_codec_of_grad(own), self._mesh, _first_known, op)
             if said is not None:
                 self._codecs[param] = said if said.names else None
 

@@ -238,14 +238,14 @@ class ShardedParam:
         self._shown_grad_dtype: torch.dtype | None = original.dtype
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the sharded form alone, which keeps no ``grad_dtype`` by itself."""
+        """Pickle the sharded form alone; a loaded one is asked for what was remembered."""
+        self.remember_grad_dtype()
         left_out = {"local", "place", "unsharded", "attributes", "accumulator", "parts"}
         left_out |= {"_dict", "_specs"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {**state, "grad_dtype": self.sharded.grad_dtype}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        grad_dtype = state.pop("grad_dtype")
         self.__dict__.update(state)
         self._specs, self._is_watched, self.is_unsynced = {}, False, False
         self.place = None
@@ -261,8 +261,6 @@ class ShardedParam:
         for spec in (self.spec, self.placement.model, _torch.spec_of(self.sharded)):
             if spec is not None:
                 _torch.rebind(spec.mesh)
-        if grad_dtype != self.sharded.grad_dtype:
-            self.sharded.grad_dtype = grad_dtype
         self.local = _torch.local_tensor(self.sharded)
 
     @property
@@ -294,11 +292,13 @@ class ShardedParam:
         _torch.share_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
+            self.remember_grad_dtype()
         self.local = _torch.local_tensor(self.sharded)
 
     def hold(self, sharded: nn.Parameter) -> None:
         """Let ``sharded`` be the DTensor parameter, with the attributes that it has."""
         self.sharded, self._dict = sharded, sharded.__dict__
+        self._keep_grad_dtype(sharded)
 
     def adopt_local(self, local: torch.Tensor) -> None:
         """Let ``local``, which holds the same values, be the local shard from now on."""
@@ -367,9 +367,12 @@ class ShardedParam:
         return _torch.local_part(self.unsharded)
 
     def remember_grad_dtype(self) -> torch.dtype | None:
-        """Return the dtype that the user asked of this parameter's gradients, if any."""
+        """Return the dtype that the user asked of this parameter's gradients, if any.
+
+        What a conversion has made of it, which :meth:`recover` has not seen yet, asks for nothing.
+        """
         shown = self.sharded.grad_dtype
-        if shown != self._shown_grad_dtype:
+        if shown != self._shown_grad_dtype and self.sharded.__dict__ is self._dict:
             self._shown_grad_dtype = shown
             if shown is not None or LIFTED not in self.sharded.__dict__:
                 self._has_asked, self._asked_grad_dtype = True, shown
@@ -456,8 +459,6 @@ class ShardedParam:
             slot.put(self.sharded)
         self.local = _torch.local_tensor(self.sharded)
         self.spec = _torch.spec_with_dtype(self.spec, self.local.dtype)
-        if self.sharded.grad_dtype == self.sharded.dtype:  # of a new parameter, as of any
-            self._shown_grad_dtype = self.sharded.dtype
 
     def keep_attributes(self, param: nn.Parameter) -> None:
         """Give ``param``, what a conversion or a load has made of the sharded form, its attributes.
@@ -466,8 +467,24 @@ class ShardedParam:
         """
         if param.__dict__ is not self._dict:
             for name, value in self._dict.items():
-                param.__dict__.setdefault(name, value)
+                if name != LIFTED:
+                    param.__dict__.setdefault(name, value)
             self._dict = param.__dict__
+            self._keep_grad_dtype(param)
+
+    def _keep_grad_dtype(self, param: nn.Parameter) -> None:
+        """Ask of ``param``, which takes the place of the sharded form, what was asked of that.
+
+        Unless it asks for something itself, or has a gradient of another dtype, to which torch
+        would object.
+        """
+        if not param.is_leaf or param.grad_dtype != param.dtype:
+            return
+        param.__dict__.pop(LIFTED, None)
+        asked, grad = self._asked_grad_dtype, param.grad
+        if self._has_asked and (grad is None or asked in (None, grad.dtype)):
+            param.grad_dtype = asked
+        self._shown_grad_dtype = param.grad_dtype
 
     def version(self) -> int:
         """Return a number that grows when the sharded values change in place."""

@@ -41,6 +41,7 @@ from composable_shard.core.reduction_plan import (
     ReductionPlan,
     ReductionPlanner,
     ReductionScale,
+    inner_of,
     plan_scale,
     promoted,
 )
@@ -482,17 +483,18 @@ class MeshGradients:
         Returns:
             Them, whose memory is read.
         """
-        plan, added = part.plan, list[torch.Tensor]()
+        plan, added = part.plan, dict[ShardedParam, torch.Tensor]()
         shards = plan.shards(part.transfer.result)
-        for index, ((param, _), shard) in enumerate(zip(plan.members, shards, strict=True)):
+        for index, ((param, name), shard) in enumerate(zip(plan.members, shards, strict=True)):
             held = unreplicated(param)
-            if held is None:
+            if held is not None:
+                param.sharded.grad = None
+                added[param] = held
+            elif (held := added.get(param)) is None:  # of a subclass, every inner tensor is added
                 continue
-            param.sharded.grad = None
-            shard.add_(held.to(shard.device))
+            shard.add_(inner_of(held, name).to(shard.device))
             plan.bucket.flag(part.transfer, index)
-            added.append(held)
-        return added
+        return list(added.values())
 
     def _hand_out(self, part: _Part, *, is_held: bool) -> list[Callable[[], None]]:
         """Put the results on the sharded parameters.
@@ -508,7 +510,7 @@ class MeshGradients:
         """
         plan = part.plan
         dtypes = [plan.bucket.dtype] * len(plan.members) if is_held else plan.grad_dtypes()
-        wanted = self._wanted(part)
+        wanted = self._wanted(part, is_held=is_held)
         shards = plan.converted_shards(part.transfer.result, dtypes)
         give = partial(self._give, plan, wanted, shards, dtypes, is_held=is_held)
         is_late = plan.is_on_host or (wanted is not None and wanted.is_on_its_way)
@@ -519,14 +521,20 @@ class MeshGradients:
         give()
         return []
 
-    def _wanted(self, part: _Part) -> _Wanted | None:
-        """Return which members any rank had, or a hook of the user's gave; ``None`` for all."""
+    def _wanted(self, part: _Part, *, is_held: bool) -> _Wanted | None:
+        """Return which members get a gradient: those that any rank had; ``None`` for all.
+
+        Hazard: a hook may reduce over ranks that only it knows, which decide the same neither by
+        flags nor by the values of their shards. Guard: with a hook all members get one, but where
+        no rank has seen yet what that of a subclass is made of. Test:
+        ``test_shards_and_replicas_of_a_hook_stay_the_same``.
+        """
+        if self._settings.hook is not None and not is_held:
+            known = [self._codecs.know(param) for param, _ in part.plan.members]
+            return None if all(known) else _Wanted(torch.tensor(known), is_on_its_way=False)
         has = part.plan.bucket.anybody_has(part.transfer)
         if has is None:
             return None
-        if self._settings.hook is not None:
-            shards = part.plan.shards(part.transfer.result)
-            has = (has != 0) | torch.stack([shard.any() for shard in shards])
         is_on_its_way = _torch.has_streams(self._mesh.device)
         return _Wanted(host.download(has) if is_on_its_way else has, is_on_its_way)
 

@@ -120,7 +120,7 @@ class ReductionPlan:
         if self._is_plain:
             return [grads[index] for index in self._indices]
         return [
-            None if (grad := grads[index]) is None else param.form.rows(_inner(grad, name))
+            None if (grad := grads[index]) is None else param.form.rows(inner_of(grad, name))
             for index, (param, name) in zip(self._indices, self.members, strict=True)
         ]
 
@@ -163,7 +163,8 @@ class ReductionPlan:
         ]
 
 
-def _inner(grad: torch.Tensor, name: str | None) -> torch.Tensor:
+def inner_of(grad: torch.Tensor, name: str | None) -> torch.Tensor:
+    """Return one inner tensor of a gradient, or, without a name, all of it."""
     inner: torch.Tensor = grad if name is None else getattr(grad, name)
     return inner
 

@@ -155,6 +155,7 @@ def _before_load(
     host.settle()  # copies of shards that a forward without a backward has launched
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in _owned(group, params).items():
+        param.remember_grad_dtype()  # of what may be replaced
         key, current = prefix + attribute, module._parameters.get(attribute)
         value = state_dict.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):

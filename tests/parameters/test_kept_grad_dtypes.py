@@ -1,0 +1,164 @@
+"""The ``grad_dtype`` of a parameter stays when that is converted, made real, loaded or copied."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import full
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_shard import fully_shard, move
+from composable_shard.testing import run_ranks
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+VALUES = torch.arange(16.0).view(4, 4) / 7
+
+
+def make(asked: torch.dtype | None = BF16) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    model[0].weight.grad_dtype = asked
+    return model
+
+
+def fill(model: nn.Sequential) -> nn.Sequential:
+    model.load_state_dict({"0.weight": VALUES})
+    return model
+
+
+def assigned(model: nn.Sequential) -> nn.Sequential:
+    model.load_state_dict({"0.weight": VALUES.clone()}, assign=True)
+    return model
+
+
+def swapped(change: Callable[[nn.Sequential], nn.Sequential]) -> Any:
+    def changed(model: nn.Sequential) -> nn.Sequential:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return change(model)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    return changed
+
+
+def part(model: nn.Sequential) -> nn.Sequential:
+    """Convert a module whose parameters belong to the group of the one around it."""
+    model[0].double()
+    return model
+
+
+def twice(model: nn.Sequential) -> nn.Sequential:
+    return model.double().float()
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], nn.Sequential]] = {
+    "double": nn.Module.double,
+    "double, swapped": swapped(nn.Module.double),
+    "double, a part": part,
+    "double and back": twice,
+    "to_empty": lambda model: fill(model.to_empty(device="cpu")),
+    "load": fill,
+    "load, swapped": swapped(fill),
+    "assign": assigned,
+    "deepcopy": copy.deepcopy,
+    "deepcopy and double": lambda model: copy.deepcopy(model).double(),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "pickle and double": lambda model: pickle.loads(pickle.dumps(model)).double(),
+}
+
+
+def gradient(model: nn.Sequential) -> tuple[torch.dtype | None, torch.dtype, list[float]]:
+    """Return what is asked, the dtype of the gradient and its first row, which bf16 rounds."""
+    x = torch.full((1, 4), 1 / 3, dtype=model[0].weight.dtype)
+    model(x).sum().backward()
+    model.reshard()
+    weight = model[0].weight
+    assert weight.grad is not None
+    return weight.grad_dtype, weight.grad.dtype, full(weight.grad)[0].double().tolist()
+
+
+def change(name: str, when: str, asked: torch.dtype | None) -> object:
+    model = make(asked if when != "asked later" else FP32)
+    fill(fully_shard(model))
+    if when == "after a step":
+        gradient(model)
+        model.zero_grad()
+    elif when == "asked later":
+        model[0].weight.grad_dtype = asked
+    model = CHANGES[name](model)
+    first = gradient(model)
+    model.zero_grad()
+    assert gradient(model) == first
+    return first
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("when", ["before a step", "after a step"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_was_asked_is_kept(name: str, when: str, num_ranks: int) -> None:
+    third = float(torch.tensor(1 / 3, dtype=FP64 if "double" in name else FP32).to(BF16))
+    expected = [(BF16, BF16, [third] * 4)] * num_ranks
+    assert run_ranks(change, num_ranks, name, when, BF16, timeout=60) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["load, swapped", "assign", "deepcopy and double", "pickle and double"]
+)
+def test_what_was_asked_of_a_sharded_one_is_kept(name: str) -> None:
+    third = float(torch.tensor(1 / 3).to(BF16))
+    expected = [(BF16, BF16, [third] * 4)] * 2
+    assert run_ranks(change, 2, name, "asked later", BF16, timeout=60) == expected
+
+
+@pytest.mark.parametrize("name", ["double", "to_empty", "assign"])
+def test_any_dtype_stays_any(name: str) -> None:
+    dtype = FP64 if name == "double" else FP32
+    third = float(torch.tensor(1 / 3, dtype=dtype))
+    expected = [(None, dtype, [third] * 4)] * 2
+    assert run_ranks(change, 2, name, "before a step", None, timeout=60) == expected
+
+
+def new_one() -> object:
+    """A parameter that is assigned with a wish of its own."""
+    model = fill(fully_shard(make()))
+    state = {"0.weight": nn.Parameter(model[0].weight.detach().clone())}
+    state["0.weight"].grad_dtype = FP64
+    model.load_state_dict(state, assign=True)
+    return gradient(model)[:2]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_an_assigned_parameter_asks_for_counts(num_ranks: int) -> None:
+    assert run_ranks(new_one, num_ranks, timeout=60) == [(FP64, FP64)] * num_ranks
+
+
+def from_meta() -> object:
+    with torch.device("meta"):
+        model = fully_shard(make())
+    return gradient(fill(model.to_empty(device="cpu")))[:2]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_from_the_meta_device(num_ranks: int) -> None:
+    assert run_ranks(from_meta, num_ranks, timeout=60) == [(BF16, BF16)] * num_ranks
+
+
+def joins() -> object:
+    """The second rank has the model on the meta device until the model moves to it."""
+    alone, both = (DeviceMesh("cpu", ranks, mesh_dim_names=("shard",)) for ranks in ([0], [0, 1]))
+    is_new = dist.get_rank() == 1
+    with torch.device("meta" if is_new else "cpu"):
+        model = fully_shard(make(), mesh=both if is_new else alone)
+    move(model, (), both)
+    return gradient(model)[:2]
+
+
+def test_a_rank_that_joins_has_what_was_asked() -> None:
+    assert run_ranks(joins, 2, timeout=60) == [(BF16, BF16)] * 2
