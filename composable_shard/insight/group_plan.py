@@ -27,7 +27,11 @@ from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction_plan import ReductionPlan, narrowest_itemsize
 from composable_shard.core.root import context_of
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.collectives import CustomAllGather, CustomReduceScatter
+from composable_shard.core.transport.collectives import (
+    CustomAllGather,
+    CustomReduceScatter,
+    sum_dtype,
+)
 
 # What one group sends, receives and keeps, as its own layouts say it ------------------------------
 
@@ -142,12 +146,14 @@ class ReducePlan(BucketPlan):
     Attributes:
         grad_dtypes: In which autograd makes each.
         final_dtypes: In which the optimizer finds each.
+        replica_dtype: In which they are summed over replicas.
         widens: Whether the reduce-scatter takes narrower inputs.
         reads_padding: Whether it looks at padding, which is written for it.
     """
 
     grad_dtypes: tuple[torch.dtype, ...]
     final_dtypes: tuple[torch.dtype, ...]
+    replica_dtype: torch.dtype
     widens: bool
     reads_padding: bool
 
@@ -165,6 +171,16 @@ class ReducePlan(BucketPlan):
     def result_nbytes(self) -> int:
         """Bytes of this rank's reduced gradients, flags included."""
         return self.result_numel * self.dtype.itemsize
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether the result is cast to be summed over replicas, and back."""
+        return self.replica_dtype != self.dtype
+
+    @property
+    def all_reduced_nbytes(self) -> int:
+        """Bytes of the result as it is summed over replicas."""
+        return self.result_numel * self.replica_dtype.itemsize
 
     @property
     def scattered(self) -> tuple[int, ...]:
@@ -257,6 +273,11 @@ class MeshPlan:
     def gathers(self) -> tuple[GatherPlan | SubclassPlan, ...]:
         """What is gathered."""
         return self.buckets + self.subclasses
+
+    @property
+    def all_reductions(self) -> tuple[ReducePlan, ...]:
+        """What is reduced over the replicas."""
+        return self.reductions if self.num_replicas > 1 and self.all_reduces else ()
 
 
 class Residence(NamedTuple):
@@ -418,6 +439,7 @@ class Elsewhere(NamedTuple):
         num_neighbours: From how many parameters are regathered, where they are.
         is_accelerator: Whether compute is on another device than what is offloaded.
         packing: How small parameters are packed there.
+        backend: Which communicates, if it is known.
     """
 
     num_shards: int
@@ -425,6 +447,7 @@ class Elsewhere(NamedTuple):
     num_neighbours: int
     is_accelerator: bool
     packing: Packing
+    backend: str | None
 
 
 def read_group(
@@ -462,6 +485,7 @@ class _MeshReader:
         mesh = channel.mesh
         self._group, self._channel, self._names = group, channel, names
         self._num_shards, self._num_replicas = mesh.num_shards, mesh.num_replicas
+        self._elsewhere = elsewhere
         self._packing = None if elsewhere is None else elsewhere.packing
         self._is_accelerator = _torch.has_streams(mesh.device)
         if elsewhere is not None:
@@ -500,9 +524,15 @@ class _MeshReader:
             fuses=self._is_accelerator,
             grad_dtypes=tuple(param.compute_dtype for param in params),
             final_dtypes=tuple(plan.grad_dtypes()),
+            replica_dtype=sum_dtype(dtype) if self._widens_over_replicas(dtype) else dtype,
             widens=self._channel.reduce_scatter.widens,
             reads_padding=self._is_accelerator or self._channel.reduce_scatter.reads_padding,
         )
+
+    def _widens_over_replicas(self, dtype: torch.dtype) -> bool:
+        if self._elsewhere is None:
+            return self._channel.divides_over_replicas(dtype)
+        return self._elsewhere.backend == "gloo"  # see there
 
     def _common(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import attrgetter
 
 from composable_shard.insight.group_plan import GatherPlan, GroupPlan, MeshPlan, ReducePlan
 
@@ -130,11 +131,9 @@ def reduce_traffic(mesh: MeshPlan) -> Traffic:
 
 def all_reduce_traffic(mesh: MeshPlan) -> Traffic:
     """Return what the reductions over the replicas send, each around a ring, twice."""
-    if mesh.num_replicas == 1 or not mesh.all_reduces:
-        return Traffic()
     return total(
-        Traffic(1, 1, 2 * (mesh.num_replicas - 1) * one.result_nbytes // mesh.num_replicas)
-        for one in mesh.reductions
+        Traffic(1, 1, 2 * (mesh.num_replicas - 1) * one.all_reduced_nbytes // mesh.num_replicas)
+        for one in mesh.all_reductions
     )
 
 
@@ -178,6 +177,7 @@ def step_copies(group: GroupPlan) -> tuple[Copy, ...]:
                 found.append(_kept_part(bucket, group.residence.num_neighbours))
         if group.is_reduced and not mesh.is_alone:
             found += chain.from_iterable(_of_reduction(one, mesh) for one in mesh.reductions)
+            found += map(_widened, filter(attrgetter("is_widened"), mesh.all_reductions))
     return tuple(found)
 
 
@@ -288,6 +288,17 @@ def _gradients_not_as_they_are(plan: ReducePlan) -> Iterator[Copy]:
             numel = sum(p.gathered_numel if plan.reads_padding else p.numel for p in params)
             names = plan.named(tuple(indices))
             yield Copy(kind, names, numel * plan.dtype.itemsize, 1, reasons[kind])
+
+
+def _widened(plan: ReducePlan) -> Copy:
+    narrow, wide = short(plan.dtype), short(plan.replica_dtype)
+    return Copy(
+        "cast",
+        plan.names,
+        plan.all_reduced_nbytes + plan.result_nbytes,
+        1,
+        f"sums of {narrow} are cast to {wide} to be summed over the replicas, and rounded once",
+    )
 
 
 def _of_result(plan: ReducePlan) -> Iterator[Copy]:

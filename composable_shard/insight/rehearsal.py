@@ -98,10 +98,14 @@ class Question:
         return self.device_type != "cpu"
 
     @property
+    def backend(self) -> str | None:
+        """The backend that such devices have by themselves."""
+        return dist.Backend.default_device_backend_map.get(self.device_type)
+
+    @property
     def packing(self) -> Packing:
-        """How small parameters are packed by the backend that such devices have by themselves."""
-        backend = dist.Backend.default_device_backend_map.get(self.device_type)
-        return packing_of(backend, is_aligned=self.is_accelerator)
+        """How small parameters are packed by it."""
+        return packing_of(self.backend, is_aligned=self.is_accelerator)
 
 
 def checked_ranks(mesh_shape: object, reshard_after_forward: Any) -> Ranks:
@@ -300,6 +304,7 @@ def _run(
         ranks.num_neighbours or 1,
         question.is_accelerator,
         question.packing,
+        question.backend,
     )
     layouts, nothing = None, OptimizerBytes(0, 0)
     if isinstance(question.optimizer, Mapping):

@@ -50,6 +50,7 @@ class GroupSizes(NamedTuple):
         given: Gradients that are sent from where autograd left them.
         made: What is made to send the others.
         result: What the reduction writes; 0 if nobody else has a part in the gradients.
+        widened: Copies of that which are summed over the replicas instead.
         final: Its gradients as the optimizer finds them.
         final_elsewhere: Those of them that are kept on the CPU.
         has_second_stage: Whether an all-reduce follows.
@@ -61,6 +62,7 @@ class GroupSizes(NamedTuple):
     given: int
     made: int
     result: int
+    widened: int
     final: int
     final_elsewhere: int
     has_second_stage: bool
@@ -70,6 +72,7 @@ class GroupSizes(NamedTuple):
         """Return what a group occupies."""
         every = [one for mesh in group.meshes for one in mesh.reductions]
         sent = [one for mesh in group.meshes if not mesh.is_alone for one in mesh.reductions]
+        summed = [one for mesh in group.meshes for one in mesh.all_reductions]
         regathers = group.residence.in_backward == "regathered"
         gathered = sum(bucket.unsharded_nbytes for bucket in group.buckets)
         return cls(
@@ -79,6 +82,7 @@ class GroupSizes(NamedTuple):
             given=sum(one.given_nbytes for one in sent),
             made=sum(one.made_nbytes for one in sent),
             result=sum(one.result_nbytes for one in sent),
+            widened=sum(one.all_reduced_nbytes for one in summed if one.is_widened),
             final=sum(one.final_nbytes for one in every if not one.is_away),
             final_elsewhere=sum(one.final_nbytes for one in every if one.is_away),
             has_second_stage=any(mesh.num_replicas > 1 for mesh in group.meshes),
@@ -151,7 +155,7 @@ class MemoryCurve:
                 self._look(moment)
                 self._gradients[group] = sizes.given + sizes.made + sizes.result
             case "wait_for_reduce_scatter" if sizes.has_second_stage:
-                self._gradients[group] = sizes.result
+                self._gradients[group] = sizes.result + sizes.widened
             case "reduce_scatter" | "wait_for_reduce_scatter" | "wait_for_all_reduce":
                 self._deliver(moment, sizes)
 

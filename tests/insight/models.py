@@ -55,10 +55,10 @@ def rootless() -> nn.Module:
     return shard_children(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))))
 
 
-def hybrid(num_replicas: int) -> nn.Module:
+def hybrid(num_replicas: int, **kwargs: Any) -> nn.Module:
     shape = (num_replicas, dist.get_world_size() // num_replicas)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return shard(Stack(), mesh=mesh)
+    return shard(Stack(), mesh=mesh, **kwargs)
 
 
 def frozen() -> nn.Module:
@@ -90,6 +90,7 @@ def shard_children(model: nn.Sequential) -> nn.Module:
 
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+BF16_SUMS = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 
 CASES: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: shard(Stack()),
@@ -105,9 +106,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     ),
     "bf16": lambda: shard(Stack(), mp_policy=BF16),
     "bf16 uneven": lambda: shard(Stack(255, 385), mp_policy=BF16),
-    "bf16 sums": lambda: shard(
-        Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    ),
+    "bf16 sums": lambda: shard(Stack(), mp_policy=BF16_SUMS),
     "offloaded": lambda: shard(Stack(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "frozen": frozen,
 }

@@ -30,7 +30,7 @@ from composable_shard import (
 from composable_shard.core.layout import MESSAGE_COSTS
 from composable_shard.insight.advice import is_repeated_block, repeated_blocks
 from composable_shard.insight.estimate import Estimate, _by_policy
-from composable_shard.insight.group_traffic import total
+from composable_shard.insight.group_traffic import StepTraffic, total, total_traffic
 from composable_shard.insight.rehearsal import (
     Question,
     checked_ranks,
@@ -39,8 +39,8 @@ from composable_shard.insight.rehearsal import (
     rehearsing_arguments,
 )
 from composable_shard.insight.step_costs import StepTime
-from composable_shard.testing import fake_ranks
-from tests.insight.models import BF16, Stack
+from composable_shard.testing import fake_ranks, run_ranks
+from tests.insight.models import BF16, BF16_SUMS, Stack
 
 BATCH = torch.empty(2, 256, device="meta")
 
@@ -103,6 +103,25 @@ def test_bytes_on_devices_are_those_that_explain_tells_where_they_are(
     expected = explained(shape, **kwargs)
     assert result.between_steps.shards == expected.pop("shards")
     assert {part: getattr(result.traffic, part) for part in expected} == expected
+
+
+def reduce_in_halves() -> StepTraffic:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Stack()
+    apply_fully_shard(model, is_repeated_block(model), mesh=mesh, mp_policy=BF16_SUMS)
+    return total_traffic(group.traffic for group in explain(model).groups)
+
+
+def test_gloo_sums_halves_over_replicas_in_single_precision() -> None:
+    """And the ranks are real ones: those that pass for others are not asked by whom they are."""
+    in_halves = told((2, 2), device="cpu", mp_policy=BF16_SUMS)
+    assert run_ranks(reduce_in_halves, 4) == [in_halves.traffic] * 4
+    in_singles = told((2, 2), device="cpu", mp_policy=BF16)
+    assert in_halves.traffic.all_reduces == in_singles.traffic.all_reduces
+    elsewhere = told((2, 2), device="cuda", mp_policy=BF16_SUMS).traffic.all_reduces.nbytes
+    everywhere = told((2, 2), device="cuda", mp_policy=BF16).traffic.all_reduces.nbytes
+    assert elsewhere is not None and everywhere is not None
+    assert elsewhere < 0.51 * everywhere
 
 
 def test_the_same_step_is_recorded_for_any_number_of_ranks() -> None:

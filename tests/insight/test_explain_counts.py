@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from two_tensors import two_tensor_hooks
 
-from composable_shard import explain
+from composable_shard import MixedPrecisionPolicy, explain
 from composable_shard.insight.explain import Explanation
 from composable_shard.testing import run_ranks
 from tests.insight import models
@@ -62,15 +62,16 @@ def test_dtypes_that_differ_within_a_group() -> None:
         assert sent == said
 
 
-def count_four(num_replicas: int) -> tuple[Sent, Sent]:
-    model = models.hybrid(num_replicas)
+def count_four(num_replicas: int, policy: MixedPrecisionPolicy) -> tuple[Sent, Sent]:
+    model = models.hybrid(num_replicas, mp_policy=policy)
     before = explain(model)
     return count_step(model), told(before, 4 // num_replicas, num_replicas)
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4])
-def test_replicas(num_replicas: int) -> None:
-    for sent, said in run_ranks(Apart(count_four), 4, num_replicas):
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), models.BF16_SUMS], ids=["fp32", "bf16"])
+def test_replicas(num_replicas: int, policy: MixedPrecisionPolicy) -> None:
+    for sent, said in run_ranks(Apart(count_four), 4, num_replicas, policy):
         assert sent == said
         assert sent.all_reduced > 0
 
