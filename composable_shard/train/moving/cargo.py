@@ -61,12 +61,15 @@ class Told(NamedTuple):
             they lie on the device.
         settings: Those of the parameter groups of each optimizer.
         compositions: Of what the items are made that are tensor subclasses.
+        orders: For each optimizer its parameters that have states, by their numbers in it, and the
+            names of these, as they follow each other there.
     """
 
     items: dict[Key, Item]
     values: dict[Key, tuple[Any, bool]]
     settings: list[list[dict[str, Any]]]
     compositions: dict[Key, Composition]
+    orders: list[dict[int, list[str]]]
 
     def facts(self) -> list[str]:
         """Describe what must be the same on all ranks that have the model."""
@@ -129,7 +132,7 @@ class Possession:
 
         Collective: of optimizers whose states lie with owners, see ``LayoutOptimizer.state_dict``.
         """
-        told, tensors = Told({}, {}, [], {}), Tensors()
+        told, tensors = Told({}, {}, [], {}, []), Tensors()
 
         def add(key: Key, value: Any, param: int | None = None) -> None:
             if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim):
@@ -150,15 +153,32 @@ class Possession:
             if not isinstance(tensor, DTensor):
                 add(("plain", name), tensor[None] if not tensor.ndim else tensor)
         for place, optimizer in enumerate(self._optimizers):
-            self._states.append(_states_of(optimizer))
+            states = _states_of(optimizer)
+            self._states.append(states)
+            told.orders.append(self._order(self._stepped[place], states))
             for index, stepped in self._stepped[place].items():
-                for name, value in self._states[place].get(stepped, {}).items():
-                    if isinstance(value, DTensor) and id(stepped) not in self._indices:
-                        continue  # of a parameter that stays where it is
+                for name in sorted(told.orders[place].get(index, ())):
+                    value = states[stepped][name]
                     add(("state", place, index, name), value, self._indices.get(id(stepped)))
             settings = [dict(group) for group in optimizer.param_groups]
             told.settings.append([{**group, "params": []} for group in settings])
         return told, tensors
+
+    def _order(
+        self, stepped: Mapping[int, torch.Tensor], states: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> dict[int, list[str]]:
+        """Return which states of an optimizer are told, in their order; see :class:`Told`."""
+        numbers = {id(param): index for index, param in stepped.items()}
+        order: dict[int, list[str]] = {}
+        for param, own in states.items():
+            if id(param) in numbers:
+                is_moved = id(param) in self._indices  # one that is not keeps its DTensors
+                order[numbers[id(param)]] = [
+                    name
+                    for name, value in own.items()
+                    if is_moved or not isinstance(value, DTensor)
+                ]
+        return order
 
     def check_joining(self) -> None:
         """Raise ``ShardError`` if something of this rank could not be given to one that joins."""
@@ -354,14 +374,16 @@ class Possession:
         states: dict[torch.Tensor, dict[str, Any]] = {
             param: dict(before.get(param, {})) for param in stepped.values() if param in before
         }
+        if is_new:  # in the order of the others: full checkpoints gather one after the other
+            for index, names in told.orders[place].items():
+                states[stepped[index]] = dict.fromkeys(names)
         for key in told.items:
             if key[:2] == ("state", place) and key in tensors:
-                own = states.setdefault(stepped[int(key[2])], {})
-                name = str(key[3])
+                own, name = states[stepped[int(key[2])]], str(key[3])
                 own[name] = self._shown(key, told, tensors, own.get(name))
         for key, (value, is_on_device) in told.values.items():
             if key[:2] == ("state", place) and is_new:
-                own = states.setdefault(stepped[int(key[2])], {})
+                own = states[stepped[int(key[2])]]
                 own[str(key[3])] = value.to(self._device) if is_on_device else value
         if is_new:
             for group, settings in zip(optimizer.param_groups, told.settings[place], strict=True):
