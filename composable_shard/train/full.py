@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
@@ -72,18 +74,27 @@ def count_write(tensor: torch.Tensor) -> None:
 
 
 def digest(tensor: torch.Tensor) -> list[int]:
-    """Return numbers that tell whether a full tensor holds the same as before.
+    """Return numbers of 64 bits that tell whether a full tensor holds the same as before.
 
-    They are the same on all ranks that have it, on whatever devices: products of its bits and of
-    fixed odd factors of 64 bits, added up; for each of the plain tensors that it is made of.
+    One for each of the plain tensors that it is made of, to be compared with those of the same
+    device alone: all ranks that have the tensor then come to the same answer.
     """
     return [_digest_of_plain(leaf.detach()) for leaf in _torch.leaves(tensor)]
 
 
 def _digest_of_plain(tensor: torch.Tensor) -> int:
+    tensor = tensor.contiguous()
+    if tensor.device.type == "cpu":  # ten times as fast as what follows
+        held = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+        return zlib.crc32(held) << 32 | zlib.adler32(held)
+    return _sum_of_products(tensor)
+
+
+def _sum_of_products(tensor: torch.Tensor) -> int:
+    """Multiply the bits of a tensor by fixed odd factors of 64 bits, and add up, on its device."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    numbers = tensor.contiguous().view(-1)
+    numbers = tensor.view(-1)
     # Halves of what is wider: all that is written may lie in the highest bits of each number, and
     # of 64 of them the product would keep no more than those.
     numbers = numbers.view(_INTEGERS[min(numbers.itemsize, 4)])
