@@ -23,9 +23,10 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT", help="path of a script, or a module after -m")
-    parser.add_argument(
+    rest = parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="for the script"
     )
+    rest.required = False  # as argparse says where SCRIPT is missing
     parser.set_defaults(run=run)
 
 

@@ -46,7 +46,7 @@ def test_help_of_a_command_has_examples(name: str, capsys: pytest.CaptureFixture
     [
         ([], "composable-shard: error: the following arguments are required: command"),
         (["heal"], "composable-shard: error: argument command: invalid choice: 'heal' "),
-        (["run"], "composable-shard run: error: the following arguments are required: SCRIPT"),
+        (["run"], "composable-shard run: error: the following arguments are required: SCRIPT\n"),
     ],
     ids=["none", "unknown", "no script"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 from collections.abc import Callable
 from typing import Any
@@ -378,6 +379,33 @@ def test_a_container_of_modules_that_are_sharded() -> None:
         reference(batch).square().sum().backward()
     average_gradients(reference)
     assert_same_gradients(plain, reference)
+
+
+@pytest.mark.parametrize("pickles", [False, True])
+@on_ranks(2)
+def test_copies_of_wrappers_that_were_given_process_groups(pickles: bool) -> None:
+    plain, reference = two_of(mlp())
+    model = FSDP(
+        plain,
+        process_group=dist.group.WORLD,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        param_init_fn=lambda module: None,
+        use_orig_params=True,
+        device_id=CPU,
+    )
+    if pickles:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        model = torch.load(file, weights_only=False)
+    else:
+        model = copy.deepcopy(model)
+    assert model.fsdp_choices.use_orig_params
+    batch = torch.full((2, 4), dist.get_rank() + 1.0)
+    for either in (model, reference):
+        either(batch).square().sum().backward()
+    average_gradients(reference)
+    assert_same_gradients(model, reference)
 
 
 # Precision --------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
             use_orig_params=use_orig_params,
             device_mesh=device_mesh,
         )
-        self.fsdp_choices: Choices = choices
+        self.fsdp_choices: Choices = choices.to_keep()
         self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
         self.fsdp_full_precision_in_eval: bool = full_precision_in_eval()
         self.fsdp_state_dict_settings = StateDictSettings()

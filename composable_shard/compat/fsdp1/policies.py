@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -208,8 +208,9 @@ class Choices:
                 f"Expected param_init_fn to be callable, got {type(self.param_init_fn).__name__}"
             )
 
-    def __deepcopy__(self, memo: object) -> Choices:
-        return self  # frozen, and process groups cannot be copied
+    def to_keep(self) -> Choices:
+        """Return them without what only making a wrapper asks for, and what cannot be pickled."""
+        return replace(self, process_group=None, device_mesh=None, param_init_fn=None)
 
     def as_arguments(self) -> dict[str, Any]:
         """Return them by name."""
