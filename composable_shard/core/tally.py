@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composable_shard.core.transport.process_groups import SmallAllReduce
+from composable_shard.core.transport.process_groups import SmallAllReduce, gather_objects
 from composable_shard.errors import RankMismatchError, ShardError
 from composable_shard.mesh import ShardMesh
 
@@ -28,6 +30,20 @@ class Sum(NamedTuple):
         return Sum(self.weight + other.weight, self.loss + other.loss, self.num + other.num)
 
 
+class Heard(NamedTuple):
+    """What was weighed by all ranks.
+
+    Attributes:
+        sum: All of it.
+        seen: What ranks saw of which others have to hear; nothing if none saw anything.
+        parts: The sums of each microbatch; only if any rank saw anything.
+    """
+
+    sum: Sum
+    seen: Sequence[Any] = ()
+    parts: Sequence[Sum] = ()
+
+
 class Tally:
     """Adds up what the ranks of a mesh weigh.
 
@@ -35,21 +51,19 @@ class Tally:
     microbatch for ever. Guard: ranks say which it is for them; all are the same if the square of
     the sum of these numbers is what the sum of their squares says. Test:
     ``test_ranks_that_weigh_different_microbatches_hear_of_it``.
-
-    Attributes:
-        has_any: Whether this rank has weighed something that it has not heard of.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
         self._mesh = mesh
-        self._unsaid: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights and losses
-        self._said: list[torch.Tensor] = []  # weights
+        self._noted: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights and losses
+        self._num_said = 0  # of these
         self._sums: list[SmallAllReduce] = []
         self._num_heard = 0
 
     @property
-    def has_any(self) -> bool:
-        return bool(self._unsaid or self._sums)
+    def num_noted(self) -> int:
+        """How many microbatches this rank has weighed that it has not heard of."""
+        return len(self._noted)
 
     def note(self, weight: float | torch.Tensor, loss: torch.Tensor | None) -> None:
         """Note what a microbatch of this rank weighs.
@@ -62,43 +76,49 @@ class Tally:
             _number(weight, "weight", device),
             _number(0.0 if loss is None else loss, "loss", device),
         )
-        self._unsaid.append(both)
+        self._noted.append(both)
 
-    def say(self) -> None:
+    def say(self, *, saw_any: bool = False) -> None:
         """Launch the sum of what was noted, if anything was.
 
-        Collective: an all-reduce of 48 bytes that is not waited for, or none.
+        Args:
+            saw_any: Whether this rank saw something that all have to hear of.
+
+        Collective: an all-reduce of 56 bytes that is not waited for, or none.
         """
-        if not self._unsaid:
+        unsaid = self._noted[self._num_said :]
+        if not unsaid:
             return
-        weights, losses = (torch.stack(each) for each in zip(*self._unsaid, strict=True))
+        weights, losses = (torch.stack(each) for each in zip(*unsaid, strict=True))
         is_weight = weights.isfinite() & (weights >= 0)
         number = self._num_heard + len(self._sums) + 1
-        said = weights.new_tensor([0, 0, len(losses), 1, number, number**2])
+        said = weights.new_tensor([0, 0, len(losses), saw_any, 1, number, number**2])
         said[0], said[1] = weights.where(is_weight, math.nan).sum(), losses.sum()
         self._sums.append(_sum_of(said, self._mesh))
-        self._said += weights
-        self._unsaid = []
+        self._num_said = len(self._noted)
 
     def forget(self) -> None:
         """Forget what was noted and what was said."""
         self._num_heard += len(self._sums)
-        self._unsaid, self._said, self._sums = [], [], []
+        self._noted, self._num_said, self._sums = [], 0, []
 
-    def hear(self) -> Sum:
+    def hear(self, seen: Any = None) -> Heard:
         """Say what was not said; wait for what all ranks weigh, and return it.
+
+        Args:
+            seen: What this rank saw of which others have to hear; ``None`` if it saw nothing.
 
         Raises:
             ValueError, ShardError, RankMismatchError: See weigh.
 
-        Collective: what ``say`` does.
+        Collective: what ``say`` does, and two all-gathers if any rank saw anything.
         """
-        self.say()
-        heard, number = Sum(), self._num_heard
-        sums, said = self._sums, self._said
+        self.say(saw_any=seen is not None)
+        heard, number, num_seen = Sum(), self._num_heard, 0.0
+        sums, noted = self._sums, self._noted
         self.forget()
         for one in sums:
-            weight, loss, num, num_ranks, *numbers = one.wait()
+            weight, loss, num, saw_any, num_ranks, *numbers = one.wait()
             number += 1
             if numbers != [num_ranks * number, num_ranks * number**2]:
                 raise RankMismatchError(
@@ -107,14 +127,32 @@ class Tally:
                     "has left weigh() out: a rank without a batch weighs 0"
                 )
             heard = heard.plus(Sum(weight, loss, int(num)))
+            num_seen += saw_any
         if not math.isfinite(heard.weight):
-            _refuse(said)
+            _refuse(weight for weight, _ in noted)
+        if not num_seen:
+            return Heard(heard)
+        own = [Sum(float(weight), float(loss), 1) for weight, loss in noted]
+        told = self._gather((seen, own))
+        return Heard(heard, [theirs for theirs, _ in told if theirs is not None], [*_added(told)])
+
+    def _gather(self, said: Any) -> list[Any]:
+        """Return what all ranks say. Collective: an all-gather for each axis of the mesh."""
+        heard = [said]
+        for group in self._mesh.process_groups:
+            heard = [one for theirs in gather_objects(heard, group, _ADDING) for one in theirs]
         return heard
 
     def agree_on_any(self, flags: Sequence[bool]) -> list[bool]:
         """Tell for each flag whether it is set on any rank. Collective: an all-reduce."""
         said = torch.tensor(flags, dtype=torch.float64, device=self._mesh.device)
         return [bool(one) for one in _sum_of(said, self._mesh).wait()]
+
+
+def _added(told: Iterable[tuple[Any, Sequence[Sum]]]) -> Iterator[Sum]:
+    """Yield the sums of the first microbatches of all ranks, of the second ones, and so on."""
+    for several in itertools.zip_longest(*(own for _, own in told), fillvalue=Sum()):
+        yield functools.reduce(Sum.plus, several)
 
 
 def _number(given: Any, what: str, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from fractions import Fraction
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.gradient import has_hooks, reduced
+from composable_shard.core.cleared import Beginnings, Left
+from composable_shard.core.gradient import has_hooks, is_partial, reduced
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
-from composable_shard.core.tally import Sum, Tally
+from composable_shard.core.tally import Heard, Sum, Tally
 from composable_shard.errors import ShardError
 from composable_shard.mesh import largest_of
 
@@ -66,11 +68,19 @@ class _Mark(NamedTuple):
         total: What has been weighed since it was begun.
         divisor: What it was divided by.
         versions: Its version counters since.
+        norms: Of what it is made of on this rank; the host waits for them only where it must know
+            whether it was zeros.
     """
 
     total: Fraction
     divisor: float
     versions: tuple[int, int]
+    norms: Sequence[torch.Tensor]
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it was zeros when it was added to last, so that it does not tell of clearing."""
+        return not any(map(bool, self.norms))
 
 
 class Reducing(Protocol):
@@ -100,6 +110,7 @@ class Weights:
     been weighed since it was begun, for each rank; before anything is added, it is multiplied
     again, so that both are of one kind. A gradient that was divided is marked. So one that was
     cleared is seen: the mark is gone with it, or it is zeros of another version on all ranks.
+    For gradients that are not reduced yet, see ``cleared.py``.
     One of backwards that were not weighed is divided by 1. What the user has put there has no mark,
     and stays as it is until something is added.
 
@@ -119,19 +130,22 @@ class Weights:
         self._reduced: dict[ParamGroup, None] = {}
         self._marked: list[ShardedParam] = []
         self._opened: dict[ShardedParam, tuple[_Mark, Fraction]] = {}  # and when it was begun
-        self._not_zero: dict[ShardedParam, bool] = {}  # of those that have changed
+        self._not_zero: dict[ShardedParam, tuple[bool, bool]] = {}  # of those changed: now, before
         self._others: dict[ShardedParam, tuple[Any, tuple[int, int]]] = {}
+        self._left = Left()
 
     def add(self, weight: float | torch.Tensor, loss: torch.Tensor | None) -> Weighed:
         """Note what a microbatch of this rank weighs.
 
-        Collective: an all-reduce of 48 bytes that is not waited for, unless without sync.
+        Collective: an all-reduce of 56 bytes that is not waited for, unless without sync or behind
+            another microbatch that is not reduced: its gradients may be cleared before backward.
         """
         for group in self._groups():
             _refuse_other_changes(group)
+        is_first = not self._tally.num_noted
         self._tally.note(weight, loss)
         self._asked.append(Weighed())
-        if self.trees[0].groups[0].settings.requires_gradient_sync:
+        if is_first and self.trees[0].groups[0].settings.requires_gradient_sync:
             self._tally.say()
         return self._asked[-1]
 
@@ -150,6 +164,7 @@ class Weights:
         self._added_to.add(group)
         if reduces:
             self._reduced[group] = None
+        self._left.look_at(group.params)
         kept = []
         for param in group.params:
             if reduced(param) is None or param in self._opened:
@@ -162,7 +177,7 @@ class Weights:
                 continue
             self._opened[param] = mark, self._weight - mark.total
             if mark.versions != _versions(param):
-                self._not_zero[param] = bool(_local(param).any())
+                self._not_zero[param] = bool(_local(param).any()), not mark.is_zero
             kept.append((param, 1 / mark.divisor))
         _divide(kept)
 
@@ -172,14 +187,18 @@ class Weights:
         Raises:
             ValueError, ShardError, RankMismatchError: See weigh. The gradients are ``None`` then.
 
-        Collective: an all-reduce of 48 bytes if there is a weight that has not been sent, and one
-            of 8 bytes for each gradient that was changed since it was divided.
+        Collective: an all-reduce of 56 bytes if there is a weight that has not been sent; one of
+            16 bytes for each gradient that was changed since it was divided; and two all-gathers of
+            small objects if gradients have been cleared that were not reduced.
         """
         self._in_backward.discard(tree)
-        if self._in_backward or any(one.is_under_way for one in self.trees):
+        if self._in_backward:
             return
         left = {group for one in self.trees for group in one.left}
-        done = [group for group in self._reduced if group not in left]
+        is_under_way = any(one.is_under_way for one in self.trees)
+        done = [group for group in self._reduced if group not in left and not is_under_way]
+        waiting = (group for group in self._added_to if group not in done)
+        self._left.end_backward(self._waiting(waiting), self._tally.num_noted)
         if done:
             self._reduced = dict.fromkeys(group for group in self._reduced if group in left)
             self._added_to.difference_update(done)
@@ -191,24 +210,61 @@ class Weights:
         asked, self._asked = self._asked, []
         marks = ((param, _mark_of(param)) for param in self._marked)
         untouched = [(one, mark, self._weight - mark.total) for one, mark in marks if mark]
-        if self._tally.has_any:
-            try:
-                heard = self._tally.hear()
-            except Exception:
-                self._clear(done)
-                raise
-            self._weight += Fraction(heard.weight)
-            self._since = self._since.plus(heard)
+        begun: dict[ShardedParam, Fraction] = {}
+        if self._tally.num_noted:
+            begun = self._hear(done)
         for one in asked:
             one.set(*self._since[:2])
         divided = []
         for param in self._delivered(done):
             _, start = self._opened.pop(param, (None, self._start))
-            divided.append((param, start, 1.0))
+            divided.append((param, begun.get(param, start), 1.0))
         divided += [(param, start, mark.divisor) for param, mark, start in untouched]
         self._mark(divided)
         if not self._since.weight:
             self._start, self._since = self._weight, Sum()
+
+    def _hear(self, done: Sequence[ParamGroup]) -> dict[ShardedParam, Fraction]:
+        """Hear what all ranks weigh.
+
+        Returns:
+            What had been weighed when gradients were begun, if any were cleared that were not
+            reduced; of those that are multiplied back, it is known.
+
+        Collective: see end_backward.
+        """
+        every = [param for group in self._groups() for param in group.params]
+        numbers = {param: number for number, param in enumerate(every)}
+        try:
+            heard = self._tally.hear(self._left.seen(numbers) if self._left.saw_any else None)
+        except Exception:
+            self._clear(done)
+            raise
+        finally:
+            self._left.begin_anew(param for group in done for param in group.params)
+        if not heard.seen:
+            self._weight += Fraction(heard.sum.weight)
+            self._since = self._since.plus(heard.sum)
+            return {}
+        return self._begin_again(heard, every)
+
+    def _begin_again(
+        self, heard: Heard, every: Sequence[ShardedParam]
+    ) -> dict[ShardedParam, Fraction]:
+        beginnings, sums, start = Beginnings(heard.seen), [self._weight], self._start
+        for part in heard.parts:
+            sums.append(sums[-1] + Fraction(part.weight))
+        last = beginnings.cuts[-1] if beginnings.cuts else 0
+        since = Sum() if last else self._since
+        self._since = functools.reduce(Sum.plus, heard.parts[last:], since)
+        self._weight = sums[-1]
+        self._start = sums[last] if last else start
+        places = {param: beginnings.of(number) for number, param in enumerate(every)}
+        return {
+            param: sums[place] if place else start
+            for param, place in places.items()
+            if place or param not in self._opened
+        }
 
     def _forget_cleared(self) -> None:
         """Begin anew if gradients that were divided have been cleared.
@@ -219,11 +275,14 @@ class Weights:
         if self._not_zero:
             every = (param for group in self._groups() for param in group.params)
             changed = [param for param in every if param in self._not_zero]
-            are_kept = self._tally.agree_on_any([self._not_zero[param] for param in changed])
-            for param, is_kept in zip(changed, are_kept, strict=True):
-                if not is_kept:
-                    del self._opened[param]
-                    is_gone = True
+            flags = [flag for param in changed for flag in self._not_zero[param]]
+            agreed = self._tally.agree_on_any(flags)
+            are_kept, were_any = agreed[::2], agreed[1::2]
+            zeros = [one for one, is_kept in zip(changed, are_kept, strict=True) if not is_kept]
+            pairs = zip(are_kept, were_any, strict=True)
+            is_gone = is_gone or any(was_any and not is_kept for is_kept, was_any in pairs)
+            for param in zeros if is_gone else ():  # as the others, if it was zeros before
+                del self._opened[param]
             self._not_zero = {}
         steps = sum(group.freshness.num_optimizer_steps for group in self._groups())
         if is_gone or (not self._marked and steps != self._steps):
@@ -234,15 +293,26 @@ class Weights:
         """Yield the parameters of some groups to whose gradients reductions have added."""
         for group in done:
             for param in group.params:
-                before = self._others.pop(param, None)
-                if reduced(param) is None or _mark_of(param) is not None:
-                    continue
-                if (
-                    before is None
-                    or before[0] is not param.sharded.grad
-                    or before[1] != _versions(param)
+                is_others = self._is_others(param)
+                self._others.pop(param, None)
+                if reduced(param) is not None and _mark_of(param) is None and not is_others:
+                    yield param
+
+    def _waiting(self, groups: Iterable[ParamGroup]) -> Iterator[ShardedParam]:
+        """Yield the parameters of some groups that have gradients which are divided later."""
+        for group in groups:
+            for param in group.params:
+                if is_partial(param.sharded.grad) or (
+                    reduced(param) is not None
+                    and _mark_of(param) is None
+                    and not self._is_others(param)
                 ):
                     yield param
+
+    def _is_others(self, param: ShardedParam) -> bool:
+        """Tell whether a reduced gradient is what the user has put there."""
+        grad, versions = self._others.get(param, (None, None))
+        return grad is not None and grad is param.sharded.grad and versions == _versions(param)
 
     def _mark(self, divided: Sequence[tuple[ShardedParam, Fraction, float]]) -> None:
         """Divide gradients, and mark what they become.
@@ -260,13 +330,15 @@ class Weights:
             mark = _mark_of(param)
             is_changed = mark is not None and mark.versions != _versions(param)
             divisor = float(total) / param.mesh.num_ranks if total else 1.0
-            marks.append((param, total, divisor, is_changed))
+            marks.append((param, mark, total, divisor, is_changed))
             if divisor != before:
                 pairs.append((param, divisor / before))
         _divide(pairs)
-        for param, total, divisor, is_changed in marks:
+        norms = _norms([param for param, mark, *_ in marks if mark is None])
+        for param, mark, total, divisor, is_changed in marks:
             versions = _CHANGED if is_changed else _versions(param)
-            vars(param.sharded.grad)[_MARK] = _Mark(total, divisor, versions)
+            own = norms[param] if mark is None else mark.norms
+            vars(param.sharded.grad)[_MARK] = _Mark(total, divisor, versions, own)
         self._marked = [param for param, *_ in marks]
 
     def abandon(self) -> None:
@@ -284,6 +356,7 @@ class Weights:
     def forget(self) -> None:
         """Forget what was weighed for a backward that will not be."""
         self._tally.forget()
+        self._left.begin_anew()
         self._asked = []
 
     def _groups(self) -> Iterator[ParamGroup]:
@@ -347,6 +420,22 @@ def _versions(param: ShardedParam) -> tuple[int, int]:
     """Return the version counters of a gradient and of its shard: users may write to either."""
     grad: Any = param.sharded.grad
     return grad._version, _local(param)._version
+
+
+@torch.no_grad()
+def _norms(params: Sequence[ShardedParam]) -> dict[ShardedParam, list[torch.Tensor]]:
+    """Return the largest elements of gradients: of each of the plain tensors it is made of."""
+    found: dict[ShardedParam, list[torch.Tensor]] = {param: [] for param in params}
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[ShardedParam, torch.Tensor]]] = {}
+    for param in params:
+        for leaf in _torch.leaves(_local(param)):
+            if leaf.numel():
+                alike.setdefault((leaf.device, leaf.dtype), []).append((param, leaf))
+    for pairs in alike.values():
+        norms = _torch.norms_of_all([leaf for _, leaf in pairs], math.inf, None)
+        for (param, _), norm in zip(pairs, norms, strict=True):
+            found[param].append(norm)
+    return found
 
 
 @torch.no_grad()

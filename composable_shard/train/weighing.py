@@ -45,7 +45,7 @@ def weigh(
         RankMismatchError: From that backward, if ranks have not weighed equally many times. After
             an error from it, gradients are ``None``.
 
-    Collective: an all-reduce of 48 bytes over all ranks, which the end of the backward waits for;
+    Collective: an all-reduce of 56 bytes over all ranks, which the end of the backward waits for;
         without sync, one for all that was weighed until there is sync.
 
     Example:
