@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_shard.arguments import check_module, check_type
 from composable_shard.core.group import ParamGroup, check_reshard
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.not_sharded import ignore
@@ -96,6 +97,13 @@ def fully_shard(
     modules = top_modules(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     _check_arguments(modules, policy, offload_policy, ignored_params)
+    check_type(
+        "shard_placement_fn",
+        shard_placement_fn,
+        shard_placement_fn is None or callable(shard_placement_fn),
+        "a function of a parameter or None",
+        "pass lambda param: Shard(1), say",
+    )
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = find_managed(modules, ignored_params or ())
     managed, claims = claim_ties(managed, modules)
@@ -122,6 +130,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         modules: Sharded modules of the trees; fewer than two trees change nothing.
 
     Raises:
+        TypeError: If it is one module instead of several.
         ValueError: If one of them is not sharded. On the ranks that call it so.
 
     Collective: none.
@@ -132,7 +141,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         >>> with fake_ranks(2):
         ...     share_comm_ctx([fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))])
     """
-    share_reductions(list(dict.fromkeys(map(context_of, groups_of(modules)))))
+    share_reductions(list(dict.fromkeys(map(context_of, groups_of("modules", modules)))))
 
 
 def _check_arguments(
@@ -184,6 +193,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: Name of the method, such as ``"generate"`` or ``"encode"``.
 
     Raises:
+        TypeError: If ``module`` is no module, or ``method_name`` no string.
         ValueError: If the module is sharded and has no such method.
 
     Collective: none here; those of a forward when the method is called.
@@ -206,6 +216,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         ...     encoder.encode(torch.ones(2, 8)).shape
         torch.Size([2, 8])
     """
+    check_module("module", module)
+    is_name = isinstance(method_name, str)
+    check_type("method_name", method_name, is_name, "the name of a method")
     if group_of(module) is None:
         return
     if not callable(getattr(module, method_name, None)):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable_shard import _torch
+from composable_shard.arguments import check_type
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for field, value in (("shard", self.shard), ("replicate", self.replicate)):
+            fits = value is None or isinstance(value, (str, tuple, list))
+            check_type(field, value, fits, "the name of a mesh axis, a tuple of names or None")
         names = [*self.shard_names, *self.replicate_names]
         if not names:
             raise ValueError("Expected shard or replicate to name a mesh axis, got neither")
@@ -72,6 +76,9 @@ class ShardPlacementResult:
         mesh: A 1-D mesh, or a 2-D one ``(replicate, shard)``; ``None`` for that of the
             ``fully_shard`` call.
 
+    Raises:
+        TypeError: If one is something else.
+
     Source: ``torch.distributed.fsdp.ShardPlacementResult``, which takes a private mesh object.
 
     Example:
@@ -81,6 +88,13 @@ class ShardPlacementResult:
 
     placement: Shard | None = None
     mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        placement, mesh = self.placement, self.mesh
+        is_placement = placement is None or isinstance(placement, Shard)
+        check_type("placement", placement, is_placement, "Shard(dim) or None")
+        is_mesh = mesh is None or isinstance(mesh, DeviceMesh)
+        check_type("mesh", mesh, is_mesh, "a DeviceMesh or None")
 
 
 @dataclass(frozen=True)

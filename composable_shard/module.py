@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
+from composable_shard.arguments import (
+    check_int,
+    check_type,
+    check_value,
+    checked_bool,
+    checked_list,
+)
 from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
 from composable_shard.core.gradient import clear
 from composable_shard.core.group import ParamGroup, check_reshard, group_of, set_group
@@ -78,10 +85,15 @@ def _new_sharded(original: type) -> nn.Module:
     return module
 
 
-def groups_of(modules: Sequence[nn.Module]) -> list[ParamGroup]:
-    """Return the group of each sharded module; raise ``ValueError`` if one is not sharded."""
+def groups_of(name: str, modules: Iterable[nn.Module]) -> list[ParamGroup]:
+    """Return the group of each sharded module.
+
+    Raises:
+        TypeError: If it is one module instead of several; ``name`` is that of the argument.
+        ValueError: If one is not sharded.
+    """
     groups = []
-    for module in modules:
+    for module in checked_list(name, modules, "sharded modules", "pass a list, also of one"):
         group = group_of(module) if isinstance(module, nn.Module) else None
         if group is None:
             raise ValueError(
@@ -89,13 +101,6 @@ def groups_of(modules: Sequence[nn.Module]) -> list[ParamGroup]:
             )
         groups.append(group)
     return groups
-
-
-def checked_bool(name: str, value: object) -> bool:
-    """Return ``value``; raise ``ValueError`` if it is no bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"Expected {name} to be a bool, got {type(value).__name__}: {value!r}")
-    return value
 
 
 def _check_comm(what: str, comm: Any) -> None:
@@ -108,9 +113,9 @@ def _check_comm(what: str, comm: Any) -> None:
 class FSDPModule(TorchFSDPModule):
     """What :func:`fully_shard` adds to the class of a module.
 
-    Settings act from the next forward or backward on, whenever they are called. In the examples of
-    the methods, ``model`` is an ``nn.Sequential`` of two sharded layers, sharded itself, on one of
-    two ranks, and ``x`` a batch.
+    Settings act from the next forward or backward on, whenever they are called. A flag that is no
+    bool is a ``ValueError`` in all of them. In the examples of the methods, ``model`` is an
+    ``nn.Sequential`` of two sharded layers, sharded itself, on one of two ranks, and ``x`` a batch.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +135,7 @@ class FSDPModule(TorchFSDPModule):
             async_op: Return a handle instead of waiting; forward waits by itself.
 
         Raises:
+            ValueError: If ``async_op`` is no bool.
             ShardError: If called inside of :func:`composable_shard.unsharded`.
 
         Collective: one all-gather of the group's bytes, none if it is unsharded already.
@@ -140,6 +146,7 @@ class FSDPModule(TorchFSDPModule):
             >>> hasattr(model[0].weight, "to_local")
             False
         """
+        checked_bool("async_op", async_op)
         group = self._group()
         if group.is_opened:
             raise ShardError(
@@ -239,6 +246,7 @@ class FSDPModule(TorchFSDPModule):
                 and before the next forward.
 
         Raises:
+            ValueError: If ``async_op`` is no bool.
             ShardError: In a forward or backward; below the root; if the end of a backward does it;
                 if an earlier one was not waited for. After a pipeline schedule that splits
                 backward into inputs and weights and has lost gradients.
@@ -255,6 +263,7 @@ class FSDPModule(TorchFSDPModule):
             (Shard(dim=0),)
             >>> model.set_manual_backward_finalization(False)
         """
+        checked_bool("async_op", async_op)
         context = self._between_iterations("finalize_backward")
         group = self._group()
         if group is not context.root:
@@ -317,6 +326,8 @@ class FSDPModule(TorchFSDPModule):
             The norm before, a scalar tensor that is bitwise the same on all ranks.
 
         Raises:
+            TypeError: If a number is none.
+            ValueError: If ``max_norm`` is negative or NaN, or a flag no bool.
             ShardError: On all ranks, if the norm is not finite and ``error_if_nonfinite``.
 
         Collective: one all-gather of a few scalars for each mesh axis gradients are sharded on.
@@ -427,6 +438,9 @@ class FSDPModule(TorchFSDPModule):
             >>> tuple(model[0].weight.shape), hasattr(model[0].weight, "to_local")
             ((4, 4), False)
         """
+        choice: object = reshard_after_forward  # None is for fully_shard, which knows no root yet
+        what = "to be True, False or a number of ranks"
+        check_value("reshard_after_forward", choice, choice is not None, what)
         groups = self._groups(recurse)
         checked = [check_reshard(reshard_after_forward, group.channels) for group in groups]
         for group, choice in zip(groups, checked, strict=True):
@@ -508,6 +522,7 @@ class FSDPModule(TorchFSDPModule):
             modules: Sharded modules, in the order to gather them; empty for the recorded order.
 
         Raises:
+            TypeError: If it is one module instead of several.
             ValueError: If one of them is not sharded.
 
         Example:
@@ -517,7 +532,7 @@ class FSDPModule(TorchFSDPModule):
             >>> events
             [('all_gather', '0'), ('all_gather', '1')]
         """
-        self._group().settings.forward_prefetch = groups_of(modules)
+        self._group().settings.forward_prefetch = groups_of("modules", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """Gather these modules' groups when this one runs backward, instead of the recorded next.
@@ -526,13 +541,14 @@ class FSDPModule(TorchFSDPModule):
             modules: Sharded modules, in the order to gather them; empty for the recorded order.
 
         Raises:
+            TypeError: If it is one module instead of several.
             ValueError: If one of them is not sharded.
 
         Example:
             >>> model[1].set_modules_to_backward_prefetch([model[0]])
             >>> model(x).sum().backward()
         """
-        self._group().settings.backward_prefetch = groups_of(modules)
+        self._group().settings.backward_prefetch = groups_of("modules", modules)
 
     def set_prefetch_depth(self, depth: int, *, recurse: bool = True) -> None:
         """Gather so many groups ahead of the one that runs, in the recorded order.
@@ -552,10 +568,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model.set_prefetch_depth(2)
             >>> model(x).sum().backward()
         """
-        if isinstance(depth, bool) or not isinstance(depth, int):
-            raise TypeError(f"Expected depth to be an int, got {type(depth).__name__}")
-        if depth < 0:
-            raise ValueError(f"Expected depth to be at least 0, got {depth}")
+        check_int("depth", depth, 0)
         for group in self._groups(recurse):
             group.settings.prefetch_depth = depth
 
@@ -722,8 +735,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].set_gradient_divide_factor(1.0)
             >>> model(x).sum().backward()
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
-            raise ValueError(f"Expected factor to be a positive number, got {factor!r}")
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        check_value("factor", factor, is_number and factor > 0, "to be a positive number")
         self._group().gradients.divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -760,6 +773,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model.set_reduce_scatter_unused_params(True)
         """
         checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        checked_bool("recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -781,12 +795,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model.set_reduce_scatter_max_input_buffers(2)
             >>> model(x).sum().backward()
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(
-                f"Expected max_input_buffers to be an int, got {type(max_input_buffers).__name__}"
-            )
-        if max_input_buffers < 1:
-            raise ValueError(f"Expected max_input_buffers of at least 1, got {max_input_buffers}")
+        check_int("max_input_buffers", max_input_buffers, 1)
         for group in self._groups(recurse):
             group.settings.max_reductions = max_input_buffers
 
@@ -800,7 +809,7 @@ class FSDPModule(TorchFSDPModule):
             stream: Where to run it; not with replicas, whose reduction has its own place.
 
         Raises:
-            TypeError: If ``hook`` cannot be called.
+            TypeError: If ``hook`` cannot be called, or ``stream`` is none.
             ValueError: If ``stream`` is given for a hybrid mesh.
 
         Example:
@@ -810,8 +819,9 @@ class FSDPModule(TorchFSDPModule):
             >>> sums
             [torch.Size([10])]
         """
-        if not callable(hook):
-            raise TypeError(f"Expected hook to be callable, got {type(hook).__name__}")
+        check_type("hook", hook, callable(hook), "callable")
+        is_stream = stream is None or isinstance(stream, torch.Stream)
+        check_type("stream", stream, is_stream, "a torch.Stream or None")
         group = self._group()
         if stream is not None and any(mesh.num_replicas > 1 for mesh in group.channels):
             raise ValueError(
@@ -937,7 +947,7 @@ class FSDPModule(TorchFSDPModule):
         return group
 
     def _groups(self, recurse: bool) -> list[ParamGroup]:
-        if not recurse:
+        if not checked_bool("recurse", recurse):
             return [self._group()]
         modules = cast(nn.Module, self).modules()
         return list(dict.fromkeys(g for m in modules if (g := group_of(m)) is not None))

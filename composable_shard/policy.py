@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from composable_shard.arguments import check_type, check_value
+
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 
 
@@ -66,23 +68,13 @@ class MixedPrecisionPolicy:
             dtype = getattr(self, name)
             if dtype is None:
                 continue
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(
-                    f"Expected {name} to be a torch.dtype or None, got "
-                    f"{type(dtype).__name__}: {dtype!r}"
-                )
-            if not (dtype.is_floating_point or dtype.is_complex):
-                raise ValueError(f"Expected {name} to be a floating-point dtype, got {dtype}")
-        if not isinstance(self.cast_forward_inputs, bool):
-            raise TypeError(
-                "Expected cast_forward_inputs to be a bool, got "
-                f"{type(self.cast_forward_inputs).__name__}: {self.cast_forward_inputs!r}"
-            )
-        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise TypeError(
-                "Expected param_dtype_override_fn to be callable or None, got "
-                f"{type(self.param_dtype_override_fn).__name__}: {self.param_dtype_override_fn!r}"
-            )
+            check_type(name, dtype, isinstance(dtype, torch.dtype), "a torch.dtype or None")
+            is_float = dtype.is_floating_point or dtype.is_complex
+            check_value(name, dtype, is_float, "to be a floating-point dtype")
+        casts, override = self.cast_forward_inputs, self.param_dtype_override_fn
+        check_type("cast_forward_inputs", casts, isinstance(casts, bool), "a bool")
+        is_function = override is None or callable(override)
+        check_type("param_dtype_override_fn", override, is_function, "callable or None")
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype of the unsharded parameter; integers are never cast."""
@@ -181,8 +173,4 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pin_memory, bool):
-            raise TypeError(
-                "Expected pin_memory to be a bool, got "
-                f"{type(self.pin_memory).__name__}: {self.pin_memory!r}"
-            )
+        check_type("pin_memory", self.pin_memory, isinstance(self.pin_memory, bool), "a bool")

@@ -23,7 +23,7 @@ MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 LAYERS = ["commands", "api", "insight", "compat", "train", "optim", "testing", "core", "bottom"]
 COMMANDS = {"cli", "run", "__main__"}
 API = {"api", "module"}
-BOTTOM = {"mesh", "policy", "errors", "_torch"}
+BOTTOM = {"mesh", "policy", "errors", "arguments", "_torch"}
 MAY_IMPORT_API = {"commands", "insight", "train", "compat", "testing"}
 
 BLANK = {

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_shard.arguments import check_type
 from composable_shard.insight.advice import is_repeated_block
 from composable_shard.insight.group_traffic import StepTraffic, step_traffic, total_traffic
 from composable_shard.insight.live_bytes import OptimizerFactory
@@ -184,7 +185,8 @@ def estimate(
         show it.
 
     Raises:
-        TypeError: If ``build_model`` returns no module, or ``loss`` is missing.
+        TypeError: If an argument has the wrong type, ``build_model`` returns no module, or ``loss``
+            is missing.
         ValueError: If an argument is out of range, or the model is sharded in ways that cannot be
             laid out for other ranks: meshes of single parameters, tensor parallelism, subclasses.
         ShardError: If this process has a process group.
@@ -201,6 +203,11 @@ def estimate(
         >>> estimate(build, (1000, 100), batch=batch).num_ranks
         100000
     """
+    check_type("build_model", build_model, callable(build_model), "a function that makes a module")
+    check_type("shard", shard, shard is None or callable(shard), "a function or None")
+    check_type("loss", loss, callable(loss), "a function of output and batch")
+    makes = optimizer is None or callable(optimizer) or isinstance(optimizer, Mapping)
+    check_type("optimizer", optimizer, makes, "a function of parameters, a mapping or None")
     ranks = checked_ranks(mesh_shape, kwargs.get("reshard_after_forward"))
     speeds = Speeds.of(flops, bandwidth, replica_bandwidth, latency)
     check_no_process_group()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from composable_shard.arguments import check_module
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.tree import Listener, Tree
 from composable_shard.module import group_of
@@ -81,10 +82,12 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
         root is named ``""``.
 
     Raises:
+        TypeError: If it is no module.
         ValueError: If the module is not sharded, or an event does not exist.
 
     Collective: none.
     """
+    check_module("module", module)
     group = group_of(module)
     if group is None:
         raise ValueError(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_shard import _torch
+from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.insight.advice import Advice, advice_on_groups
@@ -302,7 +303,8 @@ def explain(
         show it.
 
     Raises:
-        ValueError: If nothing in the module is sharded.
+        TypeError: If an argument has the wrong type.
+        ValueError: If nothing in the module is sharded, or ``bucket_bytes`` is not positive.
 
     Collective: none.
 
@@ -319,6 +321,11 @@ def explain(
         >>> explanation.groups[1].traffic.forward_gathers
         Traffic(launches=1, messages=1, nbytes=196608)
     """
+    check_module("model", model)
+    is_optimizer = optimizer is None or isinstance(optimizer, Optimizer)
+    check_type("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer or None")
+    if bucket_bytes is not None:
+        check_int("bucket_bytes", bucket_bytes, 1)
     names = {module: name for name, module in model.named_modules()}
     groups = list(dict.fromkeys(group for m in names if (group := group_of(m)) is not None))
     if not groups:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from composable_shard.arguments import checked_number
 from composable_shard.insight.group_plan import GroupPlan
 from composable_shard.insight.group_traffic import StepTraffic, Traffic, step_traffic
 from composable_shard.insight.live_bytes import Live
@@ -201,6 +202,7 @@ class Speeds:
         """Return the speeds, ``None`` if none are given.
 
         Raises:
+            TypeError: If one is no number.
             ValueError: If only some are given, or one is not positive.
         """
         if flops is None and bandwidth is None:
@@ -211,13 +213,20 @@ class Speeds:
                 f"flops={flops!r} and bandwidth={bandwidth!r}"
             )
         other = bandwidth if replica_bandwidth is None else replica_bandwidth
-        if min(flops, bandwidth, other) <= 0 or latency < 0:
+        speeds = cls(
+            checked_number("flops", flops),
+            checked_number("bandwidth", bandwidth),
+            checked_number("replica_bandwidth", other),
+            checked_number("latency", latency),
+        )
+        is_fast = all(s > 0 for s in (speeds.flops, speeds.bandwidth, speeds.replica_bandwidth))
+        if not (is_fast and speeds.latency >= 0):  # a speed that is NaN is none
             raise ValueError(
                 "Expected positive speeds and a latency of at least 0, got "
                 f"flops={flops!r}, bandwidth={bandwidth!r}, replica_bandwidth={other!r}, "
                 f"latency={latency!r}"
             )
-        return cls(float(flops), float(bandwidth), float(other), float(latency))
+        return speeds
 
 
 @dataclass(frozen=True)

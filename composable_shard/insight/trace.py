@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.group import ParamGroup
 from composable_shard.insight.timeline import merging
 from composable_shard.insight.timeline.merging import MergedTrace, merge
@@ -48,7 +50,10 @@ class Timeline:
         clock: Clock | None = None,
         memory: LiveMemory | None = None,
     ) -> None:
-        _check(skip, steps)
+        check_module("module", module)
+        check_int("skip", skip, 0)
+        if steps is not None:
+            check_int("steps", steps, 1)
         roots = _roots_in(module)
         device = next(iter(roots.values())).mesh.device
         memory = memory or live_memory(device)
@@ -164,6 +169,7 @@ def trace(
         A :class:`Timeline`.
 
     Raises:
+        TypeError: If an argument has the wrong type.
         ValueError: If nothing in the module is sharded, or a number is out of range.
 
     Collective: none. Memory: about 200 bytes for each event, of which a group has some thirty a
@@ -180,18 +186,13 @@ def trace(
         >>> [f"{flight.op} {flight.name}" for flight in timeline.recorded.flights]
         ['gather 0', 'gather 1', 'gather 1', 'gather 0', 'reduce 1', 'reduce 0']
     """
+    is_folder = folder is None or isinstance(folder, (str, os.PathLike))
+    check_type("folder", folder, is_folder, "a path or None")
     timeline = Timeline(module, None if folder is None else Path(folder), skip=skip, steps=steps)
     try:
         yield timeline
     finally:
         timeline.stop()
-
-
-def _check(skip: int, steps: int | None) -> None:
-    if skip < 0:
-        raise ValueError(f"Expected to skip at least 0 steps, got {skip}")
-    if steps is not None and steps < 1:
-        raise ValueError(f"Expected to record at least 1 step, got {steps}")
 
 
 def _roots_in(module: nn.Module) -> dict[str, ParamGroup]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from composable_shard import _torch
+from composable_shard.arguments import (
+    check_type,
+    check_value,
+    checked_bool,
+    checked_list,
+    checked_number,
+)
 from composable_shard.core.param import sharded_form
 from composable_shard.errors import ShardError
 from composable_shard.train.gradients import alike, check_scalable, pending
@@ -31,7 +38,7 @@ _Ranks = tuple[int, ...]
 def clip_grad_norm(
     params: Iterable[torch.Tensor],
     max_norm: float,
-    norm_type: float,
+    norm_type: float | Literal["inf"],
     *,
     error_if_nonfinite: bool,
     foreach: bool | None,
@@ -40,13 +47,19 @@ def clip_grad_norm(
 
     See ``clip_grad_norm_`` in ``train/clip.py``.
     """
+    limit = checked_number("max_norm", max_norm)
+    check_value("max_norm", max_norm, limit >= 0, "of at least 0")
+    order = math.inf if norm_type == "inf" else checked_number("norm_type", norm_type)
+    checked_bool("error_if_nonfinite", error_if_nonfinite)
+    if foreach is not None:
+        checked_bool("foreach", foreach)
     owners = [param for param in map(sharded_form, params) if param.grad is not None]
     grads = [cast(torch.Tensor, param.grad) for param in owners]
     if not grads:
         return torch.tensor(0.0)
     check_scalable(grads, "clipping")
     one_by_one = foreach is False
-    norms = _Norms(float(norm_type), _norm_dtype(grads), _communication_device(grads), one_by_one)
+    norms = _Norms(order, _norm_dtype(grads), _communication_device(grads), one_by_one)
     norms.add([grad for grad in grads if not pending(grad)])
     for param, grad in zip(owners, grads, strict=True):
         if pending(grad):
@@ -54,10 +67,10 @@ def clip_grad_norm(
     total = norms.total()
     if error_if_nonfinite and not total.isfinite():
         raise ShardError(
-            f"Expected gradients of a finite norm of order {float(norm_type)}, got {total.item()}; "
+            f"Expected gradients of a finite norm of order {order}, got {total.item()}; "
             "set error_if_nonfinite=False to scale them by it all the same"
         )
-    scale_grads(grads, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0), one_by_one)
+    scale_grads(grads, torch.clamp(limit / (total + 1e-6), max=1.0), one_by_one)
     return total.to(grads[0].device, _result_dtype(grads))
 
 
@@ -226,7 +239,7 @@ def _result_dtype(grads: Sequence[torch.Tensor]) -> torch.dtype:
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | Literal["inf"] = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
@@ -241,8 +254,8 @@ def clip_grad_norm_(
     Args:
         parameters: Parameters, or a single one; those without a gradient are passed over.
         max_norm: The norm to scale down to; smaller gradients stay as they are.
-        norm_type: Order of the norm; ``float("inf")`` for the largest absolute value. 0 counts
-            the gradients that are not all zero, as in torch.
+        norm_type: Order of the norm; ``float("inf")``, or ``"inf"``, for the largest absolute
+            value. 0 counts the gradients that are not all zero, as in torch.
         error_if_nonfinite: Whether to raise if the norm is infinite or NaN, before anything is
             scaled; reads the norm on the host.
         foreach: ``False`` to treat gradients one by one; otherwise those of one device and dtype
@@ -255,9 +268,11 @@ def clip_grad_norm_(
 
     Raises:
         ShardError: On all ranks, if the norm is not finite and ``error_if_nonfinite``.
-        ValueError: If a gradient is ``Partial`` with a reduction that cannot be scaled (product),
-            or this rank is not on the mesh of one.
-        TypeError: If a gradient is a tensor subclass whose norm is not a plain tensor.
+        ValueError: If ``max_norm`` is negative or NaN, or a flag no bool. If a gradient is
+            ``Partial`` with a reduction that cannot be scaled (product), or this rank is not on the
+            mesh of one.
+        TypeError: If ``parameters`` are no tensors, or a number is none. If a gradient is a tensor
+            subclass whose norm is not a plain tensor.
 
     Collective: for each mesh axis on which gradients are sharded, one all-gather of one scalar
         for each combination of axes; a reduction of each ``Partial`` gradient.
@@ -278,7 +293,14 @@ def clip_grad_norm_(
         >>> run_threads(step, 2)
         [(tensor(2.0000), tensor([[0.5000, 0.5000]])), (tensor(2.0000), tensor([[0.5000, 0.5000]]))]
     """
-    params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    remedy = "pass its parameters()"
+    params = (
+        [parameters]
+        if isinstance(parameters, torch.Tensor)
+        else checked_list("parameters", parameters, "tensors", remedy)
+    )
+    for param in params:
+        check_type("parameters", param, isinstance(param, torch.Tensor), "tensors", remedy)
     return clip_grad_norm(
         params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
     )

@@ -12,6 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.arguments import (
+    check_int,
+    check_process_group,
+    check_type,
+    check_value,
+    checked_bool,
+    checked_number,
+)
 from composable_shard.core.nested import map_tensors
 from composable_shard.train.gradients import alike, check_scalable, pending
 
@@ -38,8 +46,9 @@ class ShardedGradScaler(_torch.GradScalerBase):
             whether or not they are in it.
 
     Raises:
-        TypeError: If ``process_group`` is not one, such as on a rank that is not a member.
-        ValueError: If a factor, the scale or the interval is out of range.
+        TypeError: If ``device`` is no string, a factor, the scale or the interval no number, or
+            ``process_group`` not one, such as on a rank that is not a member.
+        ValueError: If one of these numbers is out of range, or ``enabled`` is no bool.
 
     Collective: one all-reduce of 4 bytes for each optimizer and step; all ranks must call it. With
         a ``process_group`` that lacks ranks of a mesh, one more for each axis of that.
@@ -76,16 +85,19 @@ class ShardedGradScaler(_torch.GradScalerBase):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if enabled:
-            _check("init_scale", init_scale, init_scale > 0, "above 0")
-            _check("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "between 0 and 1")
-            _check("growth_factor", growth_factor, growth_factor > 1, "above 1")
-            _check("growth_interval", growth_interval, growth_interval >= 1, "of at least 1")
-        if process_group is not None and not hasattr(process_group, "size"):
-            raise TypeError(
-                "Expected process_group to be a ProcessGroup that this rank is in, got "
-                f"{type(process_group).__name__}: {process_group!r}"
+        is_type = device is None or isinstance(device, str)
+        check_type("device", device, is_type, "the type of a device, such as 'cuda', or None")
+        if checked_bool("enabled", enabled):
+            scale, backoff, growth = (
+                checked_number("init_scale", init_scale),
+                checked_number("backoff_factor", backoff_factor),
+                checked_number("growth_factor", growth_factor),
             )
+            check_value("init_scale", init_scale, scale > 0, "above 0")
+            check_value("backoff_factor", backoff_factor, 0 < backoff < 1, "between 0 and 1")
+            check_value("growth_factor", growth_factor, growth > 1, "above 1")
+            check_int("growth_interval", growth_interval, 1)
+        check_process_group(process_group)
         super().__init__(
             device if device is not None else _default_device(),
             init_scale=init_scale,
@@ -247,11 +259,6 @@ def _num_parts(grad: torch.Tensor) -> int:
 
 
 # Arguments ------------------------------------------------------------------------------------
-
-
-def _check(name: str, value: float, fits: bool, what: str) -> None:
-    if not fits:
-        raise ValueError(f"Expected {name} {what}, got {value!r}")
 
 
 def _default_device() -> str:

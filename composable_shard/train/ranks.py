@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import _torch
+from composable_shard.arguments import check_process_group
 from composable_shard.core.transport.process_groups import raise_first_difference
 from composable_shard.errors import CommunicationError, ShardError
 
@@ -27,9 +28,13 @@ class Ranks:
         is_first: Whether this is the first of them.
         doing: What they do, for messages.
         failure: What went wrong first on this rank, if anything.
+
+    Raises:
+        TypeError: If ``process_group`` is not one, such as on a rank that is not a member.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, doing: str) -> None:
+        check_process_group(process_group)
         self.doing = doing
         self.group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composable_shard.arguments import check_module, check_type
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.errors import CommunicationError, ShardError
@@ -35,6 +36,7 @@ class uneven(Generic[Batch]):
         batches: This rank's; a number of its own. It is read one batch ahead, anew by each loop.
 
     Raises:
+        TypeError: If ``model`` is no module, or ``batches`` cannot be iterated over.
         ShardError: If nothing in ``model`` is sharded.
         ValueError: From the loop, if a batch is ``None``; on the rank that has it.
         CommunicationError: From the loop, on the other ranks, if ``batches`` raises on one of them.
@@ -52,6 +54,9 @@ class uneven(Generic[Batch]):
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch]) -> None:
+        check_module("model", model)
+        is_iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+        check_type("batches", batches, is_iterable, "iterable")
         groups = groups_in(model.modules())
         if not groups:
             raise ShardError(

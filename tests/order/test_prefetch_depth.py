@@ -74,8 +74,8 @@ def test_what_is_no_depth_is_refused() -> None:
         for depth in (1.0, True, None):
             with pytest.raises(TypeError) as wrong_type:
                 model.set_prefetch_depth(depth)
-            kind = type(depth).__name__
-            assert str(wrong_type.value) == f"Expected depth to be an int, got {kind}"
+            got = f"{type(depth).__name__}: {depth!r}"
+            assert str(wrong_type.value) == f"Expected depth to be an int, got {got}"
         with pytest.raises(ValueError) as wrong:
             model.set_prefetch_depth(-1)
-        assert str(wrong.value) == "Expected depth to be at least 0, got -1"
+        assert str(wrong.value) == "Expected depth of at least 0, got -1"

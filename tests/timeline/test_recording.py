@@ -247,8 +247,8 @@ def test_an_inner_module_shows_the_whole_tree() -> None:
 
 CASES = [
     ({}, nn.Linear(2, 2), "Expected a sharded module, got Linear; apply fully_shard to it"),
-    ({"skip": -1}, None, "Expected to skip at least 0 steps, got -1"),
-    ({"steps": 0}, None, "Expected to record at least 1 step, got 0"),
+    ({"skip": -1}, None, "Expected skip of at least 0, got -1"),
+    ({"steps": 0}, None, "Expected steps of at least 1, got 0"),
 ]
 
 

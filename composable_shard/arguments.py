@@ -1,0 +1,118 @@
+"""Checks of what users pass to public functions, which say what was expected and what came."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any, SupportsFloat, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+_Item = TypeVar("_Item")
+
+_LONGEST = 60
+"""Characters of a value that a message shows."""
+
+
+def check_type(name: str, value: object, fits: bool, what: str, remedy: str = "") -> None:
+    """Raise unless an argument is of a kind that its function takes.
+
+    Args:
+        name: What the function calls the argument.
+        value: What came.
+        fits: Whether it is of such a kind.
+        what: Which kinds these are.
+        remedy: What to do, where that is not plain.
+
+    Raises:
+        TypeError: If it does not fit.
+    """
+    if not fits:
+        advice = f"; {remedy}" if remedy else ""
+        raise TypeError(f"Expected {name} to be {what}, got {shown(value)}{advice}")
+
+
+def check_value(name: str, value: object, fits: bool, what: str) -> None:
+    """Raise unless an argument of the right kind is within its range.
+
+    Raises:
+        ValueError: If it does not fit.
+    """
+    if not fits:
+        raise ValueError(f"Expected {name} {what}, got {value!r}")
+
+
+def shown(value: object) -> str:
+    """Return the type of a value, and the value if that is a few words, the same on all ranks."""
+    kind = type(value).__name__
+    if isinstance(value, nn.Module):
+        return kind
+    text = repr(value)
+    is_told = len(text) <= _LONGEST and "\n" not in text and " at 0x" not in text
+    return f"{kind}: {text}" if is_told else kind
+
+
+def checked_bool(name: str, value: object) -> bool:
+    """Return ``value``; raise ``ValueError``, as torch does for flags, if it is no bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"Expected {name} to be a bool, got {shown(value)}")
+    return value
+
+
+def check_int(name: str, value: Any, least: int) -> None:
+    """Raise unless an argument is an int of at least ``least``.
+
+    Raises:
+        TypeError: If it is no int, but a bool, say.
+        ValueError: If it is less.
+    """
+    check_type(name, value, isinstance(value, int) and not isinstance(value, bool), "an int")
+    check_value(name, value, value >= least, f"of at least {least}")
+
+
+def checked_number(name: str, value: Any) -> float:
+    """Return a number, or that of a tensor of one element.
+
+    Raises:
+        TypeError: If it is none, but a string or a bool, say.
+    """
+    number = None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # what several elements raise
+        if isinstance(value, SupportsFloat) and not isinstance(value, bool):
+            number = float(value)
+    check_type(name, value, number is not None, "a number")
+    assert number is not None
+    return number
+
+
+def check_module(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless an argument is a module."""
+    is_list = isinstance(value, (list, tuple))
+    remedy = "call it for each" if is_list else ""
+    check_type(name, value, isinstance(value, nn.Module), "an nn.Module", remedy)
+
+
+def checked_list(name: str, value: Iterable[_Item], what: str, remedy: str) -> list[_Item]:
+    """Return what can be iterated over, once, as a list; raise ``TypeError`` if it cannot be."""
+    try:
+        items = iter(value)
+    except TypeError:
+        items = None
+    check_type(name, value, items is not None, what, remedy)
+    return list(items or ())
+
+
+def check_process_group(value: object) -> None:
+    """Raise unless ``process_group`` is one, or ``None``.
+
+    Raises:
+        TypeError: If it is not, such as what ``new_group`` returns to ranks that are no members.
+    """
+    check_type(
+        "process_group",
+        value,
+        value is None or isinstance(value, dist.ProcessGroup),
+        "a ProcessGroup that this rank is in",
+        "pass its mesh.get_group()" if isinstance(value, dist.DeviceMesh) else "",
+    )
