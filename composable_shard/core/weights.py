@@ -83,6 +83,23 @@ class _Mark(NamedTuple):
         return not any(map(bool, self.norms))
 
 
+class Past(NamedTuple):
+    """What was weighed, for ranks that go on with the gradients of others.
+
+    Attributes:
+        weight: What has been weighed in all.
+        start: What had been when gradients were cleared last.
+        since: What has been since.
+        totals: Of each gradient that was divided, what has been weighed since it was begun, and
+            whether it has been written to.
+    """
+
+    weight: Fraction
+    start: Fraction
+    since: Sum
+    totals: dict[ShardedParam, tuple[Fraction, bool]]
+
+
 class Reducing(Protocol):
     """What one tree has to reduce.
 
@@ -271,7 +288,7 @@ class Weights:
 
         Collective: see end_backward.
         """
-        is_gone = any(one not in self._opened and _mark_of(one) is None for one in self._marked)
+        is_gone = self._is_begun_anew()
         if self._not_zero:
             every = (param for group in self._groups() for param in group.params)
             changed = [param for param in every if param in self._not_zero]
@@ -284,10 +301,17 @@ class Weights:
             for param in zeros if is_gone else ():  # as the others, if it was zeros before
                 del self._opened[param]
             self._not_zero = {}
-        steps = sum(group.freshness.num_optimizer_steps for group in self._groups())
-        if is_gone or (not self._marked and steps != self._steps):
+        if is_gone:
             self._start, self._since = self._weight, Sum()
-        self._steps = steps
+        self._steps = self._num_steps()
+
+    def _is_begun_anew(self) -> bool:
+        """Tell whether gradients that were divided are gone, or an optimizer has used others."""
+        is_gone = any(one not in self._opened and _mark_of(one) is None for one in self._marked)
+        return is_gone or (not self._marked and self._num_steps() != self._steps)
+
+    def _num_steps(self) -> int:
+        return sum(group.freshness.num_optimizer_steps for group in self._groups())
 
     def _delivered(self, done: Sequence[ParamGroup]) -> Iterator[ShardedParam]:
         """Yield the parameters of some groups to whose gradients reductions have added."""
@@ -341,6 +365,29 @@ class Weights:
             vars(param.sharded.grad)[_MARK] = _Mark(total, divisor, versions, own)
         self._marked = [param for param, *_ in marks]
 
+    def past(self) -> Past:
+        """Return what was weighed. Collective: none."""
+        every = (param for group in self._groups() for param in group.params)
+        totals = {
+            param: (mark.total, mark.versions != _versions(param))
+            for param in every
+            if (mark := _mark_of(param)) is not None
+        }
+        if self._is_begun_anew():
+            return Past(self._weight, self._weight, Sum(), totals)
+        return Past(self._weight, self._start, self._since, totals)
+
+    def go_on(self, past: Past) -> None:
+        """Go on with gradients that lie on these ranks from now on. Collective: none."""
+        self._weight, self._start, self._since = past.weight, past.start, past.since
+        self._steps = self._num_steps()
+        self._marked = [*past.totals]
+        norms = _norms(self._marked)
+        for param, (total, is_changed) in past.totals.items():
+            divisor = float(total) / param.mesh.num_ranks if total else 1.0
+            versions = _CHANGED if is_changed else _versions(param)
+            vars(param.sharded.grad)[_MARK] = _Mark(total, divisor, versions, norms[param])
+
     def abandon(self) -> None:
         """Forget what was weighed for a backward that failed; let gradients be what they were."""
         self._in_backward.clear()
@@ -376,13 +423,20 @@ def weigh_together(trees: Sequence[Reducing]) -> Weights:
     if weights is not None and set(weights.trees) == set(trees):
         return weights
     together = Weights(trees)
+    part(trees)
+    for tree in trees:
+        tree.weights = together
+    return together
+
+
+def part(trees: Sequence[Reducing]) -> None:
+    """Let trees forget what was weighed; each of those they did it with goes on by itself."""
     for tree in trees:
         for other in tree.weights.trees if tree.weights is not None else ():
             if other not in trees:
                 other.weights = Weights([other])
     for tree in trees:
-        tree.weights = together
-    return together
+        tree.weights = None
 
 
 def _refuse_other_changes(group: ParamGroup) -> None:
