@@ -270,6 +270,29 @@ def test_messages(tmp_path: Path) -> None:
     )
 
 
+DAMAGED: list[tuple[str, object, str]] = [
+    (
+        "begin",
+        None,
+        "TypeError(\"RankTrace.__init__() missing 1 required positional argument: 'begin'\")",
+    ),
+    ("spans", None, "KeyError('spans')"),
+    ("groups", [], "AttributeError(\"'list' object has no attribute 'items'\")"),
+    ("flights", 3, "TypeError(\"'int' object is not iterable\")"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "error"), DAMAGED)
+def test_a_file_that_lacks_a_field(field: str, value: object, error: str) -> None:
+    values = json.loads(made_up().to_json())
+    del values[field]
+    if value is not None:
+        values[field] = value
+    with pytest.raises(ValueError) as caught:
+        RankTrace.from_json(json.dumps(values), "a file")
+    assert str(caught.value) == f"Expected the trace of a rank in a file, got {error}"
+
+
 def test_shifting_shifts_all_times() -> None:
     recorded = made_up(steps=[90], spans=[wait(1, 2)], flights=[gather(0, 3, 4)]).shifted(10)
     assert (recorded.begin, recorded.end, recorded.steps) == (10, 110, [100])

@@ -398,10 +398,14 @@ class RankTrace:
             raise ValueError(f"Expected the trace of a rank in {source}, got {error!r}") from error
         if found != FORMAT:
             raise ValueError(f"Expected the format '{FORMAT}' in {source}, got {found!r}")
-        values["groups"] = {name: GroupFacts(*facts) for name, facts in values["groups"].items()}
-        for field, kind in (("spans", Span), ("flights", Flight), ("memory", Sample)):
-            values[field] = [kind(*one) for one in values[field]]
-        return cls(**values)
+        try:
+            groups = values["groups"].items()
+            values["groups"] = {name: GroupFacts(*facts) for name, facts in groups}
+            for field, kind in (("spans", Span), ("flights", Flight), ("memory", Sample)):
+                values[field] = [kind(*one) for one in values[field]]
+            return cls(**values)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"Expected the trace of a rank in {source}, got {error!r}") from error
 
 
 def _facts_of(group: ParamGroup, sets: dict[tuple[int, ...], int]) -> GroupFacts:
