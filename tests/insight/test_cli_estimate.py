@@ -119,6 +119,22 @@ def test_a_config_of_hugging_face(
     assert call(tmp_path, "--param-dtype", "bfloat16", "--context", "8") == 0
 
 
+def test_a_config_that_transformers_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class AutoConfig:
+        @staticmethod
+        def from_pretrained(path: Path, *, local_files_only: bool) -> Any:
+            raise KeyError("nonsense")
+
+    stub = types.SimpleNamespace(AutoConfig=AutoConfig, AutoModelForCausalLM=None)
+    monkeypatch.setitem(sys.modules, "transformers", stub)
+    path = written(tmp_path, '{"model_type": "nonsense"}', "config.json")
+    assert call(path) == 2
+    text = f"Expected a config of Hugging Face in {path}, got 'nonsense'"
+    assert capsys.readouterr().err == f"composable-shard estimate: {text}\n"
+
+
 def test_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
