@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from composable_shard.arguments import check_module, check_type, checked_number
+from composable_shard.arguments import check_module, checked_number
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.root import context_of
 from composable_shard.core.weights import Weighed, weigh_together
@@ -37,7 +37,7 @@ def weigh(
         :class:`Weighed`, whose ``total`` and ``loss`` are known when a backward has reduced.
 
     Raises:
-        TypeError: If ``model`` is no module, ``weight`` no number, or ``loss`` no tensor.
+        TypeError: If ``model`` is no module, or ``weight`` or ``loss`` no number.
         ValueError: If it is a tensor of several, or of complex ones. From the backward that
             reduces: if it is not finite, or negative.
         ShardError: If nothing in ``model`` is sharded; if a divide factor is set, or there are
@@ -61,10 +61,9 @@ def weigh(
         (3.0, tensor([[1., 1.]]))
     """
     check_module("model", model)
-    if not isinstance(weight, torch.Tensor):
-        checked_number("weight", weight)
-    is_loss = loss is None or isinstance(loss, torch.Tensor)
-    check_type("loss", loss, is_loss, "a tensor or None")
+    for name, number in (("weight", weight), ("loss", 0.0 if loss is None else loss)):
+        if not isinstance(number, torch.Tensor):  # of one, which is not waited for here
+            checked_number(name, number)
     groups = groups_in(model.modules())
     if not groups:
         raise ShardError(

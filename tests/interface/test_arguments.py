@@ -153,7 +153,7 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
     "weight": (lambda: any_weigh(sharded(), "x"), "weight to be a number, got str: 'x'"),
     "loss": (
         lambda: any_weigh(sharded(), 3, "loss"),
-        "loss to be a tensor or None, got str: 'loss'",
+        "loss to be a number, got str: 'loss'",
     ),
     "model": (
         lambda: any_uneven(None, []),
