@@ -131,9 +131,8 @@ def test_a_config_that_transformers_cannot_read(
     monkeypatch.setitem(sys.modules, "transformers", stub)
     path = written(tmp_path, '{"model_type": "nonsense"}', "config.json")
     assert call(path) == 2
-    assert capsys.readouterr().err == (
-        f"composable-shard estimate: Expected a config of Hugging Face in {path}, got 'nonsense'\n"
-    )
+    text = f"Expected a config of Hugging Face in {path}, got 'nonsense'"
+    assert capsys.readouterr().err == f"composable-shard estimate: {text}\n"
 
 
 def test_without_transformers(
