@@ -449,8 +449,26 @@ class ShardedParam:
             self.slots[0].get() is self.sharded and _torch.local_tensor(self.sharded) is self.local
         )
 
+    def misfit(self) -> str | None:
+        """Tell what stands in its place instead of a shard of it; ``None`` if there is one."""
+        current = self.slots[0].get()
+        if current is None:
+            return None
+        if not isinstance(current, DTensor):
+            return f"a plain tensor for '{self.name}'"
+        got, own = _torch.spec_of(current), self.spec
+        for kind, one, other in (
+            ("shape", list(got.shape), list(own.shape)),
+            ("placements", got.placements, own.placements),
+            ("mesh", got.mesh, own.mesh),
+            ("local shape", [*_torch.local_tensor(current).shape], [*self.local.shape]),
+        ):
+            if one != other:
+                return f"one of {kind} {one} for '{self.name}' of {kind} {other}"
+        return None
+
     def recover(self) -> None:
-        """Take over a parameter or local tensor that replaced ours (loading, ``to``, ...)."""
+        """Take over what replaced ours and fits (loading, ``to``, ...)."""
         current = self.slots[0].get()
         if current is not None and current is not self.sharded:
             self.hold(current)

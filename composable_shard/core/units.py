@@ -22,7 +22,7 @@ from composable_shard.core.bucket import GatherUnit, ParamBucket, Transfer
 from composable_shard.core.codec import has_grad_extension, needs_extension
 from composable_shard.core.gather_extension import ExtensionGather, agree_formats
 from composable_shard.core.param import ShardedParam, Slot
-from composable_shard.errors import MaterializationError, StaleParameterError
+from composable_shard.errors import MaterializationError, ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 
 # All parameters of a group at once: what every forward and backward asks of each of them ----------
@@ -316,6 +316,7 @@ class GroupUnits:
 
         Raises:
             StaleParameterError: If parameters were replaced between forward and backward.
+            ShardError: If what replaced some is no shard of them. Nothing is taken over then.
             MaterializationError: If parameters are not on the device of compute.
         """
         intact = self.all.are_intact() and self.all.are_filled_by_gathers()
@@ -327,6 +328,7 @@ class GroupUnits:
                 "forward, got replaced ones; run backward before replacing them"
             )
         if not intact:
+            self._check_replaced(label)
             for param in self.params:
                 param.recover()
         self._check_materialized(label)
@@ -353,6 +355,14 @@ class GroupUnits:
             param.forget_unsharded()
         self._set_units(units)
         self.all.look_again()
+
+    def _check_replaced(self, label: str) -> None:
+        misfits = [text for param in self.params if (text := param.misfit()) is not None]
+        if misfits:
+            raise ShardError(
+                f"Expected the parameters of {label} as fully_shard made them, got "
+                f"{', '.join(misfits)}; change values by load_state_dict or in place"
+            )
 
     def _check_materialized(self, label: str) -> None:
         wrong = [param for param in self.params if param.local.device != param.device]

@@ -1,0 +1,160 @@
+"""What replaces a sharded parameter and is no shard of it is refused by name, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.breaking import BAD, WIDTH, failures, layers, step
+from near import sharing
+from nets import full
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
+
+from composable_shard import ShardError, fully_shard
+from composable_shard.testing import run_ranks
+
+__all__ = ["sharing"]
+
+WHERE = "Expected the parameters of group '0' as fully_shard made them, got "
+REMEDY = "; change values by load_state_dict or in place"
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+
+
+def shard_layers(model: nn.Sequential) -> nn.Sequential:
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def run(model: nn.Module) -> torch.Tensor:
+    return model(torch.tensor([0, 4, 1 + dist.get_rank()])).square().sum()
+
+
+def like(model: nn.Sequential, shape: tuple[int, ...], *placements: Placement) -> nn.Parameter:
+    mesh = model[0].weight.device_mesh
+    return nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements or [Shard(0)]))
+
+
+def of_another_mesh(model: nn.Sequential) -> nn.Parameter:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("others",))
+    return nn.Parameter(distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)]))
+
+
+MISFITS: dict[str, tuple[Callable[[nn.Sequential], nn.Parameter], str]] = {
+    "fewer rows": (lambda m: like(m, (2, 4)), "one of shape [2, 4] for 'weight' of shape [5, 4]"),
+    "one more row": (
+        lambda m: like(m, (6, 4)),
+        "one of shape [6, 4] for 'weight' of shape [5, 4]",
+    ),
+    "columns": (
+        lambda m: like(m, (5, 4), Shard(1)),
+        "one of placements (Shard(dim=1),) for 'weight' of placements (Shard(dim=0),)",
+    ),
+    "replicated": (
+        lambda m: like(m, (5, 4), Replicate()),
+        "one of placements (Replicate(),) for 'weight' of placements (Shard(dim=0),)",
+    ),
+    "mesh": (of_another_mesh, "one of mesh "),
+}
+
+
+def message(call: Callable[[], object]) -> str:
+    with pytest.raises(ShardError) as caught:
+        call()
+    return str(caught.value)
+
+
+def refused(name: str, is_warm: bool, call: str) -> str:
+    model, oracle = shard_layers(make()), make()
+    if is_warm:
+        run(model).backward()
+        model.zero_grad()
+    own, other = model[0].weight, MISFITS[name][0](model)
+    if call == "functional_call":
+        with torch.no_grad():
+            params = {"0.weight": other}
+            x = torch.tensor([0])
+            text = message(lambda: functional_call(model, params, (x,)))
+    else:
+        model[0].weight = other
+        text = message(model[0].unshard if call == "unshard" else lambda: run(model))
+        model[0].weight = own
+    trains_on(model, oracle)
+    return text
+
+
+def trains_on(model: nn.Sequential, oracle: nn.Sequential) -> None:
+    """Check that one that has its own parameters again computes what it did."""
+    run(model).backward()
+    run(oracle).backward()
+    model.reshard()
+    for got, want in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert want.grad is not None and got.grad is not None
+        dist.all_reduce(want.grad)
+        mean = want.grad / dist.get_world_size()
+        torch.testing.assert_close(full(got.grad), mean)
+
+
+@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.parametrize("is_warm", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("call", ["forward", "unshard", "functional_call"])
+def test_a_dtensor_of_another_kind(name: str, is_warm: bool, num_ranks: int, call: str) -> None:
+    texts = run_ranks(refused, num_ranks, name, is_warm, call, timeout=60)
+    expected = WHERE + MISFITS[name][1]
+    if name == "mesh":
+        assert all(text.startswith(expected) and text.endswith(REMEDY) for text in texts)
+    else:
+        assert texts == [expected + REMEDY] * num_ranks
+
+
+def refused_on_one() -> None:
+    """A local shard of other rows than the rank should have, which no global shape tells."""
+    model = layers(1)
+    if dist.get_rank() == BAD:
+        weight = model[0].weight
+        model[0].weight = nn.Parameter(
+            DTensor.from_local(
+                torch.ones(1, WIDTH),
+                weight.device_mesh,
+                weight.placements,
+                shape=weight.shape,
+                stride=weight.stride(),
+                run_check=False,
+            )
+        )
+    step(model)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
+def test_a_shard_of_other_rows_on_one_rank(sharing: None, apart: bool) -> None:
+    text = (
+        f"{WHERE}one of local shape [1, {WIDTH}] for 'weight' of local shape "
+        f"[{WIDTH // 2}, {WIDTH}]{REMEDY}"
+    )
+    said = failures(refused_on_one, 2, apart=apart)
+    assert said[BAD] == f"ShardError: {text}"
+    assert said[0].startswith("CommunicationError: Rank 0 failed while gathering group '0'")
+    assert text in said[0]
+
+
+def what_fits() -> list[float]:
+    """A parameter that somebody has made of the one that it replaces."""
+    model = shard_layers(make())
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 0 + 2)
+    before = float(model[0](torch.tensor([1])).sum())
+    model[0].weight = like(model, (5, 4))
+    return [before, float(model[0](torch.tensor([1])).sum())]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_one_of_the_same_kind_is_taken_over(num_ranks: int) -> None:
+    assert run_ranks(what_fits, num_ranks, timeout=60) == [[8.0, 4.0]] * num_ranks
