@@ -155,6 +155,7 @@ CORE = [
         "forward",
         "tree_reductions",
         "weights",
+        "cleared",
         "tally",
         "substituted",
         "optimizers",
