@@ -335,9 +335,11 @@ def parked(
     where the CPU computes, is kept in a file, if there is a folder for it. The file has no name and
     goes when this process does, whatever ends it.
 
-    Within, a forward, a backward, a gather, a step of an optimizer or a state dict is an error.
-    What reads a tensor of the host past all of these gets its values, from the file; of a device,
-    NaN.
+    Within, a forward, a backward, a gather, a step of an optimizer, a state dict, a deep copy of
+    the model, or one of the functions for its weights (``save_full``, ``iter_full``,
+    ``local_shards``, ``load_sharded``) is an error. What reads a tensor of the host past all of
+    these gets its values, from the file; a shard of a device is NaN, and a buffer or a state of a
+    device must not be read.
 
     Args:
         model: A module with sharded parameters. What else it has, buffers too, is parked as well.

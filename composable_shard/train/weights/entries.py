@@ -88,7 +88,8 @@ def contents_of(module: nn.Module, doing: str) -> Contents:
 
     Raises:
         TypeError: If it is not a module.
-        ShardError: If a forward or backward of it runs.
+        ShardError: If a forward or backward of it runs, within ``unsharded`` or ``parked``, and on
+            a rank that ``move`` has left without it.
 
     Collective: none.
     """
@@ -127,6 +128,7 @@ def _show_shards(module: nn.Module, doing: str) -> None:
                 f"Expected {doing}() outside of unsharded(), got it within one of {group.label}; "
                 "call it before or after"
             )
+        group.check_awake(f"for {doing}()")
     for group in groups:
         group.reshard()
 

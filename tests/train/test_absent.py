@@ -1,0 +1,77 @@
+"""What has no shards in memory is not read: neither of a parked model nor of one that has moved."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from torch import nn
+
+from composable_shard import (
+    ShardError,
+    fully_shard,
+    iter_full,
+    load_sharded,
+    local_shards,
+    move,
+    parked,
+    save_full,
+)
+from train.moved import on_mesh
+
+
+def uses(file: Path) -> dict[str, Callable[[nn.Module], Any]]:
+    """Return what reads or writes shards, by what the error calls it; all ranks, or one."""
+    return {
+        "to be copied": copy.deepcopy,
+        "for local_shards()": lambda model: list(local_shards(model)),
+        "for iter_full()": lambda model: list(iter_full(model)),
+        "for save_full()": lambda model: save_full(model, file, overwrite=True),
+        "for load_sharded()": lambda model: load_sharded(model, file),
+    }
+
+
+def check(model: nn.Module, file: Path, why: str) -> None:
+    for purpose, use in uses(file).items():
+        expected = f"Expected the root group in memory {purpose}, got it {why}"
+        with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
+            use(model)
+
+
+@on_ranks(2)
+def test_a_parked_model_is_neither_read_nor_written() -> None:
+    model = fully_shard(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters())
+    with tempfile.TemporaryDirectory() as name:
+        given = [name]
+        dist.broadcast_object_list(given)
+        file = Path(given[0]) / "model.safetensors"
+        save_full(model, file)
+        before = [shard.tensor.clone() for shard in local_shards(model)]
+        with parked(model, optimizer, folder=file.parent):
+            check(model, file, "parked; leave the context of parked() first")
+        dist.barrier()
+    for shard, value in zip(local_shards(model), before, strict=True):
+        assert torch.equal(shard.tensor, value)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.weight.full_tensor(), model.weight.full_tensor())
+
+
+@on_ranks(2)
+def test_a_rank_that_a_model_has_left_is_told_so() -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=on_mesh(0, 1))
+    first = on_mesh(0)
+    move(model, (), first)
+    if dist.get_rank() == 1:
+        why = "on other ranks; move() it to a mesh that has this one first"
+        with tempfile.TemporaryDirectory() as name:
+            check(model, Path(name) / "model.safetensors", why)
+    dist.barrier()
