@@ -453,7 +453,7 @@ class ShardedParam:
         """Tell what stands in its place instead of a shard of it; ``None`` if there is one."""
         current = self.slots[0].get()
         if current is None:
-            return None
+            return f"none for '{self.name}'"
         if not isinstance(current, DTensor):
             return f"a plain tensor for '{self.name}'"
         got, own = _torch.spec_of(current), self.spec
@@ -470,7 +470,8 @@ class ShardedParam:
     def recover(self) -> None:
         """Take over what replaced ours and fits (loading, ``to``, ...)."""
         current = self.slots[0].get()
-        if current is not None and current is not self.sharded:
+        assert current is not None
+        if current is not self.sharded:
             self.hold(current)
         self.keep_attributes(self.sharded)
         for slot in self.slots:

@@ -31,15 +31,20 @@ def find_substitution(group: ParamGroup) -> Substitution:
     """Tell what tensors of somebody else stand for the parameters of ``group``.
 
     Raises:
-        ShardError: If they do for some, or stay there when the call is over. On the ranks where.
+        ShardError: If they do for some, or stay there when the call is over, or if none stand for
+            some that are gathered. On the ranks where.
     """
     is_unsharded, sharded = group.shows_unsharded, False
     if group.units.all.are_registered(unsharded=is_unsharded):
         return Substitution.NOTHING
-    others = []
+    others, gone = [], []
     for param in group.params:
         current = param.slots[0].get()
-        if current is None or current is (param.unsharded if is_unsharded else param.sharded):
+        if current is (param.unsharded if is_unsharded else param.sharded):
+            continue
+        if current is None:
+            if is_unsharded:  # else the gather that follows refuses it, and tells the other ranks
+                gone.append(param.name)
             continue
         if current is param.sharded or current is param.unsharded:
             _register(param, is_unsharded)  # a call that failed has put back what it had found
@@ -47,6 +52,11 @@ def find_substitution(group: ParamGroup) -> Substitution:
         sharded = sharded or isinstance(current, DTensor)
         if is_unsharded or not isinstance(current, DTensor):
             others.append(param.name)
+    if gone:
+        raise ShardError(
+            f"Expected the parameters of {group.label} as fully_shard made them, got none for "
+            f"{', '.join(map(repr, gone))}; change values by load_state_dict or in place"
+        )
     if not others:
         return (
             Substitution.SHARDED

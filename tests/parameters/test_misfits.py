@@ -158,3 +158,75 @@ def what_fits() -> list[float]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_one_of_the_same_kind_is_taken_over(num_ranks: int) -> None:
     assert run_ranks(what_fits, num_ranks, timeout=60) == [[8.0, 4.0]] * num_ranks
+
+
+# Parameters that are gone -------------------------------------------------------------------------
+
+GONE = "Expected the parameters of group '1' as fully_shard made them, got none for 'bias'" + REMEDY
+
+
+def set_to_none(layer: nn.Linear) -> None:
+    layer.bias = None  # type: ignore[assignment]
+
+
+def deleted(layer: nn.Linear) -> None:
+    del layer.bias
+
+
+def registered_none(layer: nn.Linear) -> None:
+    layer.register_parameter("bias", None)
+
+
+def gone(take: Callable[[nn.Linear], None], when: str) -> str:
+    model, oracle = make(), make()
+    fully_shard(model[1], reshard_after_forward=when != "while it is kept")
+    shard_layers(model)
+    if when != "at first":
+        run(model).backward()
+        model.zero_grad()
+    if when == "while it is kept":
+        run(model)
+    elif when == "while it is held":
+        model[1].unshard()
+    own = model[1].bias
+    take(model[1])
+    text = message(model[1].unshard if when == "by hand" else lambda: run(model))
+    model[1].bias = own
+    model[1].reshard()
+    trains_on(model, oracle)
+    return text
+
+
+@pytest.mark.parametrize("take", [set_to_none, deleted, registered_none])
+@pytest.mark.parametrize(
+    "when", ["at first", "later", "while it is kept", "while it is held", "by hand"]
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_parameter_that_was_taken_out(
+    take: Callable[[nn.Linear], None], when: str, num_ranks: int
+) -> None:
+    assert run_ranks(gone, num_ranks, take, when, timeout=60) == [GONE] * num_ranks
+
+
+def plain_by_hand() -> str:
+    model = shard_layers(make())
+    model[0].weight = nn.Parameter(torch.ones(5, 4))
+    return message(model[0].unshard)
+
+
+def test_a_plain_tensor_is_refused_without_a_forward_too() -> None:
+    expected = f"{WHERE}a plain tensor for 'weight'{REMEDY}"
+    assert run_ranks(plain_by_hand, 2, timeout=60) == [expected] * 2
+
+
+def normed() -> str:
+    model = make()
+    fully_shard(model[1])
+    shard_layers(model)
+    nn.utils.parametrizations.weight_norm(model[1])
+    return message(lambda: run(model))
+
+
+def test_a_parametrization_that_takes_the_weight() -> None:
+    expected = GONE.replace("'bias'", "'weight'")
+    assert run_ranks(normed, 1, timeout=60) == [expected]
