@@ -388,6 +388,8 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
+        for param in self._group().params:
+            param.remember_grad_dtype()  # what torch puts in its place tells nothing of it
         applied = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for param in self._group().params:
             param.keep_attributes(param.sharded)
@@ -803,6 +805,10 @@ class FSDPModule(TorchFSDPModule):
         self, hook: Callable[[torch.Tensor], object], *, stream: torch.Stream | None = None
     ) -> None:
         """Call ``hook`` with each flat buffer of reduced gradients before they are handed out.
+
+        With a hook, every parameter that is reduced gets a gradient, of zeros if no rank has one,
+        where it would stay ``None`` without: the hook may reduce over ranks that only it knows, and
+        nobody here could tell what those decide.
 
         Args:
             hook: Gets a 1-D tensor, reduced over shards and replicas, to change in place.
