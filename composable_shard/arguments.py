@@ -104,15 +104,16 @@ def checked_list(name: str, value: Iterable[_Item], what: str, remedy: str) -> l
 
 
 def check_process_group(value: object) -> None:
-    """Raise unless ``process_group`` is one, or ``None``.
+    """Raise unless ``process_group`` is one, or does as one, or is ``None``.
 
     Raises:
         TypeError: If it is not, such as what ``new_group`` returns to ranks that are no members.
     """
+    does_as_one = all(callable(getattr(value, name, None)) for name in ("rank", "size"))
     check_type(
         "process_group",
         value,
-        value is None or isinstance(value, dist.ProcessGroup),
+        value is None or does_as_one,
         "a ProcessGroup that this rank is in",
         "pass its mesh.get_group()" if isinstance(value, dist.DeviceMesh) else "",
     )

@@ -826,7 +826,7 @@ class FSDPModule(TorchFSDPModule):
             [torch.Size([10])]
         """
         check_type("hook", hook, callable(hook), "callable")
-        is_stream = stream is None or isinstance(stream, torch.Stream)
+        is_stream = stream is None or callable(getattr(stream, "wait_stream", None))
         check_type("stream", stream, is_stream, "a torch.Stream or None")
         group = self._group()
         if stream is not None and any(mesh.num_replicas > 1 for mesh in group.channels):

@@ -65,16 +65,26 @@ class Left:
         self.num_ended = 0
         self._begun: dict[ShardedParam, int] = {}
         self._cleared: list[tuple[ShardedParam, int]] = []
+        self._looked_at: set[ShardedParam] = set()  # by the backward that runs
 
     @property
     def saw_any(self) -> bool:
         """Whether any has been cleared."""
         return bool(self._cleared)
 
+    def begin_backward(self) -> None:
+        """Note that gradients may have been cleared since the last backward."""
+        self._looked_at.clear()
+
     def look_at(self, params: Iterable[ShardedParam]) -> None:
-        """Note which of some were cleared: not there any more, or zeros of another version."""
+        """Note which of some were cleared: not there any more, or zeros of another version.
+
+        Each is looked at once in a backward, which may add to it several times.
+        """
         for param in params:
-            if param in self._begun and _is_cleared(param):
+            is_known = param in self._looked_at
+            self._looked_at.add(param)
+            if not is_known and param in self._begun and _is_cleared(param):
                 del self._begun[param]
                 self._cleared.append((param, self.num_ended))
 

@@ -168,6 +168,8 @@ class Weights:
 
     def begin_backward(self, tree: Reducing) -> None:
         """Note that gradients of ``tree`` may come."""
+        if not self._in_backward:
+            self._left.begin_backward()
         self._in_backward.add(tree)
 
     def open(self, group: ParamGroup, *, reduces: bool) -> None:
