@@ -325,14 +325,15 @@ class Weights:
                     yield param
 
     def _waiting(self, groups: Iterable[ParamGroup]) -> Iterator[ShardedParam]:
-        """Yield the parameters of some groups that have gradients which are divided later."""
+        """Yield the parameters of some groups whose gradients were accumulated without sync.
+
+        What a reduction under way adds to others moves their versions as a user does.
+        """
         for group in groups:
             for param in group.params:
-                if is_partial(param.sharded.grad) or (
-                    reduced(param) is not None
-                    and _mark_of(param) is None
-                    and not self._is_others(param)
-                ):
+                is_alone = param.mesh.num_ranks == 1 and param.is_unsynced
+                is_summed = is_alone and reduced(param) is not None and not self._is_others(param)
+                if is_partial(param.sharded.grad) or (is_summed and _mark_of(param) is None):
                     yield param
 
     def _is_others(self, param: ShardedParam) -> bool:
