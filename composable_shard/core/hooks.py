@@ -262,7 +262,8 @@ class ModuleHooks:
         call = calls.pop() if calls else Call(is_again=_torch.current_backward() != -1)
         if call.substitution is Substitution.FULL:
             return output
-        self._mark_written(call)
+        if call.outer_bases:
+            self._mark_written(call)
         written = None if failed else _refused_writes(self._group, call)
         failed = failed or written is not None
         if self._substitutes and not calls:
