@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from nets import Net, two_nets
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.testing import run_ranks
-from nets import Net, two_nets
 
 Chooses = Callable[[Net], list[nn.Parameter]]
 
