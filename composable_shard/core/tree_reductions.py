@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.transport import host
-from composable_shard.core.weights import Weights
+from composable_shard.core.weighing.microbatches import Weights
 from composable_shard.errors import ShardError
 
 # Reductions that are launched and not waited for --------------------------------------------------

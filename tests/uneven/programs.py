@@ -24,7 +24,7 @@ from composable_shard import (
     sit_out,
     weigh,
 )
-from composable_shard.core.weights import Weighed
+from composable_shard.core.weighing.microbatches import Weighed
 
 WIDTH = 5
 
