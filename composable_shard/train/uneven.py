@@ -60,8 +60,8 @@ class uneven(Generic[Batch]):
         groups = groups_in(model.modules())
         if not groups:
             raise ShardError(
-                "Expected a model that fully_shard has sharded, or a part of one, got "
-                f"{type(model).__name__} without"
+                f"Expected a model with sharded modules, got none in {type(model).__name__}; apply "
+                "fully_shard before uneven()"
             )
         self._mesh = largest_of(group.mesh for group in groups)
         self._batches = batches

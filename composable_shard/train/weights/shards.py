@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from composable_shard import _torch
+from composable_shard.arguments import check_type
 from composable_shard.train.weights.boxes import Box, Parts
 from composable_shard.train.weights.entries import Entry, contents_of
 
@@ -127,7 +128,7 @@ def changed_since(model: nn.Module, versions: Mapping[str, Version]) -> list[str
         Names in the order of the model; those of which this rank holds nothing are left out.
 
     Raises:
-        TypeError: If ``model`` is not a module.
+        TypeError: If ``model`` is not a module, or ``versions`` no mapping.
         ShardError: In a forward or backward.
 
     Collective: none; ranks that do the same to a model see the same.
@@ -140,5 +141,7 @@ def changed_since(model: nn.Module, versions: Mapping[str, Version]) -> list[str
         >>> changed_since(model, before)
         ['bias']
     """
+    is_mapping = isinstance(versions, Mapping)
+    check_type("versions", versions, is_mapping, "a mapping from names to versions")
     now = {shard.name: shard.version for shard in local_shards(model)}
     return [name for name, version in now.items() if versions.get(name) != version]
