@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any, SupportsFloat, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -60,6 +61,12 @@ def checked_bool(name: str, value: object) -> bool:
     return value
 
 
+def check_flags(**values: object) -> None:
+    """Raise ``ValueError`` if one of these arguments is no bool; their names are the keys."""
+    for name, value in values.items():
+        checked_bool(name, value)
+
+
 def check_int(name: str, value: Any, least: int) -> None:
     """Raise unless an argument is an int of at least ``least``.
 
@@ -84,6 +91,13 @@ def checked_number(name: str, value: Any) -> float:
     check_type(name, value, number is not None, "a number")
     assert number is not None
     return number
+
+
+def check_dtype(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless an argument is a dtype or ``None``."""
+    check_type(
+        name, value, value is None or isinstance(value, torch.dtype), "a torch.dtype or None"
+    )
 
 
 def check_module(name: str, value: object) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from composable_shard.arguments import check_type, check_value
+from composable_shard.arguments import check_dtype, check_type, check_value
 
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 
@@ -68,7 +68,7 @@ class MixedPrecisionPolicy:
             dtype = getattr(self, name)
             if dtype is None:
                 continue
-            check_type(name, dtype, isinstance(dtype, torch.dtype), "a torch.dtype or None")
+            check_dtype(name, dtype)
             is_float = dtype.is_floating_point or dtype.is_complex
             check_value(name, dtype, is_float, "to be a floating-point dtype")
         casts, override = self.cast_forward_inputs, self.param_dtype_override_fn

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard import _torch
+from composable_shard.arguments import check_flags, check_type
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.optim.numbers import Numbers
 from composable_shard.optim.plan import GroupSteps
@@ -55,10 +56,10 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
             whatever tensor it is in.
 
     Raises:
-        TypeError: If it is not known to do so, as one that takes norms or products of matrices
-            does not: LAMB, Adafactor, Muon, Shampoo.
+        TypeError: If ``optimizer`` is none, or is not known to treat every element by itself, as
+            those that take norms or products of matrices: LAMB, Adafactor, Muon, Shampoo.
         ValueError: If it is ``differentiable``, or its ``step`` was replaced, other than by a
-            learning-rate scheduler.
+            learning-rate scheduler; if ``elementwise`` is no bool.
 
     Collective: none, neither here nor in a step.
     Memory: none beyond the states of the optimizer. In a step, one shard of the gradients more
@@ -73,6 +74,9 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
         >>> type(optimizer).__name__, isinstance(optimizer, torch.optim.AdamW)
         ('FlatAdamW', True)
     """
+    is_optimizer = isinstance(optimizer, Optimizer)
+    check_type("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer")
+    check_flags(elementwise=elementwise)
     kind = type(optimizer)
     if issubclass(kind, FlatSteps):
         return optimizer

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable_shard import _torch
+from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.param import sharded_form
 from composable_shard.core.transport.process_groups import gather_objects, subgroup
 from composable_shard.errors import ShardError
@@ -147,7 +148,8 @@ def with_layout(
 
     Raises:
         TypeError: On all ranks, if something has the wrong type.
-        ValueError: On all ranks, if a parameter has no layout or does not fit the one it has.
+        ValueError: On all ranks, if a parameter has no layout or does not fit the one it has, or
+            ``bucket_nbytes`` is not positive.
 
     Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
         sends the values and the gradient of each matrix to its owner, and the values back, in two
@@ -169,6 +171,10 @@ def with_layout(
         >>> [group["lr"] for group in optimizer.param_groups]
         [0.02, 0.0003]
     """
+    check_module("model", model)
+    is_mapping = isinstance(layouts, Mapping)
+    check_type("layouts", layouts, is_mapping, "a mapping from names to layouts")
+    check_int("bucket_nbytes", bucket_nbytes, 1)
     return LayoutOptimizer(sort_by_layout(model, layouts), bucket_nbytes)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.arguments import check_flags, check_int, check_module
 from composable_shard.core.hooks import groups_in
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.mesh import start_process_group
@@ -52,7 +53,9 @@ def sync_module_states(
         bucket_nbytes: How many bytes are sent at a time, and what is needed for that.
 
     Raises:
-        ValueError: If ``src_rank`` is not in the group, or ``bucket_nbytes`` not positive.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``src_rank`` is not in the group, ``bucket_nbytes`` not positive, or
+            ``keep_shards`` no bool.
         MaterializationError: On all ranks, if something is on the meta device on one.
         RankMismatchError: On all ranks, if names, shapes or dtypes differ between them.
         ShardError: On all ranks, if a parameter is sharded and ``keep_shards`` is not set.
@@ -72,16 +75,17 @@ def sync_module_states(
         >>> run_threads(start, 2)
         [[[1.0, 1.0]], [[1.0, 1.0]]]
     """
+    check_module("module", module)
+    check_flags(keep_shards=keep_shards)
+    check_int("bucket_nbytes", bucket_nbytes, 1)
     if process_group is None:
         start_process_group()
-    group = process_group or dist.group.WORLD
+    group = dist.group.WORLD if process_group is None else process_group
     assert group is not None
     members = Ranks(group, f"synchronizing {type(module).__name__}")
     ranks = members.numbers
     if src_rank not in ranks:
         raise ValueError(f"Expected src_rank to be in the process group, got {src_rank} of {ranks}")
-    if bucket_nbytes < 1:
-        raise ValueError(f"Expected bucket_nbytes of at least 1, got {bucket_nbytes}")
     for owner in groups_in(module.modules()):
         owner.reshard()
     plain, sharded = _states(module)

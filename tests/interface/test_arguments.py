@@ -21,14 +21,21 @@ from composable_shard import (
     estimate,
     explain,
     fully_shard,
+    iter_full,
+    load_sharded,
+    move,
+    parked,
     register_fsdp_forward_method,
+    save_full,
     share_comm_ctx,
     sync_module_states,
     trace,
     uneven,
+    unsharded,
     weigh,
 )
 from composable_shard.insight.events import record_events
+from composable_shard.optim import flat, with_layout
 from composable_shard.testing import fake_ranks
 
 
@@ -54,6 +61,14 @@ def open_events(module: Any) -> None:
 
 def told(**kwargs: Any) -> None:
     estimate(**{"build_model": nn.Identity, "mesh_shape": 2, "batch": torch.ones(1), **kwargs})
+
+
+def call(function: Any, *args: Any, **kwargs: Any) -> None:
+    """Call a function, and enter what it returns if that is a context."""
+    made = function(*args, **kwargs)
+    if hasattr(made, "__enter__"):
+        with made:
+            raise AssertionError("must not get here")
 
 
 any_of: Any = fully_shard  # to be called with what type checkers refuse
@@ -233,6 +248,47 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: told(flops="many", bandwidth=1.0),
         "flops to be a number, got str: 'many'",
     ),
+    "module to synchronize": (lambda: any_sync(3), "module to be an nn.Module, got int: 3"),
+    "bytes to synchronize": (
+        lambda: any_sync(nn.Linear(4, 4), bucket_nbytes=1.5),
+        "bucket_nbytes to be an int, got float: 1.5",
+    ),
+    "dtype to iterate": (
+        lambda: call(iter_full, sharded(), dtype="bf16"),
+        "dtype to be a torch.dtype or None, got str: 'bf16'",
+    ),
+    "dtype to save": (
+        lambda: call(save_full, sharded(), "weights", dtype="bf16"),
+        "dtype to be a torch.dtype or None, got str: 'bf16'",
+    ),
+    "optimizer to move": (
+        lambda: call(move, sharded(), 3, dist.init_device_mesh("cpu", (2,))),
+        "optimizer to be a torch.optim.Optimizer or several, got int: 3",
+    ),
+    "bytes to move": (
+        lambda: call(move, sharded(), (), dist.init_device_mesh("cpu", (2,)), bucket_nbytes="x"),
+        "bucket_nbytes to be an int, got str: 'x'",
+    ),
+    "optimizers to park": (
+        lambda: call(parked, sharded(), [3], folder="parked"),
+        "optimizer to be a torch.optim.Optimizer or several, got int: 3",
+    ),
+    "folder to park in": (
+        lambda: call(parked, sharded(), folder=3),
+        "folder to be a path or None, got int: 3",
+    ),
+    "optimizer to make flat": (
+        lambda: call(flat, 3),
+        "optimizer to be a torch.optim.Optimizer, got int: 3",
+    ),
+    "model with layouts": (
+        lambda: call(with_layout, 3, {}),
+        "model to be an nn.Module, got int: 3",
+    ),
+    "layouts": (
+        lambda: call(with_layout, sharded(), 3),
+        "layouts to be a mapping from names to layouts, got int: 3",
+    ),
 }
 
 VALUES: dict[str, tuple[Callable[[], object], str]] = {
@@ -259,6 +315,10 @@ VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "bucket_bytes": (
         lambda: any_explain(sharded(), bucket_bytes=-1),
         "bucket_bytes of at least 1, got -1",
+    ),
+    "bytes of layouts": (
+        lambda: call(with_layout, sharded(), {}, bucket_nbytes=0),
+        "bucket_nbytes of at least 1, got 0",
     ),
     "flops": (
         lambda: told(flops=float("nan"), bandwidth=1.0),
@@ -323,6 +383,39 @@ def test_a_flag_that_is_no_bool(method: str, flag: str) -> None:
                 given = {parameter.name: True, **given}
         said = error_of(lambda: getattr(module, method)(**{**given, flag: "False"}))
     assert said == (ValueError, f"Expected {flag} to be a bool, got str: 'False'")
+
+
+WITH_FLAGS: dict[Any, tuple[object, ...]] = {
+    unsharded: (),
+    iter_full: (),
+    load_sharded: ("weights",),
+    save_full: ("weights",),
+    sync_module_states: (),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "flag"),
+    [
+        (function, flag.name)
+        for function in WITH_FLAGS
+        for flag in inspect.signature(function).parameters.values()
+        if flag.annotation == "bool"
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_flag_of_a_function_that_is_no_bool(function: Any, flag: str) -> None:
+    with fake_ranks(2):
+        given = {flag: "False"}
+        said = error_of(lambda: call(function, sharded(), *WITH_FLAGS[function], **given))
+    assert said == (ValueError, f"Expected {flag} to be a bool, got str: 'False'")
+
+
+def test_a_flag_of_an_optimizer_that_is_no_bool() -> None:
+    with fake_ranks(2):
+        optimizer = torch.optim.SGD(sharded().parameters())
+        said = error_of(lambda: call(flat, optimizer, elementwise="False"))
+    assert said == (ValueError, "Expected elementwise to be a bool, got str: 'False'")
 
 
 def test_there_are_flags() -> None:

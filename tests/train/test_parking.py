@@ -590,7 +590,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as type_error, parked(model, ["SGD"]):  # type: ignore[list-item]
         pass
     assert str(type_error.value) == (
-        "Expected optimizer to be a torch.optim.Optimizer or several, got str"
+        "Expected optimizer to be a torch.optim.Optimizer or several, got str: 'SGD'"
     )
     with pytest.raises(ValueError) as value_error, parked(model):
         pass

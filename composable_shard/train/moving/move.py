@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable_shard import _torch
+from composable_shard.arguments import check_int
 from composable_shard.core.gradient import is_partial
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup, check_reshard
 from composable_shard.core.hooks import groups_in
@@ -403,8 +404,7 @@ def move(
     for one in mesh.values() if isinstance(mesh, Mapping) else (mesh,):
         if not isinstance(one, DeviceMesh):
             raise TypeError(f"Expected mesh to be a DeviceMesh, got {type(one).__name__}")
-    if bucket_nbytes < 1:
-        raise ValueError(f"Expected bucket_nbytes of at least 1, got {bucket_nbytes}")
+    check_int("bucket_nbytes", bucket_nbytes, 1)
     optimizers, groups = listed(optimizer), groups_in(model.modules())
     ranks = Ranks(process_group, f"moving {type(model).__name__}")
     for group in groups:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_shard import _torch
+from composable_shard.arguments import check_type
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.optimizers import watch_optimizer_steps
@@ -376,6 +377,8 @@ def parked(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected model to be an nn.Module, got {type(model).__name__}")
+    is_path = folder is None or isinstance(folder, (str, os.PathLike))
+    check_type("folder", folder, is_path, "a path or None")
     optimizers, groups = listed(optimizer), groups_in(model.modules())
     _check_can_park(groups)
     ranks = Ranks(process_group, f"parking {type(model).__name__}")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
+from composable_shard.arguments import check_flags
 from composable_shard.train.full import count_write, same_bits
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.boxes import Box, Parts
@@ -202,6 +203,7 @@ def load_sharded(
 
     Raises:
         TypeError: If ``model`` is not a module.
+        ValueError: If a flag is no bool.
         ShardError: On all ranks, before anything is read: if a rank cannot open the checkpoint or
             lacks a library for it, if rename fails, if names or shapes differ, a dtype cannot be
             cast (floating point into integers), or a parameter is a tensor subclass of several
@@ -229,6 +231,7 @@ def load_sharded(
         >>> run_threads(load, 2)[0]
         (<loaded 2 tensors, nothing missing, nothing unexpected>, torch.Size([2, 2]))
     """
+    check_flags(strict=strict, broadcast_from_rank0=broadcast_from_rank0, progress=progress)
     ranks = Ranks(process_group, f"loading '{source}'")
     contents = contents_of(model, "load_sharded")
     shows = progress and ranks.is_first

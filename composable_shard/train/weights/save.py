@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composable_shard.arguments import check_dtype, check_flags
 from composable_shard.errors import ShardError
 from composable_shard.train.checkpoint import sync_folder
 from composable_shard.train.ranks import Ranks
@@ -257,8 +258,9 @@ def save_full(
         process_group: The ranks that hold this model; all of them if absent.
 
     Raises:
-        TypeError: If ``model`` is not a module.
-        ValueError: If ``max_shard_size`` is not positive, or is a text of another form.
+        TypeError: If ``model`` is not a module, or ``dtype`` no dtype.
+        ValueError: If ``max_shard_size`` is not positive, or is a text of another form; if a flag
+            is no bool.
         ShardError: On all ranks: if there are weights already, if a tensor is on the meta device or
             is a tensor subclass of several tensors, if rename fails or gives two of them one name,
             if a rank cannot write, or the first one lacks a library for it. In a forward or
@@ -282,6 +284,8 @@ def save_full(
         >>> [file.name for file in folder.iterdir()]
         ['model.safetensors']
     """
+    check_flags(overwrite=overwrite, progress=progress)
+    check_dtype("dtype", dtype)
     ranks = Ranks(process_group, f"saving '{target}'")
     limit = num_bytes(max_shard_size)
     entries = contents_of(model, "save_full").entries

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composable_shard.arguments import check_dtype, check_flags
 from composable_shard.errors import ShardError
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed
@@ -184,7 +185,7 @@ def iter_full(
         process_group: The ranks that hold this model; all of them if absent.
 
     Raises:
-        TypeError: If ``model`` is not a module.
+        TypeError: If ``model`` is not a module, or ``dtype`` no dtype.
         ValueError: If an argument has another value than one of those above.
         ShardError: On all ranks: if a tensor is on the meta device, if a tensor subclass cannot be
             made plain, if rename fails or gives two of them one name; later on, if a rank leaves
@@ -210,6 +211,8 @@ def iter_full(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected model to be an nn.Module, got {type(model).__name__}")
+    check_flags(rank0_only=rank0_only)
+    check_dtype("dtype", dtype)
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"Expected bucket_bytes to be a positive number, got {bucket_bytes!r}")
     if tied not in get_args(Tied):
