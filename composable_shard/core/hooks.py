@@ -133,6 +133,7 @@ def run_as_forward(
 
 
 _torch.count_as_module_call(run_as_forward)
+_torch.keep_from_compiling(__name__.partition(".")[0])
 
 
 class ModuleHooks:
