@@ -131,7 +131,6 @@ def plan_params(
     """Decide how each parameter is cut, over which mesh, in which dtypes; check that all can be.
 
     Raises:
-        TypeError: For a mesh that is none.
         ValueError: For a parameter that cannot be sharded as asked, with its name.
     """
     check_names(offload, set(managed.names.values()))
@@ -144,7 +143,7 @@ def plan_params(
         over = mesh
         if own_mesh is not None:
             if own_mesh not in meshes:
-                meshes[own_mesh] = resolve_mesh(own_mesh)
+                meshes[own_mesh] = _own_mesh(name, own_mesh)
             over = meshes[own_mesh]
         _check_param(name, param, over)
         dim = _shard_dim(name, param, placement)
@@ -185,6 +184,13 @@ def _resolve_placement(name: str, asked: object) -> tuple[Shard | None, DeviceMe
         "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
         f"for parameter '{name}', got {type(asked).__name__}: {asked!r}"
     )
+
+
+def _own_mesh(name: str, mesh: DeviceMesh) -> ShardMesh:
+    try:
+        return resolve_mesh(mesh)
+    except ValueError as error:
+        raise ValueError(f"{error}, from shard_placement_fn for parameter '{name}'") from error
 
 
 def _shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | None:
