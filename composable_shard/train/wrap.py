@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from composable_shard.api import fully_shard
+from composable_shard.arguments import check_module
 from composable_shard.core.not_sharded import is_taken
 from composable_shard.core.shard import top_modules
 
@@ -64,8 +65,7 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
         ...     [type(part).__name__ for part in model.modules()]
         ['FSDPSequential', 'FSDPLinear', 'FSDPLinear', 'FSDPLinear']
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected module to be an nn.Module, got {type(module).__name__}")
+    check_module("module", module)
     top_modules(module)  # a root that cannot be sharded is refused before anything is
     if isinstance(policy, int) and not isinstance(policy, bool):
         ignored = {id(param) for param in kwargs.get("ignored_params") or ()}

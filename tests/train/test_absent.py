@@ -28,19 +28,23 @@ from composable_shard import (
 from train.moved import on_mesh
 
 
-def uses(file: Path) -> dict[str, Callable[[nn.Module], Any]]:
-    """Return what reads or writes shards, by what the error calls it; all ranks, or one."""
+def uses(
+    file: Path, ranks: dist.ProcessGroup | None = None
+) -> dict[str, Callable[[nn.Module], Any]]:
+    """Return what reads or writes shards, by what the error calls it."""
     return {
         "to be copied": copy.deepcopy,
         "for local_shards()": lambda model: list(local_shards(model)),
-        "for iter_full()": lambda model: list(iter_full(model)),
-        "for save_full()": lambda model: save_full(model, file, overwrite=True),
-        "for load_sharded()": lambda model: load_sharded(model, file),
+        "for iter_full()": lambda model: list(iter_full(model, process_group=ranks)),
+        "for save_full()": lambda model: save_full(
+            model, file, overwrite=True, process_group=ranks
+        ),
+        "for load_sharded()": lambda model: load_sharded(model, file, process_group=ranks),
     }
 
 
-def check(model: nn.Module, file: Path, why: str) -> None:
-    for purpose, use in uses(file).items():
+def check(model: nn.Module, file: Path, why: str, ranks: dist.ProcessGroup | None = None) -> None:
+    for purpose, use in uses(file, ranks).items():
         expected = f"Expected the root group in memory {purpose}, got it {why}"
         with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
             use(model)
@@ -70,8 +74,12 @@ def test_a_rank_that_a_model_has_left_is_told_so() -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=on_mesh(0, 1))
     first = on_mesh(0)
     move(model, (), first)
+    alone = dist.new_group([1])
+    why = "on other ranks; move() it to a mesh that has this one first"
     if dist.get_rank() == 1:
-        why = "on other ranks; move() it to a mesh that has this one first"
         with tempfile.TemporaryDirectory() as name:
-            check(model, Path(name) / "model.safetensors", why)
-    dist.barrier()
+            check(model, Path(name) / "model.safetensors", why, alone)
+    text = f"ShardError: Expected the root group in memory for iter_full(), got it {why}"
+    expected = f"Expected all ranks to begin gathering full weights, got on rank 1: {text}"
+    with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
+        list(iter_full(model))
