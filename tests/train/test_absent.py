@@ -17,6 +17,7 @@ from torch import nn
 
 from composable_shard import (
     ShardError,
+    explain,
     fully_shard,
     iter_full,
     load_sharded,
@@ -24,6 +25,8 @@ from composable_shard import (
     move,
     parked,
     save_full,
+    uneven,
+    weigh,
 )
 from train.moved import on_mesh
 
@@ -67,6 +70,28 @@ def test_a_parked_model_is_neither_read_nor_written() -> None:
         assert torch.equal(shard.tensor, value)
     copied = copy.deepcopy(model)
     assert torch.equal(copied.weight.full_tensor(), model.weight.full_tensor())
+
+
+@on_ranks(2)
+def test_what_a_rank_that_a_model_has_left_begins_for_training() -> None:
+    """Nothing that waits for the ranks that it was on."""
+    model = fully_shard(nn.Linear(4, 4), mesh=on_mesh(0, 1))
+    batches = uneven(model, [torch.ones(1, 4)])
+    move(model, (), on_mesh(0))
+    begun: dict[str, Callable[[], Any]] = {
+        "to be explained": lambda: explain(model),
+        "to weigh a loss": lambda: weigh(model, 3),
+        "for a loop of uneven()": lambda: next(iter(batches)),
+    }
+    if dist.get_rank() == 1:
+        for purpose, begin in begun.items():
+            expected = f"Expected the root group in memory {purpose}, got it on other ranks; "
+            with pytest.raises(ShardError, match=f"^{re.escape(expected)}"):
+                begin()
+        return
+    assert explain(model).groups[0].parameters[0].num_shards == 1
+    for batch in batches:  # alone on the new mesh
+        assert torch.equal(model(batch), model(torch.ones(1, 4)))
 
 
 @on_ranks(2)
