@@ -198,12 +198,12 @@ def same_model() -> Any:
 
 
 def test_a_build_and_a_shard_that_do_not_do_their_work_are_refused() -> None:
-    text = told([], models.not_sharded)
+    text = told(["step"], models.not_sharded)
     assert (
         "ValueError: Expected shard() to apply fully_shard to the model, got a plain Linear" in text
     )
     with pytest.raises(AssertionError) as caught:
-        assert_trains_like_unsharded(same_model, [], loss=linear_loss)
+        assert_trains_like_unsharded(same_model, ["step"], loss=linear_loss)
     assert "Expected build() to return a new model each time, got the same one twice" in str(
         caught.value
     )
