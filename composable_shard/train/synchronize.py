@@ -15,6 +15,7 @@ from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_int, check_module, check_value
 from composable_shard.core.hooks import groups_in
 from composable_shard.errors import MaterializationError, ShardError
+from composable_shard.train.full import repeated_dims, unrepeated
 from composable_shard.train.ranks import Ranks
 
 DEFAULT_BUCKET_NBYTES = 32 * 2**20
@@ -56,8 +57,8 @@ def sync_module_states(
             ``keep_shards`` is no bool.
         MaterializationError: On all ranks, if something is on the meta device on one.
         RankMismatchError: On all ranks, if names, shapes, dtypes or arguments differ between them.
-        ShardError: On all ranks, if a parameter is sharded and ``keep_shards`` is not set, or an
-            argument is wrong on some of them.
+        ShardError: On all ranks, if a parameter is sharded and ``keep_shards`` is not set, if an
+            argument is wrong on some of them, or the module is parked or on other ranks.
 
     Collective: broadcasts of all bytes, in buckets; before, two all-gathers of a small object.
     Memory: one bucket; besides, the largest tensor that is not contiguous.
@@ -82,7 +83,10 @@ def sync_module_states(
         check_value("src_rank", src_rank, src_rank in ranks, f"to be one of the ranks {ranks}")
         check_flags(keep_shards=keep_shards)
         check_int("bucket_nbytes", bucket_nbytes, 1)
-        for owner in groups_in(module.modules()):
+        groups = groups_in(module.modules())
+        for owner in groups:
+            owner.check_awake("for sync_module_states()")
+        for owner in groups:
             owner.reshard()
     said = f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"
     members.agree([said], "arguments of sync_module_states()", "")
@@ -146,7 +150,7 @@ def _first(states: Sequence[_State], what: Callable[[torch.Tensor], bool]) -> st
 def _fact(state: _State) -> str:
     tensor = state.tensor
     kind = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    repeated = [dim for leaf in _leaves(tensor) for dim in _repeated(leaf)]
+    repeated = [dim for leaf in _leaves(tensor) for dim in repeated_dims(leaf)]
     repeats = f", repeated along {repeated}" if repeated else ""
     return f"'{state.name}' of shape {list(tensor.shape)}, {tensor.dtype}{kind}{repeats}"
 
@@ -194,7 +198,8 @@ def _buckets(tensors: Sequence[torch.Tensor], bucket_nbytes: int) -> Iterator[li
     bucket: list[torch.Tensor] = []
     numel = 0
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for leaf in [_unrepeated(leaf) for tensor in tensors for leaf in _leaves(tensor)]:
+    for expanded in [leaf for tensor in tensors for leaf in _leaves(tensor)]:
+        leaf = unrepeated(expanded, repeated_dims(expanded))
         flat = leaf.resolve_conj().resolve_neg().contiguous()
         if flat.data_ptr() != leaf.data_ptr():
             copies.append((leaf, flat))
@@ -213,18 +218,6 @@ def _buckets(tensors: Sequence[torch.Tensor], bucket_nbytes: int) -> Iterator[li
     if bucket:
         yield bucket
     _write(copies, None)
-
-
-def _repeated(tensor: torch.Tensor) -> list[int]:
-    """Return the dims along which an expanded tensor is the same memory."""
-    lengths = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-    return [dim for dim, (length, stride) in lengths if length > 1 and not stride]
-
-
-def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
-    for dim in _repeated(tensor):
-        tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def _write(

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial
@@ -90,6 +90,45 @@ def test_shapes_and_dtypes_that_do_not_fit(tmp_path: Path) -> None:
     assert all_say(lambda: load_sharded(linear(), file, strict=False)) == (
         f"Expected tensors in '{file}' that fit the model, got 'weight' of shape [2, 4] for "
         "[4, 2], 'bias' of torch.complex64 for torch.float32"
+    )
+
+
+class Expanded(nn.Module):
+    """Buffers that are views: repeated, conjugate, negative."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        waves = torch.full((3,), complex(value, value + 1))
+        self.register_buffer("table", torch.full((1, 2), value).expand(3, 2))
+        self.register_buffer("conjugate", waves.conj())
+        self.register_buffer("negative", waves.clone().conj().imag)
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_buffers_that_are_views(tmp_path: Path, sends: bool) -> None:
+    def there_and_back() -> None:
+        first, second = fully_shard(Expanded(2.0)), fully_shard(Expanded(5.0))
+        save_full(first, tmp_path / "x.safetensors")
+        load_sharded(second, tmp_path / "x.safetensors", broadcast_from_rank0=sends)
+        assert second.table.stride() == (0, 1) and second.conjugate.is_conj()
+        for loaded, saved in zip(second.buffers(), first.buffers(), strict=True):
+            assert torch.equal(loaded, saved)
+
+    run_threads(there_and_back, NUM_RANKS)
+    state = {name: tensor.clone() for name, tensor in load_file(tmp_path / "x.safetensors").items()}
+    state["table"][1] = 7
+    file = write(tmp_path, **state)
+    text = all_say(
+        lambda: load_sharded(fully_shard(Expanded(1.0)), file, broadcast_from_rank0=sends)
+    )
+    assert text == (
+        f"Expected to load '{file}', got on rank 0: ValueError: Expected all parts of 'table' "
+        "along [0], which are one in the model, to hold the same, got different values; the model "
+        "is partly loaded, load it again"
     )
 
 

@@ -25,6 +25,7 @@ from composable_shard import (
     move,
     parked,
     save_full,
+    sync_module_states,
     uneven,
     weigh,
 )
@@ -43,6 +44,9 @@ def uses(
             model, file, overwrite=True, process_group=ranks
         ),
         "for load_sharded()": lambda model: load_sharded(model, file, process_group=ranks),
+        "for sync_module_states()": lambda model: sync_module_states(
+            model, src_rank=dist.get_rank(), keep_shards=True, process_group=ranks
+        ),
     }
 
 

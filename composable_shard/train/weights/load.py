@@ -14,7 +14,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_function, check_path
-from composable_shard.train.full import count_write, same_bits
+from composable_shard.train.full import count_write, repeated_dims, same_bits, unrepeated
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.boxes import Box, Parts
 from composable_shard.train.weights.entries import (
@@ -97,13 +97,15 @@ class Reading:
         for target, box in self._targets(match.entry):
             piece = reader.read(stored, box) if full is None else full[box]
             piece = piece.reshape(target.shape)
+            what = f"'{match.stored[0].name}' and '{stored.name}', which the model ties"
             if not is_again:
-                target.copy_(piece)
-            elif not same_bits(target, piece.to(target.device, target.dtype)):
-                raise ValueError(
-                    f"Expected '{match.stored[0].name}' and '{stored.name}', which the model "
-                    "ties, to hold the same, got different values"
-                )
+                repeated = repeated_dims(target)
+                unrepeated(target, repeated).copy_(unrepeated(piece, repeated))
+                if not repeated:
+                    continue
+                what = f"all parts of '{stored.name}' along {repeated}, which are one in the model"
+            if not same_bits(target, piece.to(target.device, target.dtype)):
+                raise ValueError(f"Expected {what}, to hold the same, got different values")
 
     def _targets(self, entry: Entry) -> Iterator[tuple[torch.Tensor, Box]]:
         plain = entry.plain
