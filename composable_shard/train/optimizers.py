@@ -6,14 +6,15 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
+from composable_shard.arguments import check_type, checked_list
+
 
 def listed(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     """Return the optimizers that were passed; raise ``TypeError`` if something else was."""
-    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    what = "a torch.optim.Optimizer or several"
+    given = checked_list("optimizer", optimizer, what)
     for one in given:
-        if not isinstance(one, Optimizer):
-            raise TypeError(
-                f"Expected optimizer to be a torch.optim.Optimizer or several, got "
-                f"{type(one).__name__}"
-            )
+        check_type("optimizer", one, isinstance(one, Optimizer), what)
     return given

@@ -17,7 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard import FSDPModule, ShardError, _torch, clip_grad_norm_, unsharded
 from composable_shard.compat.fsdp1 import state_dicts
 from composable_shard.compat.fsdp1.construction import (
+    Below,
     arguments_below,
+    check_all,
+    chosen_below,
     resolve_device,
     resolve_layout,
     scope_of,
@@ -234,9 +237,12 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.compute_device = resolve_device(scope, choices)
         layout = resolve_layout(choices, self.compute_device.type, auto_wrap_policy is not None)
         self.sharding_strategy = layout.strategy
+        below: Below = []
         if auto_wrap_policy is not None:
             arguments = arguments_below(choices, scope, layout, self.compute_device)
-            scope = wrap_below(module, scope, auto_wrap_policy, type(self), arguments)
+            below = chosen_below(module, scope, auto_wrap_policy, arguments)
+        check_all(module, scope, below, layout, choices, type(self))
+        scope = wrap_below(module, scope, below, type(self))
         self._tops = shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
         self.training = module.training

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from composable_shard import _torch
+from composable_shard.arguments import check_type
 from composable_shard.train.weights.boxes import Box, Parts
 from composable_shard.train.weights.entries import Entry, contents_of
 
@@ -140,5 +141,6 @@ def changed_since(model: nn.Module, versions: Mapping[str, Version]) -> list[str
         >>> changed_since(model, before)
         ['bias']
     """
+    check_type("versions", versions, isinstance(versions, Mapping), "a mapping from names")
     now = {shard.name: shard.version for shard in local_shards(model)}
     return [name for name, version in now.items() if versions.get(name) != version]
