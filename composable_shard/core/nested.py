@@ -98,21 +98,17 @@ def _map_sequence(change: _Change, value: Any, given: list[Given] | None) -> Any
     if isinstance(value, (list, deque)) and _is_cyclic(value):
         return _map_cyclic(change, value)
     items = [map_tensors(change, item, given) for item in value]
-    mapped = _with_items(value, items)
+    if all(map(operator.is_, items, value)):
+        mapped = value
+    elif hasattr(value, "_fields"):
+        mapped = type(value)(*items)
+    elif isinstance(value, deque):
+        mapped = type(value)(items, value.maxlen)
+    else:
+        mapped = type(value)(items)
     if given is not None and not isinstance(value, (tuple, frozenset)):
         given.append(Given(value, mapped, list(value), items))
     return mapped
-
-
-def _with_items(value: Any, items: list[Any]) -> Any:
-    """Return a sequence of these items, the one that has them if they are the same."""
-    if all(map(operator.is_, items, value)):
-        return value
-    if hasattr(value, "_fields"):
-        return type(value)(*items)
-    if isinstance(value, deque):
-        return type(value)(items, value.maxlen)
-    return type(value)(items)
 
 
 def _map_view(change: _Change, value: Any) -> Any:
@@ -204,14 +200,14 @@ def _values(items: Any) -> Iterable[Any]:
 
 def _carry_sequence(one: Given, own: Mapping[int, Any]) -> list[Any]:
     now = list(one.shown)
-    new, old = list(map(id, now)), list(map(id, one.items))
-    if new == old or (isinstance(one.own, set) and set(new) == set(old)):
+    ids, known = list(map(id, now)), set(map(id, one.items))
+    if ids == list(map(id, one.items)) or (isinstance(one.own, set) and set(ids) == known):
         return []
     if one.shown is not one.own:
         add = one.own.update if isinstance(one.own, set) else one.own.extend
         one.own.clear()
         add([own.get(id(item), item) for item in now])
-    return [item for item in now if id(item) not in old]
+    return [item for item in now if id(item) not in known]
 
 
 def _carry_named(one: Given, own: Mapping[int, Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.compat.fsdp1 import FullyShardedDataParallel, MixedPrecision
 
 BF16 = torch.bfloat16
 
@@ -159,10 +160,19 @@ def test_forward_changes_the_containers_it_is_given(kind: str, reached: str) -> 
             net.zero_grad()
 
 
+def wrapped(model: Chain) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(model, mixed_precision=MixedPrecision(BF16))
+
+
+@pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize(("kind", "key"), [("list", 0), ("mapping", "given")])
 @on_ranks(2)
-def test_what_is_cast_is_as_it_was_where_the_caller_has_it(kind: str, key: Any) -> None:
-    model, plain = shard(Chain(kind), mp_policy=MixedPrecisionPolicy(BF16)), Chain(kind).to(BF16)
+def test_what_is_cast_is_as_it_was_where_the_caller_has_it(
+    kind: str, key: Any, wraps: bool
+) -> None:
+    policy = MixedPrecisionPolicy(BF16)
+    model = wrapped(Chain(kind)) if wraps else shard(Chain(kind), mp_policy=policy)
+    plain = Chain(kind).to(BF16)
     given = torch.full((3, 5), 0.1)  # is another number in bf16
     kept, expected = ({key: given}, {key: given.to(BF16)})
     if kind == "list":
