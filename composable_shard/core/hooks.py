@@ -23,7 +23,13 @@ from composable_shard import _torch
 from composable_shard.core.calls import Call, Imitated, InputMarker, Substitution, Token
 from composable_shard.core.forward import ForwardRun, Graph
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.nested import StoredTensors, carry_over, map_tensors, tensors_in
+from composable_shard.core.nested import (
+    Given,
+    StoredTensors,
+    carry_over,
+    map_tensors,
+    tensors_in,
+)
 from composable_shard.core.root import Context, context_of
 from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_substitution
 from composable_shard.core.transport.failures import announce
@@ -408,8 +414,11 @@ def _map_inputs(
     change: Callable[[torch.Tensor], torch.Tensor], call: Call, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
     """Apply ``change`` to every tensor in the inputs of a call; note the containers among them."""
-    args = map_tensors(change, args, call.given)
-    return args, {name: map_tensors(change, kwargs[name], call.given) for name in kwargs}
+    given: list[Given] = []
+    args = map_tensors(change, args, given)
+    kwargs = {name: map_tensors(change, kwargs[name], given) for name in kwargs}
+    call.given += given
+    return args, kwargs
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import average_gradients, both, own_input
+from nets import assert_parity, average_gradients, both, own_input
 from on_ranks import on_ranks
 from torch import nn
 
@@ -185,6 +185,31 @@ def test_what_is_cast_is_as_it_was_where_the_caller_has_it(
     kept[key] = expected[key]
     pairs = zip(tensors_of(kept), tensors_of(expected), strict=True)
     assert all(torch.equal(got, wanted) for got, wanted in pairs)
+
+
+class Twice(nn.Module):
+    """Writes into one of two arguments, and reads the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, kept: list[Any], *, again: dict[str, Any]) -> torch.Tensor:
+        kept.append(self.layer(kept[0]))
+        return again["kept"][-1]
+
+
+@on_ranks(2)
+def test_a_container_in_two_places_stays_one() -> None:
+    reference = Twice()
+    model = fully_shard(copy.deepcopy(reference))
+    for net in (reference, model):
+        kept = [own_input().requires_grad_()]
+        output = net(kept, again={"kept": kept})
+        assert output is not kept[0]
+        (output.square().sum() + kept[1].sum()).backward()
+    average_gradients(reference.parameters())
+    assert_parity(model, reference)
 
 
 class Failing(nn.Module):
