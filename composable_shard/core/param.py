@@ -353,13 +353,24 @@ class ShardedParam:
             if model is not None:
                 tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
             self.unsharded = _torch.parameter_of(tensor, self.sharded.requires_grad)
-            if not self.policy.rounds_gradients:  # else once, to the dtype of the reduction
-                self.unsharded.grad_dtype = None
+        self._choose_unsharded_grad_dtype()
         remember_stand_in(self.unsharded, self)
         self.attributes = Attributes(self.sharded, self.unsharded)
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
         return self.unsharded
+
+    def _choose_unsharded_grad_dtype(self) -> None:
+        """Say in which dtype autograd adds up the gradients of several uses.
+
+        In that of compute, as it does for any parameter. Where the reduction is wider, and where it
+        takes any dtype, they stay as they come, so that a wider one is not rounded.
+        """
+        if self.unsharded is None or self.policy.rounds_gradients:
+            return
+        compute = self.unsharded.dtype
+        is_wider = self.takes_any_grad or self.reduction_dtype().itemsize > compute.itemsize
+        self.unsharded.grad_dtype = None if is_wider else compute
 
     def unsharded_local(self) -> torch.Tensor:
         """Return what this rank holds of the unsharded parameter."""
@@ -376,6 +387,7 @@ class ShardedParam:
             self._shown_grad_dtype = shown
             if shown is not None or LIFTED not in self.sharded.__dict__:
                 self._has_asked, self._asked_grad_dtype = True, shown
+                self._choose_unsharded_grad_dtype()
         return self._asked_grad_dtype
 
     @property

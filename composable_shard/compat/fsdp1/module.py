@@ -38,7 +38,7 @@ from composable_shard.compat.fsdp1.policies import (
 )
 from composable_shard.compat.fsdp1.state_dicts import StateDictSettings
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.nested import map_tensors
+from composable_shard.core.nested import Given, carry_over, map_tensors
 from composable_shard.core.root import Context, context_of
 
 # What a wrapper does around the forward of the wrapped module -------------------------------------
@@ -124,14 +124,6 @@ def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
         )
     with unsharded(wrapper.module, recurse=False, writeback=False):
         yield False
-
-
-def cast_inputs(
-    dtype: torch.dtype, inputs: tuple[tuple[Any, ...], dict[str, Any]]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast the floating-point tensors in inputs."""
-    cast: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(partial(_cast, dtype), inputs)
-    return cast
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -347,12 +339,16 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         is_root = self.check_is_root()
         if is_root:
             check_tree(self)
+        given: list[Given] = []
         with precision(self) as lowers:
             if lowers and self.mixed_precision.casts_inputs(is_root):
                 dtype = self.mixed_precision.param_dtype
                 assert dtype is not None
-                args, kwargs = cast_inputs(dtype, (args, kwargs))
-            return self._fsdp_wrapped_module(*args, **kwargs)
+                args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs), given)
+            try:
+                return self._fsdp_wrapped_module(*args, **kwargs)
+            finally:
+                carry_over(given)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
