@@ -408,7 +408,7 @@ def test_what_was_looked_at_is_no_memory_of_this_process_in_the_end() -> None:
         assert every.unique().tolist() == [value]
         seen.append(every.data_ptr())
         assert resident_pages(seen[-1]) == 8
-        del view
+        view.forget_pages()
         assert resident_pages(seen[-1]) == 0
         assert every[:PAGE].unique().tolist() == [value]  # who still looks, sees it
     assert seen[0] == seen[1]  # it stayed mapped

@@ -310,7 +310,8 @@ class PeerFile:
 class View:
     """A slab of another rank, until nobody refers to this object.
 
-    What was looked at counts as memory of this process, too, until its pages are forgotten.
+    What was looked at counts as memory of this process, too, until its pages are forgotten. That is
+    not done by a ``__del__``, where Python drops an interrupt.
     """
 
     def __init__(self, piece: _Piece) -> None:
@@ -326,9 +327,6 @@ class View:
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
-
-    def __del__(self) -> None:
-        self.forget_pages()
 
 
 class CommonFile:
@@ -376,8 +374,13 @@ class Lease:
         self._on_end = on_end
 
     def __del__(self) -> None:
-        self._forget_own()
-        self._on_end()
+        try:
+            self._forget_own()
+        except BaseException:  # an interrupt, which Python tells and drops
+            self._forget_own()
+            raise
+        finally:
+            self._on_end()
 
 
 def _last_error() -> str:
