@@ -233,6 +233,7 @@ class ShardedParam:
         self.adds_to_synced = False
         self.accumulator: Node | None = None
         self._is_watched = False
+        self._kind = _torch.class_in_memory(original)
         self._has_asked = False
         self._asked_grad_dtype: torch.dtype | None = None
         self._shown_grad_dtype: torch.dtype | None = original.dtype
@@ -346,15 +347,25 @@ class ShardedParam:
         """Return a tensor like what its ranks hold of it together, without memory."""
         return self.form.whole(torch.empty(self.layout.gathered_numel, device="meta"))
 
-    def create_unsharded(self, tensor: torch.Tensor) -> nn.Parameter:
-        """Make the leaf of autograd around ``tensor``; once in the life of its storage."""
+    def create_unsharded(self, tensor: torch.Tensor, *, is_made: bool = False) -> nn.Parameter:
+        """Make the leaf of autograd around ``tensor``; once in the life of its storage.
+
+        Args:
+            tensor: What was gathered.
+            is_made: Whether the class of the parameter itself has made it.
+        """
         model = self.placement.model
         with torch.inference_mode(False), torch.no_grad():
             if model is not None:
                 tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
-            self.unsharded = _torch.parameter_of(tensor, self.sharded.requires_grad)
+            requires_grad, kind = self.sharded.requires_grad, self._kind
+            if kind is None or is_made:
+                self.unsharded = _torch.parameter_of(tensor, requires_grad)
+            else:
+                self.unsharded = _torch.parameter_of_class(tensor, kind, requires_grad)
             if not self.policy.rounds_gradients:  # else once, to the dtype of the reduction
-                self.unsharded.grad_dtype = None
+                with _torch.without_overrides():  # those of its class may want its attributes
+                    self.unsharded.grad_dtype = None
         remember_stand_in(self.unsharded, self)
         self.attributes = Attributes(self.sharded, self.unsharded)
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
