@@ -195,7 +195,7 @@ class ExtensionGather:
             if not has_extension(local):
                 if param.unsharded is None:
                     whole = outputs[0].to(self._dtype)
-                    self._create_unsharded(whole, _torch.leaves(whole), is_made=False)
+                    self._create_unsharded(whole, _torch.leaves(whole))
                 else:
                     self._overwrite(lambda out: _copy_unless_same(out, outputs[0]))
                 return
@@ -203,7 +203,7 @@ class ExtensionGather:
             if param.unsharded is None:
                 result = self._checked(hook(outputs, metadata, self._dtype))
                 self._releases_buffers = self._asks_to_release()
-                self._create_unsharded(*result, is_made=True)
+                self._create_unsharded(*result)
             else:
                 self._overwrite(lambda out: hook(outputs, metadata, self._dtype, out=out))
             if self._releases_buffers:
@@ -270,10 +270,8 @@ class ExtensionGather:
         tensor = buffer[:numel].view(sum(rows), *trailing)
         return tensor.movedim(0, self._dim) if self._follows_param(tensor) else tensor
 
-    def _create_unsharded(
-        self, tensor: torch.Tensor, inner: Sequence[torch.Tensor], *, is_made: bool
-    ) -> None:
-        """Make the unsharded parameter of what the post hook returned, or of what was rebuilt.
+    def _create_unsharded(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
+        """Make the unsharded parameter of what the post hook returned.
 
         As with torch, that may have rows of padding at the end.
         """
@@ -285,7 +283,7 @@ class ExtensionGather:
                 f"Expected the unsharded tensor of {param.name} to have shape "
                 f"{list(expected)}, got {list(tensor.shape)} from {type(tensor).__name__}"
             )
-        unsharded = param.create_unsharded(fitting, is_made=is_made)
+        unsharded = param.create_unsharded(fitting)
         self._out, self._returned = tensor if is_padded else unsharded, list(inner)
         buffers, shard = _storages_of(self._buffers), _storages_of([param.local])
         besides = {

@@ -30,6 +30,7 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.codec import has_extension
 from composable_shard.core.layout import ParamLayout
 from composable_shard.core.placement import (
     GradStage,
@@ -347,22 +348,13 @@ class ShardedParam:
         """Return a tensor like what its ranks hold of it together, without memory."""
         return self.form.whole(torch.empty(self.layout.gathered_numel, device="meta"))
 
-    def create_unsharded(self, tensor: torch.Tensor, *, is_made: bool = False) -> nn.Parameter:
-        """Make the leaf of autograd around ``tensor``; once in the life of its storage.
-
-        Args:
-            tensor: What was gathered.
-            is_made: Whether the class of the parameter itself has made it.
-        """
+    def create_unsharded(self, tensor: torch.Tensor) -> nn.Parameter:
+        """Make the leaf of autograd around ``tensor``; once in the life of its storage."""
         model = self.placement.model
         with torch.inference_mode(False), torch.no_grad():
             if model is not None:
                 tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
-            requires_grad, kind = self.sharded.requires_grad, self._kind
-            if kind is None or is_made:
-                self.unsharded = _torch.parameter_of(tensor, requires_grad)
-            else:
-                self.unsharded = _torch.parameter_of_class(tensor, kind, requires_grad)
+            self.unsharded = self.leaf_around(tensor)
             if not self.policy.rounds_gradients:  # else once, to the dtype of the reduction
                 with _torch.without_overrides():  # those of its class may want its attributes
                     self.unsharded.grad_dtype = None
@@ -371,6 +363,16 @@ class ShardedParam:
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
         return self.unsharded
+
+    def leaf_around(self, tensor: torch.Tensor) -> nn.Parameter:
+        """Make a parameter of a full tensor, of the class that this one had.
+
+        With hooks for its gather a class says by itself what the tensor is.
+        """
+        requires_grad = self.sharded.requires_grad
+        if self._kind is None or has_extension(self.local):
+            return _torch.parameter_of(tensor, requires_grad)
+        return _torch.parameter_of_class(tensor, self._kind, requires_grad)
 
     def unsharded_local(self) -> torch.Tensor:
         """Return what this rank holds of the unsharded parameter."""
