@@ -114,7 +114,11 @@ class FullParams:
             for (param, slots), full, grad in kept:
                 if full is None:
                     continue
-                copy = nn.Parameter(full, requires_grad=param.requires_grad)
+                owner = owner_of_sharded(param)
+                if owner is None:
+                    copy = nn.Parameter(full, requires_grad=param.requires_grad)
+                else:
+                    copy = owner.leaf_around(full)
                 self._attributes.append(Attributes(param, copy))
                 if grad is not None:
                     assign_grad(copy, grad)
