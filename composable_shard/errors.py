@@ -17,7 +17,10 @@ class MaterializationError(ShardError):
 
 
 class ExtensionError(ShardError):
-    """A tensor subclass broke the all-gather extension protocol; raised on every rank."""
+    """A tensor subclass broke the extension protocol, of gathers or of gradients.
+
+    Raised on every rank, but for a ``fsdp_post_all_gather`` that fails on some ranks alone.
+    """
 
 
 class StaleParameterError(ShardError):
@@ -32,8 +35,8 @@ class CommunicationError(ShardError):
 
 
 class RankMismatchError(ShardError):
-    """The ranks do not hold the same model; raised on every rank."""
+    """The ranks do not hold the same model, or do not do the same; raised on every rank."""
 
 
 class TorchStateError(ShardError, AttributeError):
-    """Something asked for torch's private state of a sharded module, which this is not."""
+    """Something asked for a part of torch's private state that a sharded module does not have."""

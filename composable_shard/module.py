@@ -207,7 +207,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ShardError: In a forward or backward.
 
-        Collective: the reductions of the groups that owe some.
+        Collective: the reductions that are left to do.
 
         Example:
             >>> from composable_shard import fully_shard
@@ -251,7 +251,7 @@ class FSDPModule(TorchFSDPModule):
                 if an earlier one was not waited for. After a pipeline schedule that splits
                 backward into inputs and weights and has lost gradients.
 
-        Collective: the reductions of the groups that owe some.
+        Collective: the reductions that are left to do.
 
         Example:
             >>> model.set_manual_backward_finalization(True)

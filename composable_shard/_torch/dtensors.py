@@ -198,8 +198,8 @@ def axes_beside(mesh: DeviceMesh, others: DeviceMesh) -> DeviceMesh:
     known = whole.mesh_dim_names or ()
     if not {*names} <= {*known}:
         raise ValueError(
-            f"Expected a part of a mesh that has the axes {names} too, got one of {known}; pass "
-            "such as mesh['data'] of a mesh of all axes"
+            f"Expected a part of a mesh that has the axes {names} too, got one of {known}; make a "
+            "mesh with all axes and pass a part of it, such as mesh['data']"
         )
     return whole[names]
 

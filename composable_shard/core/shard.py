@@ -67,8 +67,9 @@ def check_not_taken(modules: Iterable[nn.Module]) -> None:
         kind = type(module).__name__
         if _torch.is_replicated(module):
             raise ValueError(
-                f"Expected a module that torch's replicate was not applied to, got {kind}; apply "
-                "fully_shard to modules inside of it, before replicate, or to one around it"
+                f"Expected a module without torch's replicate or DistributedDataParallel, got "
+                f"{kind}; leave that out, or apply fully_shard to modules inside of it, before it, "
+                "or to one around it"
             )
         if is_taken(module):
             raise ValueError(

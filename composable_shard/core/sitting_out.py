@@ -126,8 +126,8 @@ def _calls_like(module: nn.Module) -> Sequence[Called[ParamGroup]]:
     groups = groups_in(within)
     if not groups:
         raise ShardError(
-            f"Expected a module to sit out that fully_shard has sharded, or a part of one, got "
-            f"{type(module).__name__} without"
+            f"Expected a module to sit out with sharded modules, got none in "
+            f"{type(module).__name__}; apply fully_shard to it, or call it on all ranks"
         )
     if group_of(module) is not None:
         forward = context_of(groups[0]).forward

@@ -75,7 +75,7 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
 
     Args:
         module: A sharded module; the whole tree it belongs to is recorded.
-        events: Which events to record; all of them if none is named.
+        events: Which events to record, out of ``EVENTS``; all of them if none is named.
 
     Returns:
         A list that grows while the context is open, of ``(event, group name)``; the group of the
@@ -86,6 +86,17 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
         ValueError: If the module is not sharded, or an event does not exist.
 
     Collective: none.
+
+    Example:
+        >>> import torch
+        >>> from composable_shard import fully_shard
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     layer = fully_shard(nn.Linear(4, 4))
+        ...     with record_events(layer, "all_gather", "reduce_scatter") as events:
+        ...         layer(torch.ones(2, 4)).sum().backward()
+        >>> events
+        [('all_gather', ''), ('reduce_scatter', '')]
     """
     check_module("module", module)
     group = group_of(module)

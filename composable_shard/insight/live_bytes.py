@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from composable_shard import _torch, core
-from composable_shard.core import hooks, nested, substituted
+from composable_shard.core import hooks, nested, optimizers, substituted
 from composable_shard.core.param import ShardedParam
 
 # Which bytes live at each moment of a step that runs without memory -------------------------------
 
 # Frames of the core stand behind what the library allocates, but for those that cast what modules
-# take and give, which is part of compute.
+# take and give, which is part of compute, and those that backwards run in.
 _CORE = f"{core.__name__}."
-_COMPUTES = {module.__name__ for module in (hooks, nested, substituted)}
+_COMPUTES = {module.__name__ for module in (hooks, nested, optimizers, substituted)}
 
 
 class Live(NamedTuple):

@@ -194,7 +194,10 @@ def sort_by_layout(
     for param, several in names.items():
         places = [i for i, fits in enumerate(layouts) if does_fit(fits, several, param)]
         if not places:
-            raise ValueError(f"Expected a layout for parameter '{several[0]}', got none that fits")
+            raise ValueError(
+                f"Expected a layout for parameter '{several[0]}', got none that fits; add one "
+                "for '*'"
+            )
         chosen[places[0]].append(Param(several[0], param))
     pairs = zip(layouts.values(), chosen, strict=True)
     return [(layout, params) for layout, params in pairs if params]

@@ -45,7 +45,7 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients of ``params`` down to ``max_norm``; return the norm they had.
 
-    See ``clip_grad_norm_`` in ``train/clip.py``.
+    See :func:`clip_grad_norm_`.
     """
     limit = checked_number("max_norm", max_norm)
     check_value("max_norm", max_norm, limit >= 0, "of at least 0")

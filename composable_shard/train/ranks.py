@@ -233,6 +233,6 @@ class Together:
             raise self._failure
         if failed >= 0:
             raise ShardError(
-                f"Expected rank {failed} to take part in {self._doing}, got a failure there, which "
-                "it tells"
+                f"Expected rank {failed} to take part in {self._doing}, got a failure there; see "
+                "the error that it raises"
             )

@@ -15,6 +15,7 @@ from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_int, check_module, check_value
 from composable_shard.core.hooks import groups_in
 from composable_shard.errors import MaterializationError, ShardError
+from composable_shard.mesh import start_process_group
 from composable_shard.train.full import repeated_dims, unrepeated
 from composable_shard.train.ranks import Ranks
 
@@ -47,7 +48,8 @@ def sync_module_states(
     Args:
         module: The module, the same on all ranks but for its values.
         src_rank: The global rank whose values win; among replicas of a shard, the first does.
-        process_group: The ranks to synchronize; all of them if absent.
+        process_group: The ranks to synchronize; all of them if absent. As in ``fully_shard``, the
+            default process group is then started from the environment if there is none.
         keep_shards: Whether sharded parameters keep their rows.
         bucket_nbytes: How many bytes are sent at a time, and what is needed for that.
 
@@ -75,6 +77,8 @@ def sync_module_states(
         >>> run_threads(start, 2)
         [[[1.0, 1.0]], [[1.0, 1.0]]]
     """
+    if process_group is None:
+        start_process_group()
     members = Ranks(process_group, f"synchronizing {type(module).__name__}")
     ranks = members.numbers
     with members.checking():

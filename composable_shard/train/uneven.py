@@ -60,8 +60,8 @@ class uneven(Generic[Batch]):
         check_type("batches", batches, is_iterable, "iterable")
         if not groups_in(model.modules()):
             raise ShardError(
-                "Expected a model that fully_shard has sharded, or a part of one, got "
-                f"{type(model).__name__} without"
+                f"Expected a model with sharded modules, got none in {type(model).__name__}; apply "
+                "fully_shard before uneven()"
             )
         self._model, self._batches = model, batches
         self._next: _Turn[Batch] | None = None

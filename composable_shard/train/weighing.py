@@ -67,8 +67,8 @@ def weigh(
     groups = groups_in(model.modules())
     if not groups:
         raise ShardError(
-            f"Expected a model to weigh that fully_shard has sharded, or a part of one, got "
-            f"{type(model).__name__} without"
+            f"Expected a model with sharded modules, got none in {type(model).__name__}; apply "
+            "fully_shard before weigh()"
         )
     for group in groups:
         group.check_awake("to weigh a loss")

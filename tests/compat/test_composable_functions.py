@@ -262,12 +262,12 @@ def refused(case: str) -> str:
 
 
 REFUSALS = {
-    "itself ddp": "Expected a module that torch's replicate was not applied to, got "
-    "DDPSequential; apply fully_shard to modules inside of it, before replicate, or to one around "
-    "it",
-    "itself fsdp": "Expected a module that torch's replicate was not applied to, got "
-    "ReplicateSequential; apply fully_shard to modules inside of it, before replicate, or to one "
-    "around it",
+    "itself ddp": "Expected a module without torch's replicate or DistributedDataParallel, got "
+    "DDPSequential; leave that out, or apply fully_shard to modules inside of it, before it, or to "
+    "one around it",
+    "itself fsdp": "Expected a module without torch's replicate or DistributedDataParallel, got "
+    "ReplicateSequential; leave that out, or apply fully_shard to modules inside of it, before it, "
+    "or to one around it",
     "inner after outer": "Expected fully_shard of Block before torch has converted "
     "the parameters of ReplicateSequential around it, got it after; start with the inner modules",
     "replicate after": "Expected replicate of '1' before fully_shard of the root "
@@ -288,7 +288,7 @@ def test_a_refused_module_is_as_it_was() -> None:
         model = make()
         replicate_by_ddp(model)
         params, kind = list(model.parameters()), type(model)
-        with pytest.raises(ValueError, match="replicate was not applied"):
+        with pytest.raises(ValueError, match="without torch's replicate"):
             fully_shard(model)
         assert list(map(id, model.parameters())) == list(map(id, params))
         assert type(model) is kind

@@ -199,7 +199,7 @@ def test_one_rank_leaves_unsharded(leaving: int, mesh_shape: tuple[int, ...]) ->
     """As the first one does whose disk is full; the others wait for its edits then."""
     heard = [
         f"Expected rank {leaving} to take part in the writeback of unsharded(), got a failure "
-        "there, which it tells"
+        "there; see the error that it raises"
     ] * math.prod(mesh_shape)
     heard[leaving] = "[Errno 28] No space left on device"
     found = run_ranks(leave_unsharded, len(heard), leaving, mesh_shape, timeout=60)

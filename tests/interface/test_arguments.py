@@ -289,7 +289,7 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "versions": (
         lambda: changed_since(nn.Linear(4, 4), ["weight"]),  # type: ignore[arg-type]
-        "versions to be a mapping from names, got list: ['weight']",
+        "versions to be a mapping from names to versions, got list: ['weight']",
     ),
     "module to shard by policy": (
         lambda: any_apply(None, nn.Linear),

@@ -176,6 +176,9 @@ def make_empty(model: nn.Module, _: Path) -> None:
 def copy_and_save(model: nn.Module, folder: Path) -> None:
     copied = copy.deepcopy(model)
     assert sorted(changed_since(copied, {})) == sorted(NAMES)
+    expected = "Expected versions to be a mapping from names to versions, got NoneType: None"
+    with pytest.raises(TypeError, match=f"^{expected}$"):
+        changed_since(copied, None)  # type: ignore[arg-type]
     torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")
     torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
 

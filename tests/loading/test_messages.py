@@ -295,7 +295,10 @@ def test_an_index_that_is_wrong(whole: Path) -> None:
     no_map = f"Expected an index with a weight_map in '{index}', got KeyError: 'weight_map'"
     assert loads(index) == not_loaded(index, "ValueError", no_map)
     index.write_text(json.dumps({"weight_map": {"weight": whole.name, "w": whole.name}}))
-    not_there = "Expected 'w' in whole.safetensors as model.safetensors.index.json says"
+    not_there = (
+        "Expected 'w' in whole.safetensors, as model.safetensors.index.json says, got none; copy "
+        "the whole checkpoint anew"
+    )
     assert loads(index) == not_loaded(index, "ValueError", not_there)
 
 

@@ -74,7 +74,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: with_layout(Params(MODEL), {"p0": Owned(muon)}),
         ValueError,
-        "Expected a layout for parameter 'p1', got none that fits",
+        "Expected a layout for parameter 'p1', got none that fits; add one for '*'",
     ),
     (
         layouts(p1=Rows(muon, (2, 2))),

@@ -645,7 +645,7 @@ REFUSED: list[tuple[Callable[[], None], int, str]] = [
     (
         without_a_mesh,
         2,
-        "Expected a mesh for parameter '2.weight', got none that fits",
+        "Expected a mesh for parameter '2.weight', got none that fits; add one for '*'",
     ),
     (
         in_some_meshes,
@@ -655,8 +655,8 @@ REFUSED: list[tuple[Callable[[], None], int, str]] = [
     (
         without_tensor_axis,
         2,
-        "Expected a part of a mesh that has the axes ('tensor',) too, got one of ('shard',); pass "
-        "such as mesh['data'] of a mesh of all axes",
+        "Expected a part of a mesh that has the axes ('tensor',) too, got one of ('shard',); make "
+        "a mesh with all axes and pass a part of it, such as mesh['data']",
     ),
     (
         other_tensor_ranks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from training.cases import reproducible
 from two_tensors import two_tensor_mlp
+from warm import Warm, warm
 
 from composable_shard import FSDPModule, sync_module_states
 from composable_shard.testing import RankError, run_ranks
 from composable_shard.train import synchronize
+
+__all__ = ["warm"]
 
 
 class Everything(nn.Module):
@@ -335,3 +339,25 @@ def test_what_is_refused_is_refused_on_all_ranks(
     failure = caught.value.agreed()
     assert failure.type_name == kind
     assert failure.message == text
+
+
+BEFORE_ALL_ELSE = """
+import os
+
+import torch
+from torch import nn
+
+from composable_shard import fully_shard, sync_module_states
+
+model = nn.Linear(4, 4)
+nn.init.constant_(model.weight, int(os.environ["RANK"]))
+sync_module_states(model)
+fully_shard(model)
+print(model.weight.full_tensor().unique().tolist())
+"""
+
+
+def test_it_may_be_the_first_to_communicate(warm: Warm, tmp_path: Path) -> None:
+    """Before ``fully_shard``, which starts the process group for those who have not."""
+    for code, output, errors in warm.run(tmp_path, BEFORE_ALL_ELSE):
+        assert (code, output, errors) == (0, "[0.0]\n", "")

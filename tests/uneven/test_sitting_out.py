@@ -180,8 +180,8 @@ def test_a_part_of_a_group_has_nothing_to_take_part_in() -> None:
 
 def test_what_is_not_sharded_is_refused() -> None:
     expected = (
-        "Expected a module to sit out that fully_shard has sharded, or a part of one, got Linear "
-        "without"
+        "Expected a module to sit out with sharded modules, got none in Linear; apply fully_shard "
+        "to it, or call it on all ranks"
     )
     with pytest.raises(ShardError, match=expected):
         sit_out(nn.Linear(2, 2))

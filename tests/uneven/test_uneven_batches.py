@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import clip_grad_norm_, fully_shard, sit_out, uneven
-from composable_shard.errors import CommunicationError
+from composable_shard.errors import CommunicationError, ShardError
 from composable_shard.testing import RankError, run_ranks
 
 WIDTH = 5
@@ -233,8 +234,11 @@ def test_batches_that_fail_on_one_rank_are_an_error_on_all(
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
-    expected = "Expected a model that fully_shard has sharded, or a part of one, got Linear without"
-    with pytest.raises(Exception, match=expected):
+    expected = (
+        "Expected a model with sharded modules, got none in Linear; apply fully_shard before "
+        "uneven()"
+    )
+    with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
         uneven(nn.Linear(2, 2), [])
 
 

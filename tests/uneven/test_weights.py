@@ -572,8 +572,8 @@ def test_hooks_on_gradients_beside_it_are_refused() -> None:
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     expected = (
-        "Expected a model to weigh that fully_shard has sharded, or a part of one, got Linear "
-        "without"
+        "Expected a model with sharded modules, got none in Linear; apply fully_shard before "
+        "weigh()"
     )
     with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
         weigh(nn.Linear(2, 2), 1)

@@ -1,6 +1,5 @@
 """Timelines: what each rank did when, from the marks it makes to the pages people look at.
 
-``recorder`` hears and stamps, ``spans`` turns stamps into spans, ``rank_trace`` is the file of a
-rank; ``alignment``, ``lateness`` and ``summary`` compare ranks; ``chrome``, ``page`` and
-``picture`` show them; ``merging`` does all of that for a folder.
+``recording`` hears, stamps and writes the file of a rank; ``spans`` turns stamps into spans;
+``analysis`` compares ranks; ``page`` shows them; ``merging`` does all of that for a folder.
 """

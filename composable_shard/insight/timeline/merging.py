@@ -135,7 +135,7 @@ class MergedTrace:
 
     @classmethod
     def of(cls, traces: Sequence[RankTrace]) -> MergedTrace:
-        """Put traces on one scale; see ``alignment``."""
+        """Put traces on one scale; see ``analysis.shifts``."""
         traces = sorted(traces, key=lambda trace: trace.rank)
         found = shifts(traces)
         begin = min(trace.begin + found[trace.clock].by for trace in traces)
@@ -144,7 +144,7 @@ class MergedTrace:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Where the time of a step goes, in milliseconds; see ``summary.summarize``."""
+        """Where the time of a step goes, in milliseconds; see ``analysis.summarize``."""
         errors = [shift.error for shift in self.shifts.values()]
         exact = [error for error in errors if error is not None]
         clocks = {

@@ -125,6 +125,8 @@ def _mesh_of_each(
         own = names.get(param.sharded, [param.name])
         fitting = [mesh for fits, mesh in meshes.items() if does_fit(fits, own, param.sharded)]
         if not fitting:
-            raise ValueError(f"Expected a mesh for parameter '{own[0]}', got none that fits")
+            raise ValueError(
+                f"Expected a mesh for parameter '{own[0]}', got none that fits; add one for '*'"
+            )
         found.append(fitting[0])
     return found

@@ -113,7 +113,10 @@ def _by_index(index: Path) -> list[Stored]:
             there = set(file.keys())
             for name in [name for name, home in weight_map.items() if home == file_name]:
                 if name not in there:
-                    raise ValueError(f"Expected '{name}' in {file_name} as {index.name} says")
+                    raise ValueError(
+                        f"Expected '{name}' in {file_name}, as {index.name} says, got none; copy "
+                        "the whole checkpoint anew"
+                    )
                 found.append(_stored(file, name, index.parent / file_name))
     return found
 

@@ -128,7 +128,7 @@ def changed_since(model: nn.Module, versions: Mapping[str, Version]) -> list[str
         Names in the order of the model; those of which this rank holds nothing are left out.
 
     Raises:
-        TypeError: If ``model`` is not a module.
+        TypeError: If ``model`` is not a module, or ``versions`` no mapping.
         ShardError: In a forward or backward.
 
     Collective: none; ranks that do the same to a model see the same.
@@ -141,6 +141,7 @@ def changed_since(model: nn.Module, versions: Mapping[str, Version]) -> list[str
         >>> changed_since(model, before)
         ['bias']
     """
-    check_type("versions", versions, isinstance(versions, Mapping), "a mapping from names")
+    is_mapping = isinstance(versions, Mapping)
+    check_type("versions", versions, is_mapping, "a mapping from names to versions")
     now = {shard.name: shard.version for shard in local_shards(model)}
     return [name for name, version in now.items() if versions.get(name) != version]
