@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -77,7 +78,7 @@ def sync_module_states(
         >>> run_threads(start, 2)
         [[[1.0, 1.0]], [[1.0, 1.0]]]
     """
-    if process_group is None:
+    if process_group is None and "RANK" in os.environ:  # else this process may be alone
         start_process_group()
     members = Ranks(process_group, f"synchronizing {type(module).__name__}")
     ranks = members.numbers
