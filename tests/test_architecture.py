@@ -154,9 +154,9 @@ CORE = [
     *(
         "forward",
         "tree_reductions",
-        "weights",
-        "cleared",
-        "tally",
+        "weighing.microbatches",
+        "weighing.cleared",
+        "weighing.tally",
         "substituted",
         "optimizers",
         "ties",

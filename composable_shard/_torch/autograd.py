@@ -6,7 +6,8 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -30,9 +31,27 @@ current_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_s
 """Returns the innermost transform that runs, ``None`` if none does."""
 
 
+_current_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""Returns what ``torch.compile`` has put in the way of calls, ``None`` outside of its functions."""
+
+
 def apart_from_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no transform acts; costs next to nothing where none runs."""
-    return _NOTHING if current_transform() is None else outside_transforms()
+    """Return a context in which no transform acts and nothing is compiled.
+
+    It costs next to nothing where neither goes on.
+    """
+    if current_transform() is not None:
+        return outside_transforms()
+    return _NOTHING if _current_compiler() is None else _uncompiled()
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -101,8 +120,9 @@ def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
             not known, a reentrant one counts if it has an input that needs a gradient.
     """
     found: list[Any] = []
-    hooks = _saved_tensors_hooks()
-    found += [pack for pack, _ in hooks if pack.__module__ == CheckpointFunction.__module__][:1]
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        hooks = _saved_tensors_hooks()
+        found += [pack for pack, _ in hooks if pack.__module__ == CheckpointFunction.__module__][:1]
     if not torch.is_grad_enabled():
         outermost: Any = None
         frame: FrameType | None = sys._getframe(1)
@@ -202,6 +222,15 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 def has_grad_hooks(param: torch.Tensor) -> bool:
     """Tell whether users put hooks for its gradient on a leaf."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+_hooks_of = attrgetter("_backward_hooks")
+_hooks_after_of = attrgetter("_post_accumulate_grad_hooks")
+
+
+def have_grad_hooks(params: Sequence[torch.Tensor]) -> bool:
+    """Tell whether users put hooks for its gradient on any of some leaves."""
+    return any(map(_hooks_of, params)) or any(map(_hooks_after_of, params))
 
 
 def call_grad_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,9 @@ def all_gather_flat(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work:
     """All-gather each input into its output, all in one launch."""
-    return cast(dist.Work, getattr(group, _ALL_GATHER)(_as_real(outputs), _as_real(inputs)))
+    if any(map(torch.is_complex, inputs)):
+        outputs, inputs = _as_real(outputs), _as_real(inputs)
+    return cast(dist.Work, getattr(group, _ALL_GATHER)(outputs, inputs))
 
 
 def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -53,7 +55,9 @@ def reduce_scatter_flat(
 ) -> dist.Work:
     """Reduce-scatter each input into its output, all in one launch."""
     reduce_scatter = getattr(group, _REDUCE_SCATTER)
-    return cast(dist.Work, reduce_scatter(_as_real(outputs), _as_real(inputs), _options_for(op)))
+    if any(map(torch.is_complex, inputs)):
+        outputs, inputs = _as_real(outputs), _as_real(inputs)
+    return cast(dist.Work, reduce_scatter(outputs, inputs, _options_for(op)))
 
 
 @lru_cache
@@ -65,8 +69,6 @@ def _options_for(op: Any) -> Any:
 
 def _as_real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """View complex tensors as pairs of real ones: all that backends know."""
-    if not any(map(torch.is_complex, tensors)):
-        return tensors
     return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
 
 

@@ -139,6 +139,7 @@ def run_as_forward(
 
 
 _torch.count_as_module_call(run_as_forward)
+_torch.keep_from_compiling(__name__.partition(".")[0])
 
 
 class ModuleHooks:
@@ -261,47 +262,59 @@ class ModuleHooks:
         return self._leave(module, output, failed=failed)
 
     def _leave(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
-        if self._group.is_opened:
+        group, calls = self._group, self._group.calls
+        if group.is_opened:
             return output
-        calls = self._group.calls
         # There is none if forward could not begin.
         call = calls.pop() if calls else Call(is_again=_torch.current_backward() != -1)
         if call.substitution is Substitution.FULL:
             return output
-        self._mark_written(call)
-        written = None if failed else _refused_writes(self._group, call)
-        failed = failed or written is not None
+        if call.outer_bases:
+            self._mark_written(call)
+        written = None if failed else _refused_writes(group, call)
         if self._substitutes and not calls:
             self._restore()
-        dtype = self._group.policy.output_dtype
-        if dtype is not None:
-            output = map_tensors(partial(_cast, dtype), output)
-        group, has_grad = self._group, torch.is_grad_enabled()
-        storages, tensors = group.units.all.storages, tuple(tensors_in(output))
-        for tensor in tensors if storages else ():
-            if _lies_in(storages, tensor):
-                output = map_tensors(partial(_apart_from, storages), output)
-                tensors = tuple(tensors_in(output))
-                break
+        output, tensors = self._given_out(output)
         if call.given:
-            tensors += tuple(tensors_in(carry_over(call.given)))
+            tensors = (*tensors, *tensors_in(carry_over(call.given)))
         context = context_of(group)
-        is_watched = self._watch(context.forward.run, call, tensors) if has_grad else False
+        is_watched = torch.is_grad_enabled() and self._watch(context.forward.run, call, tensors)
         if not call.is_again:
-            # Without grad, a call that is noted lies in a checkpoint, whose outputs may be reached.
-            has_backward = is_watched or (call.interval is not None and not has_grad)
-            if call.imitated is not None:
-                has_backward = has_backward or call.imitated.is_watched
-            if call.called is not None:
-                call.called.is_watched = has_backward
-            if call.interval is not None:
-                trains = group.is_trainable
-                context.order.leave(group, call.interval, trains=trains, is_watched=has_backward)
-            if context.forward.leave(group, module, has_backward=has_backward):
-                context.end_forward(group, failed=failed, has_backward=has_backward)
+            has_failed = failed or written is not None
+            self._end_call(context, module, call, is_watched=is_watched, failed=has_failed)
         if written is not None:
             raise written
         return output
+
+    def _given_out(self, output: Any) -> tuple[Any, Sequence[torch.Tensor]]:
+        """Cast an output, and copy what of it lies in memory that is freed; return its tensors."""
+        dtype, storages = self._group.policy.output_dtype, self._group.units.all.storages
+        if dtype is not None:
+            output = map_tensors(partial(_cast, dtype), output)
+        tensors = tuple(tensors_in(output))
+        for tensor in tensors if storages else ():
+            if _lies_in(storages, tensor):
+                output = map_tensors(partial(_apart_from, storages), output)
+                return output, tuple(tensors_in(output))
+        return output, tensors
+
+    def _end_call(
+        self, context: Context, module: nn.Module, call: Call, *, is_watched: bool, failed: bool
+    ) -> None:
+        """Note in the execution order that a call has ended; free the group."""
+        group = self._group
+        # Without grad, a call that is noted lies in a checkpoint, whose outputs may be reached.
+        in_checkpoint = call.interval is not None and not torch.is_grad_enabled()
+        has_backward = is_watched or in_checkpoint
+        if call.imitated is not None:
+            has_backward = has_backward or call.imitated.is_watched
+        if call.called is not None:
+            call.called.is_watched = has_backward
+        if call.interval is not None:
+            trains = group.is_trainable
+            context.order.leave(group, call.interval, trains=trains, is_watched=has_backward)
+        if context.forward.leave(group, module, has_backward=has_backward):
+            context.end_forward(group, failed=failed, has_backward=has_backward)
 
     def _gather(self, context: Context, module: nn.Module, call: Call) -> bool:
         """Gather the group; return whether that opens a forward pass."""

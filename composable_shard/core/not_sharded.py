@@ -131,13 +131,13 @@ def warn_of_unsharded(optimizer: torch.optim.Optimizer, groups: Iterable[ParamGr
     suspects = [p for p in plain if p.grad is not None and not _torch.has_grad_hooks(p)]
     if not suspects or not groups:
         return
-    tree, sharded = _Tree(suspects), {module for group in groups for module in group.modules}
+    tree = _Tree(suspects, {module for group in groups for module in group.modules})
     ours = {id(param.sharded) for group in groups for param in group.params}
     is_beside_ours = any(id(param) in ours for param in params)
     names = [
         name
         for param in suspects
-        if (name := tree.name_if_unsharded(param, sharded, is_beside_ours)) is not None
+        if (name := tree.name_if_unsharded(param, is_beside_ours)) is not None
     ]
     if names:
         warnings.warn(
@@ -170,9 +170,16 @@ def _holders(objects: Iterable[object], attribute: str) -> list[nn.Module]:
 
 
 class _Tree:
-    """The modules that hold some parameters, and all that those lie in."""
+    """The modules that hold some parameters, and all that those lie in.
 
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+    Args:
+        params: The parameters.
+        sharded: Which modules are sharded.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor], sharded: set[nn.Module]) -> None:
+        self._sharded = sharded
+        self._are_around_sharded: dict[nn.Module, bool] = {}
         self._parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         inner = _holders(params, "_parameters")
@@ -190,20 +197,24 @@ class _Tree:
                 ]
             inner = [module for module in outer if module not in self._parents]
 
-    def name_if_unsharded(
-        self, param: torch.Tensor, sharded: set[nn.Module], is_beside_ours: bool
-    ) -> str | None:
+    def name_if_unsharded(self, param: torch.Tensor, is_beside_ours: bool) -> str | None:
         """Return the name of a parameter that should have been sharded, ``None`` for any other."""
         owners = self._owners.get(id(param), [])
         if any(name in owner.__dict__.get(_ATTRIBUTE, ()) for owner, name in owners):
             return None
         around = {outer: None for owner, _ in owners for outer in self._outwards(owner)}
-        if any(module in sharded or _torch.is_averaged(module) for module in around):
+        if any(module in self._sharded or _torch.is_averaged(module) for module in around):
             return None
-        parts = (part for module in around for part in module.modules())
-        if not is_beside_ours and not any(part in sharded for part in parts):
+        if not is_beside_ours and not any(map(self._is_around_sharded, around)):
             return None
         return self._name(*owners[0]) if owners else f"one of shape {list(param.shape)}"
+
+    def _is_around_sharded(self, module: nn.Module) -> bool:
+        known = self._are_around_sharded.get(module)
+        if known is None:
+            known = any(part in self._sharded for part in module.modules())
+            self._are_around_sharded[module] = known
+        return known
 
     def _outwards(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield a module and all that it lies in."""

@@ -1,4 +1,4 @@
-"""Which parameters optimizers have, and noticing their steps.
+"""Which parameters optimizers and others have in their hands, and noticing optimizer steps.
 
 A foreach or fused optimizer changes a DTensor without moving any version counter, so that nothing
 on the parameter tells that an earlier gather is stale. Every ``torch.optim.Optimizer`` calls a
@@ -8,12 +8,16 @@ An optimizer must have the sharded parameters. One that is given unsharded ones,
 between a forward and its backward, is given the sharded ones in their place. One that has got hold
 of others (originals that have been replaced, copies of ``unsharded()``) would train nothing; it is
 refused before its step.
+
+The other way round, the gradients of sharded parameters that ``zero_grad`` of a module clears, and
+that ``backward(inputs=...)`` asks for, are looked for where they are.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -32,7 +36,7 @@ from composable_shard.core.gradient import clear, is_partial
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.not_sharded import warn_of_unsharded
 from composable_shard.core.param import num_standing_for_sharded, sharded_form
-from composable_shard.core.ties import num_replaced, remember_owner
+from composable_shard.core.ties import num_replaced, owner_of_sharded, remember_owner
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
@@ -57,6 +61,7 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
     _correct_new_groups()
     _clear_sharded_gradients_too()
+    _accumulate_into_unsharded()
     _torch.let_foreach_zero_any_placement()
 
 
@@ -96,6 +101,39 @@ def _clear_sharded_gradients_too() -> None:
                 clear(sharded, to_none=set_to_none)
 
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _accumulate_into_unsharded() -> None:
+    """Let ``backward(inputs=...)`` take sharded parameters: what they stand for is in the graph.
+
+    Without that it would find none of them there, and give them nothing without a word.
+    """
+    run = torch.autograd.backward
+
+    @functools.wraps(run)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        inputs = kwargs.get("inputs")
+        if inputs is None and len(args) > _PLACE_OF_INPUTS:
+            *args_before, inputs = args
+            args = tuple(args_before)
+        if isinstance(inputs, Sequence):
+            inputs = [_in_graph(one) for one in inputs]
+        elif isinstance(inputs, torch.Tensor):
+            inputs = _in_graph(inputs)
+        if inputs is not None:
+            kwargs["inputs"] = inputs
+        run(*args, **kwargs)
+
+    torch.autograd.backward = backward
+
+
+_PLACE_OF_INPUTS = 5  # among the arguments of backward
+
+
+def _in_graph(entry: Any) -> Any:
+    """Return the unsharded parameter that computes for a sharded one; any other entry itself."""
+    param = owner_of_sharded(entry) if isinstance(entry, nn.Parameter) else None
+    return entry if param is None or param.unsharded is None else param.unsharded
 
 
 def _sharded_entry(entry: Any) -> Any:

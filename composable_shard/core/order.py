@@ -12,6 +12,7 @@ every step in this order and none twice; autograd only tells how far it has come
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 # The order in which groups are needed: recorded once, then used. Pure -----------------------------
@@ -360,5 +361,5 @@ class ExecutionOrder(Generic[Key]):
                 found.append((left.end, -visit.place, Step(group, gathers=True)))
             if left is not None or reduces(group):
                 found.append((visit.earliest.start, visit.place, Step(group, gathers=False)))
-        found.sort(key=lambda entry: entry[:2])
+        found.sort(key=itemgetter(0, 1))
         return [step for _, _, step in found]

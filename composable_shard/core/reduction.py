@@ -112,7 +112,7 @@ class AllReducing(NamedTuple):
 
 
 class Returning(NamedTuple):
-    """The results are delivered, but those that are on their way to the host."""
+    """Some results are delivered, and some are on their way to the host."""
 
     deliveries: list[Callable[[], None]]
 
@@ -317,21 +317,21 @@ class MeshGradients:
 
     def finish(self) -> None:
         """Wait for the launched reduction and put its results on the sharded parameters."""
-        if not isinstance(self.state, Idle):
-            self.start_return()
+        if not isinstance(self.state, Idle) and self.start_return():
             self.end_return()
 
     @_tells_failures
-    def start_return(self) -> None:
-        """Wait for the launched reduction and send its results to the sharded parameters.
+    def start_return(self) -> bool:
+        """Wait for the launched reduction and put its results on the sharded parameters.
 
-        Those on their way to the host are not there before :meth:`end_return`.
+        Returns:
+            Whether some are on their way to the host, and not there before :meth:`end_return`.
         """
         if isinstance(self.state, Scattering) and self.state.over_replicas == "all-reduce":
             self.start_all_reduce()
         state = self.state
         if not isinstance(state, (Scattering, AllReducing)):
-            return
+            return isinstance(state, Returning)
         is_held = isinstance(state, Scattering) and state.over_replicas == "hold"
         deliveries: list[Callable[[], None]] = []
         with state.pending.resumed():
@@ -343,6 +343,9 @@ class MeshGradients:
                 if not is_held:  # the hook waits for what is averaged over the replicas, too
                     self._call_hook(part)
                 deliveries += self._hand_out(part, is_held=is_held)
+        if not deliveries:
+            self._move_to(Idle())
+        return bool(deliveries)
 
     @_tells_failures
     def end_return(self) -> None:
@@ -350,10 +353,9 @@ class MeshGradients:
         state = self.state
         if not isinstance(state, Returning):
             return
-        if state.deliveries:
-            host.settle()
-            while state.deliveries:
-                state.deliveries.pop(0)()
+        host.settle()
+        while state.deliveries:
+            state.deliveries.pop(0)()
         self._move_to(Idle())
 
     def discard(self) -> None:
@@ -597,7 +599,8 @@ class MeshGradients:
                 deliveries.append(partial(deliver, param, host.download(grad)))
             else:
                 deliver(param, grad.to(param.device))
-        self._move_to(Returning(deliveries))
+        if deliveries:
+            self._move_to(Returning(deliveries))
 
 
 def _is_summed_at_once(param: ShardedParam) -> bool:
@@ -708,17 +711,16 @@ class GroupGradients:
 
     def start_all_reduce(self) -> bool:
         """Go on to the reduction over the replicas; return whether there is one."""
-        return any([one.start_all_reduce() for one in self._meshes])
+        return self.have_replicas and any([one.start_all_reduce() for one in self._meshes])
 
     def finish(self) -> None:
         """Wait for the launched reduction and put its results on the sharded parameters."""
         for one in self._meshes:
             one.finish()
 
-    def start_return(self) -> None:
-        """Wait for the launched reduction; its results may be on their way to the host then."""
-        for one in self._meshes:
-            one.start_return()
+    def start_return(self) -> bool:
+        """Wait for the launched reduction; return whether results are on their way to the host."""
+        return any([one.start_return() for one in self._meshes])
 
     def end_return(self) -> None:
         """Put on the sharded parameters what was on its way to the host."""

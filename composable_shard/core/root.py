@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from torch import nn
 
@@ -55,9 +56,10 @@ class Context(Tree[ParamGroup]):
 
     def begin_forward(self, group: ParamGroup, module: nn.Module, call: Call) -> bool:
         """Begin a forward with a call of ``module``, unless it is part of one; return whether."""
-        self.clean_up_if_failed()
-        if self.forward.run is not None:
+        run = self.forward.run
+        if run is not None and not run.was_interrupted:
             return False
+        self.clean_up_if_failed()
         self._check_once()
         self.finalization.check_ended()
         if self.backward.ran_inside:
@@ -207,10 +209,8 @@ class Context(Tree[ParamGroup]):
             group.show_sharded()
 
 
-def context_of(group: ParamGroup) -> Context:
-    """Return what a group shares with the others of its tree."""
-    assert isinstance(group.context, Context)
-    return group.context
+context_of: Callable[[ParamGroup], Context] = attrgetter("context")
+"""Returns what a group shares with the others of its tree."""
 
 
 def check_at_rest(group: ParamGroup, op: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.transport import host
-from composable_shard.core.weights import Weights
+from composable_shard.core.weighing.microbatches import Weights
 from composable_shard.errors import ShardError
 
 # Reductions that are launched and not waited for --------------------------------------------------
@@ -25,7 +25,7 @@ class InFlight:
     Attributes:
         groups: Whose reductions over the shards are under way.
         all_reducing: Whose reductions over the replicas are under way.
-        returning: Whose results may be on their way to the host.
+        returning: Whose results are on their way to the host.
     """
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ class InFlight:
         group.emit("wait_for_all_reduce")
 
     def _return(self, group: ParamGroup) -> None:
-        group.gradients.start_return()
-        self.returning.append(group)
+        if group.gradients.start_return():
+            self.returning.append(group)
 
     def _wait(self, group: ParamGroup, stage: str) -> None:
         group.emit(f"begin_wait_for_{stage}")

@@ -8,7 +8,7 @@ from torch import nn
 from composable_shard.arguments import check_module, checked_number
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.root import context_of
-from composable_shard.core.weights import Weighed, weigh_together
+from composable_shard.core.weighing.microbatches import Weighed, weigh_together
 from composable_shard.errors import ShardError
 
 

@@ -24,9 +24,10 @@ from composable_shard import (
     sit_out,
     weigh,
 )
-from composable_shard.core.weights import Weighed
+from composable_shard.core.weighing.microbatches import Weighed
 
 WIDTH = 5
+RATE = 0.1  # of learning
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,6 @@ class Whole:
     def __init__(self, model: Towers, program: Program) -> None:
         self.model = model
         self._program = program
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.forget()
 
     def forget(self) -> None:
@@ -225,8 +225,18 @@ class Whole:
                 if param.grad is not None:
                     param.grad *= self._divisor
             return
-        self.optimizer.zero_grad(set_to_none=how == "none")
+        self.model.zero_grad(set_to_none=how == "none")
         self.forget()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Do what the optimizer of the sharded model does.
+
+        An optimizer of plain parameters would have the library look for the modules that hold them.
+        """
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-RATE)
 
     def take_turn(self, turn: Turn, number: int, place: int) -> None:
         for rank in range(self._program.num_ranks):
@@ -258,7 +268,7 @@ def check(program: Program) -> None:
     torch.manual_seed(0)
     whole = Whole(Towers(program).to(program.dtype), program)
     model: Any = shard(copy.deepcopy(whole.model), program)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     to_clear: list[str] = []
     weigh(model, 0)  # from here on all gradients are known, also of backwards that are not weighed
     model.reset_iter_state()
@@ -306,8 +316,8 @@ def check(program: Program) -> None:
                 nn.utils.clip_grad_norm_(whole.model.parameters(), 0.5),
             ]
             close(*norms, program, f"the norm after step {number}")
-        for one in (optimizer, whole.optimizer):
-            one.step()
+        optimizer.step()
+        whole.step()
         compare(whole.model, model, program, f"after step {number}")
         to_clear.append(step.clears)
         if not step.clears_late:

@@ -11,9 +11,10 @@ import pytest
 from faults.poisoned import Fault, planted
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from composable_shard.core import sitting_out, tally
+from composable_shard.core import sitting_out
 from composable_shard.core.hooks import ModuleHooks
-from composable_shard.core.weights import Weights
+from composable_shard.core.weighing import tally
+from composable_shard.core.weighing.microbatches import Weights
 from composable_shard.testing import RankError, run_ranks
 from uneven.programs import Program, StepSpec, TowerSpec, Turn, check, programs
 

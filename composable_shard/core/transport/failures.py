@@ -249,10 +249,11 @@ class _Board:
 
 
 def _board_of(group: dist.ProcessGroup) -> _Board | None:
-    if group not in _boards:
+    try:
+        return _boards[group]
+    except KeyError:
         is_gloo = group.size() > 1 and _torch.backend_name(group, torch.device("cpu")) == "gloo"
-        _boards[group] = _Board(group) if is_gloo else None
-    return _boards[group]
+        return _boards.setdefault(group, _Board(group) if is_gloo else None)
 
 
 def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Exception) -> None:

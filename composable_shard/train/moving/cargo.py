@@ -21,7 +21,7 @@ from composable_shard.core.param import ShardedParam
 from composable_shard.core.root import context_of
 from composable_shard.core.tree_reductions import Reductions
 from composable_shard.core.units import build_units
-from composable_shard.core.weights import Past, part, weigh_together
+from composable_shard.core.weighing.microbatches import Past, part, weigh_together
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.moving.ground import Cut, Ground, cut_of

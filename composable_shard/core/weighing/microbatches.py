@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.cleared import Beginnings, Left
 from composable_shard.core.gradient import has_hooks, is_partial, reduced
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
-from composable_shard.core.tally import Heard, Sum, Tally
+from composable_shard.core.weighing.cleared import Beginnings, Left
+from composable_shard.core.weighing.tally import Heard, Sum, Tally
 from composable_shard.errors import ShardError
 from composable_shard.mesh import largest_of
 

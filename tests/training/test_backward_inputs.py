@@ -1,0 +1,99 @@
+"""Backwards that are told which parameters to accumulate into, by ``backward(inputs=...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import Net, two_nets
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from composable_shard.testing import run_ranks
+
+Chooses = Callable[[Net], list[nn.Parameter]]
+
+
+def all_of(model: Net) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def blocks_of(model: Net) -> list[nn.Parameter]:
+    return [*model.blocks[0].parameters(), *model.blocks[1].norm.parameters()]
+
+
+def weights_of(model: Net) -> list[nn.Parameter]:
+    return [param for name, param in model.named_parameters() if name.endswith("weight")]
+
+
+def loss_of(model: Net, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    return model(torch.randn(3, 4, generator=generator)).square().sum()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    full = {name: getattr(grad, "full_tensor", lambda g=grad: g)() for name, grad in grads.items()}
+    return {name: None if grad is None else grad.clone() for name, grad in full.items()}
+
+
+def train_chosen(chooses: Chooses, reshards: bool, through_torch: bool, before: bool) -> None:
+    """Compare with one process that has all batches; what is not chosen has no gradient."""
+    torch.manual_seed(0)
+    reference, model = two_nets(reshard_after_forward=reshards)
+    kept = chooses(model) if before else None
+    for step in range(3):
+        for one in (reference, model):
+            one.zero_grad()
+        losses = [loss_of(reference, rank, step) for rank in range(dist.get_world_size())]
+        (sum(losses) / len(losses)).backward(inputs=chooses(reference))
+        loss = loss_of(model, dist.get_rank(), step)
+        inputs = chooses(model) if kept is None else kept
+        if through_torch:
+            torch.autograd.backward([loss], [torch.ones(())], False, False, None, inputs)
+        else:
+            loss.backward(inputs=inputs)
+        expected, found = gradients(reference), gradients(model)
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, msg=lambda text, n=name: f"{n}: {text}")
+        with torch.no_grad():
+            for one in (reference, model):
+                for param in one.parameters():
+                    if param.grad is not None:
+                        param.sub_(0.1 * param.grad)
+    chosen = {id(param) for param in chooses(reference)}
+    missing = {name for name, param in reference.named_parameters() if id(param) not in chosen}
+    assert {name for name, grad in gradients(model).items() if grad is None} == missing
+
+
+@pytest.mark.parametrize("chooses", [all_of, blocks_of, weights_of])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_chosen_parameters_get_the_gradients_of_the_unsharded_model(
+    chooses: Chooses, reshards: bool
+) -> None:
+    run_ranks(train_chosen, 2, chooses, reshards, False, False)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["chosen-before", "chosen-after-forward"])
+def test_torch_autograd_backward_takes_them_too(before: bool) -> None:
+    run_ranks(train_chosen, 2, blocks_of, True, True, before)
+
+
+def choose_inputs() -> tuple[float, list[bool]]:
+    torch.manual_seed(0)
+    model = two_nets()[1]
+    x = torch.ones(3, 4, requires_grad=True)
+    model(x).sum().backward(inputs=x)
+    assert x.grad is not None
+    first = x.grad.sum().item()
+    model(x).sum().backward(inputs=[get_gradient_edge(x)])
+    assert x.grad.sum().item() == pytest.approx(2 * first)
+    return first, [param.grad is None for param in model.parameters()]
+
+
+def test_inputs_of_the_model_stay_what_they_are() -> None:
+    for first, are_none in run_ranks(choose_inputs, 2):
+        assert first != 0
+        assert all(are_none)
