@@ -6,8 +6,9 @@ keeps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from inspect import signature
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,20 +17,22 @@ from composable_shard.arguments import check_module, check_type
 from composable_shard.core.group import ParamGroup, check_reshard
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.not_sharded import ignore
+from composable_shard.core.param import ShardedParam
 from composable_shard.core.root import context_of, join_tree, share_reductions
 from composable_shard.core.shard import (
     ShardPlacementFn,
     build_group,
     check_not_taken,
+    check_subclasses,
     commit,
     find_managed,
     plan_params,
     top_modules,
 )
 from composable_shard.core.state_dict import install_state_dict_hooks
-from composable_shard.core.ties import Managed, claim_ties
+from composable_shard.core.ties import Claims, Managed, claim_ties
 from composable_shard.core.transport.host import check_offload
-from composable_shard.mesh import DataParallelMeshDims, resolve_mesh
+from composable_shard.mesh import DataParallelMeshDims, ShardMesh, resolve_mesh
 from composable_shard.module import check_class, group_of, groups_of, make_sharded
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
@@ -94,6 +97,46 @@ def fully_shard(
         ...     model.weight.to_local().shape
         torch.Size([2, 8])
     """
+    plan = _planned(
+        module,
+        mesh=mesh,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
+    group = build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
+    group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
+    plan.claims.commit()
+    ignore(plan.managed.modules, ignored_params or ())
+    _adopt(group, plan.managed)
+    return module
+
+
+class _Plan(NamedTuple):
+    """What a call will shard, and how."""
+
+    modules: tuple[nn.Module, ...]
+    managed: Managed
+    claims: Claims
+    params: list[ShardedParam]
+    mesh: ShardMesh
+    policy: MixedPrecisionPolicy
+
+
+def _planned(
+    module: object,
+    *,
+    mesh: DeviceMesh | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    before: Collection[nn.Module] = (),
+) -> _Plan:
+    """Plan a call of ``fully_shard``; ``before`` are the modules that are sharded before it."""
     modules = top_modules(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     _check_arguments(modules, policy, offload_policy, ignored_params)
@@ -105,15 +148,32 @@ def fully_shard(
         "pass lambda param: Shard(1), say",
     )
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
-    managed = find_managed(modules, ignored_params or ())
+    managed = find_managed(modules, ignored_params or (), before)
     managed, claims = claim_ties(managed, modules)
-    planned = plan_params(managed, shard_mesh, shard_placement_fn, policy, offload_policy)
-    group = build_group(modules, managed, planned, shard_mesh, policy)
-    group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
-    claims.commit()
-    ignore(managed.modules, ignored_params or ())
-    _adopt(group, managed)
-    return module
+    params = plan_params(managed, shard_mesh, shard_placement_fn, policy, offload_policy)
+    return _Plan(modules, managed, claims, params, shard_mesh, policy)
+
+
+def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
+    """Raise what one of several calls of ``fully_shard`` would raise, and shard nothing.
+
+    Args:
+        calls: Modules, and arguments by name; inner modules first.
+
+    Collective: that of ``fully_shard`` for tensor subclasses.
+    """
+    before = set[nn.Module]()
+    for module, arguments in calls:
+        signature(fully_shard).bind(module, **arguments)
+        rest = dict(arguments)
+        reshards = rest.pop("reshard_after_forward", None)
+        plan = _planned(module, **rest, before=before)
+        if reshards != 1:  # of which the call itself warns
+            check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params)])
+        check_subclasses(plan.params, plan.managed)
+        for top in plan.modules:
+            check_class(top)
+        before.update(plan.modules)
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from typing import Any, SupportsFloat, TypeVar
 
@@ -61,9 +62,9 @@ def checked_bool(name: str, value: object) -> bool:
     return value
 
 
-def check_flags(**values: object) -> None:
-    """Raise ``ValueError`` if one of these arguments is no bool; their names are the keys."""
-    for name, value in values.items():
+def check_flags(**flags: object) -> None:
+    """Raise ``ValueError`` unless all of these, by their names, are bools."""
+    for name, value in flags.items():
         checked_bool(name, value)
 
 
@@ -93,11 +94,43 @@ def checked_number(name: str, value: Any) -> float:
     return number
 
 
-def check_dtype(name: str, value: object) -> None:
-    """Raise ``TypeError`` unless an argument is a dtype or ``None``."""
-    check_type(
-        name, value, value is None or isinstance(value, torch.dtype), "a torch.dtype or None"
-    )
+def check_function(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless an argument can be called, or is ``None``."""
+    check_type(name, value, value is None or callable(value), "a function or None")
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Raise unless an argument is a floating-point dtype, a complex one included, or ``None``.
+
+    Raises:
+        TypeError: If it is no dtype.
+        ValueError: If it is one of integers.
+    """
+    if value is not None:
+        check_type(name, value, isinstance(value, torch.dtype), "a torch.dtype or None")
+        is_float = value.is_floating_point or value.is_complex
+        check_value(name, value, is_float, "to be a floating-point dtype")
+
+
+def checked_device(name: str, value: Any) -> torch.device | None:
+    """Return a device by its name, or ``None``.
+
+    Raises:
+        TypeError: If an argument is neither.
+        ValueError: If there is none of that name.
+    """
+    fits = value is None or isinstance(value, (str, torch.device))
+    check_type(name, value, fits, "a device, its name or None")
+    try:
+        return None if value is None else torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"Expected {name} to be a device, got {value!r}: {error}") from error
+
+
+def check_path(name: str, value: object, *, is_needed: bool = True) -> None:
+    """Raise ``TypeError`` unless an argument is a path, or ``None`` where none is needed."""
+    fits = isinstance(value, (str, os.PathLike)) or (value is None and not is_needed)
+    check_type(name, value, fits, "a path" if is_needed else "a path or None")
 
 
 def check_module(name: str, value: object) -> None:
@@ -107,7 +140,7 @@ def check_module(name: str, value: object) -> None:
     check_type(name, value, isinstance(value, nn.Module), "an nn.Module", remedy)
 
 
-def checked_list(name: str, value: Iterable[_Item], what: str, remedy: str) -> list[_Item]:
+def checked_list(name: str, value: Iterable[_Item], what: str, remedy: str = "") -> list[_Item]:
     """Return what can be iterated over, once, as a list; raise ``TypeError`` if it cannot be."""
     try:
         items = iter(value)

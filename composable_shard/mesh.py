@@ -76,8 +76,7 @@ class ShardPlacementResult:
         mesh: A 1-D mesh, or a 2-D one ``(replicate, shard)``; ``None`` for that of the
             ``fully_shard`` call.
 
-    Raises:
-        TypeError: If one is something else.
+    What it is made of is checked where it is used, as the error then names the parameter.
 
     Source: ``torch.distributed.fsdp.ShardPlacementResult``, which takes a private mesh object.
 
@@ -88,13 +87,6 @@ class ShardPlacementResult:
 
     placement: Shard | None = None
     mesh: DeviceMesh | None = None
-
-    def __post_init__(self) -> None:
-        placement, mesh = self.placement, self.mesh
-        is_placement = placement is None or isinstance(placement, Shard)
-        check_type("placement", placement, is_placement, "Shard(dim) or None")
-        is_mesh = mesh is None or isinstance(mesh, DeviceMesh)
-        check_type("mesh", mesh, is_mesh, "a DeviceMesh or None")
 
 
 @dataclass(frozen=True)

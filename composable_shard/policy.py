@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from composable_shard.arguments import check_dtype, check_type, check_value
+from composable_shard.arguments import check_dtype, check_type
 
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 
@@ -65,12 +65,7 @@ class MixedPrecisionPolicy:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "grad_dtype"):
-            dtype = getattr(self, name)
-            if dtype is None:
-                continue
-            check_dtype(name, dtype)
-            is_float = dtype.is_floating_point or dtype.is_complex
-            check_value(name, dtype, is_float, "to be a floating-point dtype")
+            check_dtype(name, getattr(self, name))
         casts, override = self.cast_forward_inputs, self.param_dtype_override_fn
         check_type("cast_forward_inputs", casts, isinstance(casts, bool), "a bool")
         is_function = override is None or callable(override)

@@ -339,8 +339,20 @@ CASES_OF_FOUR: list[tuple[Callable[[], object], type[Exception], str]] = [
             linear(),
             shard_placement_fn=lambda _: ShardPlacementResult("rows"),  # type: ignore[arg-type]
         ),
-        TypeError,
-        "Expected placement to be Shard(dim) or None, got str: 'rows'",
+        ValueError,
+        "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
+        "for parameter 'weight', got ShardPlacementResult: ShardPlacementResult(placement='rows', "
+        "mesh=None)",
+    ),
+    (
+        lambda: fully_shard(
+            linear(),
+            shard_placement_fn=lambda _: ShardPlacementResult(mesh=init_device_mesh("cpu", (2, 2))),
+        ),
+        ValueError,
+        "Expected a 2-D mesh to name its axes (replicate, shard), got none: DeviceMesh((2, 2), "
+        "'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh, from shard_placement_fn "
+        "for parameter 'weight'",
     ),
     # Resharding
     (

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -31,9 +31,27 @@ current_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_s
 """Returns the innermost transform that runs, ``None`` if none does."""
 
 
+_current_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""Returns what ``torch.compile`` has put in the way of calls, ``None`` outside of its functions."""
+
+
 def apart_from_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no transform acts; costs next to nothing where none runs."""
-    return _NOTHING if current_transform() is None else outside_transforms()
+    """Return a context in which no transform acts and nothing is compiled.
+
+    It costs next to nothing where neither goes on.
+    """
+    if current_transform() is not None:
+        return outside_transforms()
+    return _NOTHING if _current_compiler() is None else _uncompiled()
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from composable_shard._torch.tensors import without_overrides
+
 _local_tensor_of = attrgetter("_local_tensor")
 _spec_of = attrgetter("_spec")
 
@@ -110,6 +112,26 @@ def parameter_of(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     if isinstance(tensor, DTensor):
         cast(DTensor, made)._spec = tensor._spec
     return made
+
+
+def class_in_memory(tensor: torch.Tensor) -> type[torch.Tensor] | None:
+    """Return the class of a tensor with memory like any other; ``None`` if torch's own, or else."""
+    kind = type(tensor)
+    is_of_torch = kind.__module__.partition(".")[0] == "torch"
+    return None if is_of_torch or is_subclass(tensor) else kind
+
+
+def parameter_of_class(
+    tensor: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool
+) -> nn.Parameter:
+    """Make a parameter of a class, see :func:`class_in_memory`, of a plain tensor."""
+    with torch.no_grad():
+        made = tensor.detach().as_subclass(kind)
+    with without_overrides():
+        made.requires_grad_(requires_grad)
+    if not isinstance(made, nn.Parameter):
+        made._is_param = True  # as torch marks one of a class that is not derived from Parameter
+    return cast(nn.Parameter, made)
 
 
 def make_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:

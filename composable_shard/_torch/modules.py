@@ -35,6 +35,18 @@ FULLY_SHARD_MODULES = (
 
 # Calls of modules, and the containers that they pass on -------------------------------------------
 
+
+def keep_from_compiling(package: str) -> None:
+    """Have ``torch.compile`` leave the functions of a package as they are.
+
+    Those that autograd calls while a compiled function runs a backward are compiled, if not, by
+    themselves, which loses what they ask of the running backward.
+    """
+    from torch._dynamo import trace_rules  # takes as long as all of torch besides
+
+    trace_rules.add(package)
+
+
 _call_codes = {nn.Module._call_impl.__code__}
 
 COMPOSABLE_STATE = STATE_KEY

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
+from composable_shard.core.nested import Given
 from composable_shard.core.order import Called, Interval
 from composable_shard.core.units import Versions
 
@@ -68,6 +69,7 @@ class Call:
     Attributes:
         input_markers: What was put before the inputs that need a gradient.
         outer_bases: The tensors that those inputs are views of, and the nodes they had.
+        given: The containers among its inputs.
         substitution: Whether it computes with parameters of somebody else.
         forward: The number of the forward that it is part of, if that may have a backward.
         interval: Where it stands in the execution order, if it may have a backward.
@@ -80,6 +82,7 @@ class Call:
 
     input_markers: list[InputMarker] = field(default_factory=list)
     outer_bases: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
+    given: list[Given] = field(default_factory=list)
     substitution: Substitution = Substitution.NOTHING
     forward: int | None = None
     interval: Interval | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -104,21 +105,41 @@ def in_words(formats: Formats) -> str:
 
 @dataclass(frozen=True)
 class Codec:
-    """How a wrapper subclass is taken apart, and made again of other inner tensors."""
+    """How a wrapper subclass is taken apart, and made again of other plain tensors.
+
+    Attributes:
+        kind: Its class.
+        context: What the class needs besides.
+        inner: Its inner tensors by name, with their own codecs where they are wrapper subclasses.
+    """
 
     kind: type
-    names: tuple[str, ...]
     context: Any
+    inner: tuple[tuple[str, Codec | None], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What leads to each of the plain tensors of which it is made in the end, with dots."""
+        found = list[str]()
+        for name, codec in self.inner:
+            found += [name] if codec is None else [f"{name}.{n}" for n in codec.names]
+        return tuple(found)
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the inner tensors."""
-        return [getattr(tensor, name) for name in self.names]
+        """Return the plain tensors."""
+        return [attrgetter(name)(tensor) for name in self.names]
 
     def rebuild(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Make a tensor out of inner tensors, by name."""
-        like = parts[self.names[0]]
+        """Make a tensor out of plain ones, by name."""
+        made = dict[str, torch.Tensor]()
+        for name, codec in self.inner:
+            if codec is None:
+                made[name] = parts[name]
+            else:
+                made[name] = codec.rebuild({n: parts[f"{name}.{n}"] for n in codec.names})
+        like = made[self.inner[0][0]]
         rebuilt: torch.Tensor = self.kind.__tensor_unflatten__(  # type: ignore[attr-defined]
-            dict(parts), self.context, like.shape, like.stride()
+            made, self.context, like.shape, like.stride()
         )
         return rebuilt
 
@@ -128,7 +149,8 @@ def codec_of(tensor: torch.Tensor) -> Codec | None:
     if not _torch.is_wrapper_subclass(tensor):
         return None
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return Codec(type(tensor), tuple(names), context)
+    inner = tuple((name, codec_of(getattr(tensor, name))) for name in names)
+    return Codec(type(tensor), context, inner)
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:

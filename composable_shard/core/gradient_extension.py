@@ -156,7 +156,7 @@ def _merged(
 # Gradients that are tensor subclasses: taken apart, reduced inner tensor by inner tensor, rebuilt
 
 
-_PLAIN = Codec(torch.Tensor, (), None)
+_PLAIN = Codec(torch.Tensor, None, ())
 
 
 class GradientCodecs:
@@ -192,7 +192,7 @@ class GradientCodecs:
             own = unreplicated(param) if grad is None else grad
             said = agree(_codec_of_grad(own), self._mesh, _first_known, op)
             if said is not None:
-                self._codecs[param] = said if said.names else None
+                self._codecs[param] = said if said.inner else None
 
 
 def _first_known(heard: dict[int, Codec | None]) -> Codec | None:

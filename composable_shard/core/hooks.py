@@ -23,7 +23,13 @@ from composable_shard import _torch
 from composable_shard.core.calls import Call, Imitated, InputMarker, Substitution, Token
 from composable_shard.core.forward import ForwardRun, Graph
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.nested import StoredTensors, map_tensors, tensors_in
+from composable_shard.core.nested import (
+    Given,
+    StoredTensors,
+    carry_over,
+    map_tensors,
+    tensors_in,
+)
 from composable_shard.core.root import Context, context_of
 from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_substitution
 from composable_shard.core.transport.failures import announce
@@ -133,6 +139,7 @@ def run_as_forward(
 
 
 _torch.count_as_module_call(run_as_forward)
+_torch.keep_from_compiling(__name__.partition(".")[0])
 
 
 class ModuleHooks:
@@ -178,12 +185,12 @@ class ModuleHooks:
         if call.substitution is Substitution.FULL:
             return args, kwargs
         if opens:
-            args, kwargs = self._to_device(args, kwargs)
+            args, kwargs = self._to_device(call, args, kwargs)
         dtype = group.policy.param_dtype if group.policy.cast_forward_inputs else None
         is_marked = bool(group.params) and torch.is_grad_enabled()
         if is_marked or dtype is not None:
             take_in = partial(self._take_in, call, dtype, is_marked)
-            args, kwargs = _map_inputs(take_in, args, kwargs)
+            args, kwargs = _map_inputs(take_in, call, args, kwargs)
         return args, kwargs
 
     @torch.compiler.disable
@@ -268,6 +275,8 @@ class ModuleHooks:
         if self._substitutes and not calls:
             self._restore()
         output, tensors = self._given_out(output)
+        if call.given:
+            tensors += tuple(tensors_in(carry_over(call.given)))
         context = context_of(group)
         is_watched = torch.is_grad_enabled() and self._watch(context.forward.run, call, tensors)
         if not call.is_again:
@@ -277,7 +286,7 @@ class ModuleHooks:
             raise written
         return output
 
-    def _given_out(self, output: Any) -> tuple[Any, Sequence[torch.Tensor]]:
+    def _given_out(self, output: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Cast an output, and copy what of it lies in memory that is freed; return its tensors."""
         dtype, storages = self._group.policy.output_dtype, self._group.units.all.storages
         if dtype is not None:
@@ -325,11 +334,11 @@ class ModuleHooks:
         for substitute in reversed(self._substitutes):
             substitute.restore()
 
-    def _to_device(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    def _to_device(self, call: Call, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         device = self._group.mesh.device
         if not _torch.has_streams(device):
             return args, kwargs
-        return _map_inputs(partial(_moved, device), args, kwargs)
+        return _map_inputs(partial(_moved, device), call, args, kwargs)
 
     def _take_in(
         self, call: Call, dtype: torch.dtype | None, is_marked: bool, tensor: torch.Tensor
@@ -415,10 +424,14 @@ class ModuleHooks:
 
 
 def _map_inputs(
-    change: Callable[[torch.Tensor], torch.Tensor], args: Args, kwargs: Kwargs
+    change: Callable[[torch.Tensor], torch.Tensor], call: Call, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
-    """Apply ``change`` to every tensor in the inputs of a module."""
-    return map_tensors(change, args), map_tensors(change, kwargs) if kwargs else kwargs
+    """Apply ``change`` to every tensor in the inputs of a call; note the containers among them."""
+    given: list[Given] = []
+    args = map_tensors(change, args, given)
+    kwargs = {name: map_tensors(change, kwargs[name], given) for name in kwargs}
+    call.given += given
+    return args, kwargs
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

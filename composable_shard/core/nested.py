@@ -7,9 +7,17 @@ import dataclasses
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    ValuesView,
+)
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,39 +51,67 @@ _CLOSED_PACKAGES = ("torch", __name__.split(".")[0])
 """Whose objects hold no graph of the user's."""
 
 
-def map_tensors(change: _Change, value: Any) -> Any:
+class Given(NamedTuple):
+    """A container that can be changed, and what stands in its place.
+
+    Attributes:
+        own: The container.
+        shown: A copy of it around changed tensors, or itself if none is changed.
+        before: What is in ``own``: a list, or a dict by key or by field.
+        items: What is in ``shown``, in the same order.
+    """
+
+    own: Any
+    shown: Any
+    before: Any
+    items: Any
+
+
+def map_tensors(change: _Change, value: Any, given: list[Given] | None = None) -> Any:
     """Apply ``change`` to every tensor in ``value``; what holds no changed tensor stays itself.
 
     Goes into lists, tuples, named tuples, sets, mappings and their views, dataclass instances and
     the containers that are registered with ``torch.utils._pytree``. What refers to itself is copied
     as such.
+
+    Args:
+        change: The function.
+        value: What a module takes or returns.
+        given: Gets those containers that can be changed, for :func:`carry_over`.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in ATOMS:
         return value
+    for one in given or ():
+        if one.own is value:  # in a second place
+            return one.shown
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return _map_sequence(change, value)
+        return _map_sequence(change, value, given)
     if isinstance(value, (_VALUES, _ITEMS)):
         return _map_view(change, value)
     if type(value) is dict or isinstance(value, Mapping):
-        return _map_mapping(change, value) if value else value
+        return _map_mapping(change, value, given)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(change, value)
-    return _map_registered(change, value)
+        return _map_dataclass(change, value, given)
+    return _map_registered(change, value, given)
 
 
-def _map_sequence(change: _Change, value: Any) -> Any:
+def _map_sequence(change: _Change, value: Any, given: list[Given] | None) -> Any:
     if isinstance(value, (list, deque)) and _is_cyclic(value):
         return _map_cyclic(change, value)
-    items = [map_tensors(change, item) for item in value]
+    items = [map_tensors(change, item, given) for item in value]
     if all(map(operator.is_, items, value)):
-        return value
-    if hasattr(value, "_fields"):
-        return type(value)(*items)
-    if isinstance(value, deque):
-        return type(value)(items, value.maxlen)
-    return type(value)(items)
+        mapped = value
+    elif hasattr(value, "_fields"):
+        mapped = type(value)(*items)
+    elif isinstance(value, deque):
+        mapped = type(value)(items, value.maxlen)
+    else:
+        mapped = type(value)(items)
+    if given is not None and not isinstance(value, (tuple, frozenset)):
+        given.append(Given(value, mapped, list(value), items))
+    return mapped
 
 
 def _map_view(change: _Change, value: Any) -> Any:
@@ -86,21 +122,25 @@ def _map_view(change: _Change, value: Any) -> Any:
     return items.values() if isinstance(value, _VALUES) else items.items()
 
 
-def _map_mapping(change: _Change, value: Any) -> Any:
+def _map_mapping(change: _Change, value: Any, given: list[Given] | None) -> Any:
     if _is_cyclic(value):
         return _map_cyclic(change, value)
-    items = {key: map_tensors(change, item) for key, item in value.items()}
-    changed = {key: item for key, item in items.items() if item is not value[key]}
+    before = dict(value.items())
+    items = {key: map_tensors(change, item, given) for key, item in before.items()}
+    changed = {key: item for key, item in items.items() if item is not before[key]}
     if not changed:
-        return value
-    if type(value) is dict:
-        return items
-    if dataclasses.is_dataclass(value):
-        return _copy_of_both_kinds(value, items)
-    copied = value.copy() if hasattr(value, "copy") else type(value)(value)
-    for key, item in changed.items():
-        copied[key] = item
-    return copied
+        mapped = value
+    elif type(value) is dict:
+        mapped = dict(items)
+    elif dataclasses.is_dataclass(value):
+        mapped = _copy_of_both_kinds(value, items)
+    else:
+        mapped = value.copy() if hasattr(value, "copy") else type(value)(value)
+        for key, item in changed.items():
+            mapped[key] = item
+    if given is not None and isinstance(value, MutableMapping):
+        given.append(Given(value, mapped, before, items))
+    return mapped
 
 
 def _copy_of_both_kinds(value: Any, items: Mapping[Any, Any]) -> Any:
@@ -114,28 +154,94 @@ def _copy_of_both_kinds(value: Any, items: Mapping[Any, Any]) -> Any:
     return copied
 
 
-def _map_dataclass(change: _Change, value: Any) -> Any:
+def _map_dataclass(change: _Change, value: Any, given: list[Given] | None) -> Any:
     if _is_cyclic(value):
         return _map_cyclic(change, value)
-    fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    items = {name: map_tensors(change, getattr(value, name)) for name in fields}
-    if all(items[name] is getattr(value, name) for name in fields):
-        return value
-    copied = object.__new__(type(value))
-    if hasattr(value, "__dict__"):  # one with slots has none
-        copied.__dict__.update(value.__dict__)
-    for name, item in items.items():
-        object.__setattr__(copied, name, item)
-    return copied
+    before = _named_in(value)
+    fields = [field.name for field in dataclasses.fields(value) if field.name in before]
+    items = before | {name: map_tensors(change, before[name], given) for name in fields}
+    mapped = value
+    if not all(map(operator.is_, items.values(), before.values())):
+        mapped = object.__new__(type(value))
+        for name, item in items.items():
+            object.__setattr__(mapped, name, item)
+    if given is not None:
+        given.append(Given(value, mapped, before, items))
+    return mapped
 
 
-def _map_registered(change: _Change, value: Any) -> Any:
+def _map_registered(change: _Change, value: Any, given: list[Given] | None) -> Any:
     found = _torch.registered_container(value)
     if found is None:
         return value
     children, make = found
-    items = [map_tensors(change, child) for child in children]
+    items = [map_tensors(change, child, given) for child in children]
     return value if all(map(operator.is_, items, children)) else make(items)
+
+
+def carry_over(given: Sequence[Given]) -> list[Any]:
+    """Change containers as what stood in their places was changed.
+
+    Args:
+        given: What :func:`map_tensors` has added of them.
+
+    Returns:
+        What was put into them.
+    """
+    own = {id(one.shown): one.own for one in given}
+    for one in given:
+        own.update(zip(map(id, _values(one.items)), _values(one.before), strict=True))
+    put: list[Any] = []
+    for one in reversed(given):  # a copy of a copy came later
+        put += (_carry_named if isinstance(one.items, dict) else _carry_sequence)(one, own)
+    return put
+
+
+def _values(items: Any) -> Iterable[Any]:
+    return items.values() if isinstance(items, dict) else items
+
+
+def _carry_sequence(one: Given, own: Mapping[int, Any]) -> list[Any]:
+    now = list(one.shown)
+    ids, known = list(map(id, now)), set(map(id, one.items))
+    if ids == list(map(id, one.items)) or (isinstance(one.own, set) and set(ids) == known):
+        return []
+    if one.shown is not one.own:
+        add = one.own.update if isinstance(one.own, set) else one.own.extend
+        one.own.clear()
+        add([own.get(id(item), item) for item in now])
+    return [item for item in now if id(item) not in known]
+
+
+def _carry_named(one: Given, own: Mapping[int, Any]) -> list[Any]:
+    now = _named_in(one.shown)
+    put = {
+        name: item
+        for name, item in now.items()
+        if name not in one.items or one.items[name] is not item
+    }
+    if one.shown is not one.own:
+        is_mapping = isinstance(one.own, Mapping)
+        remove, add = (
+            (type(one.own).__delitem__, type(one.own).__setitem__)
+            if is_mapping
+            else (object.__delattr__, object.__setattr__)
+        )
+        for name in one.items:
+            if name not in now:
+                remove(one.own, name)
+        for name, item in put.items():
+            add(one.own, name, own.get(id(item), item))
+    return list(put.values())
+
+
+def _named_in(value: Any) -> dict[Any, Any]:
+    """Return the items of a mapping, or the fields and attributes of a dataclass instance."""
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    names = [field.name for field in dataclasses.fields(value)]
+    fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return getattr(value, "__dict__", {}) | fields
 
 
 def _map_cyclic(change: _Change, value: Any) -> Any:

@@ -30,6 +30,7 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.codec import has_extension
 from composable_shard.core.layout import ParamLayout
 from composable_shard.core.placement import (
     GradStage,
@@ -233,6 +234,7 @@ class ShardedParam:
         self.adds_to_synced = False
         self.accumulator: Node | None = None
         self._is_watched = False
+        self._kind = _torch.class_in_memory(original)
         self._has_asked = False
         self._asked_grad_dtype: torch.dtype | None = None
         self._shown_grad_dtype: torch.dtype | None = original.dtype
@@ -352,14 +354,36 @@ class ShardedParam:
         with torch.inference_mode(False), torch.no_grad():
             if model is not None:
                 tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
-            self.unsharded = _torch.parameter_of(tensor, self.sharded.requires_grad)
-            if not self.policy.rounds_gradients:  # else once, to the dtype of the reduction
-                self.unsharded.grad_dtype = None
+            self.unsharded = self.leaf_around(tensor)
+        self._choose_unsharded_grad_dtype()
         remember_stand_in(self.unsharded, self)
         self.attributes = Attributes(self.sharded, self.unsharded)
         self.is_subclass = _torch.is_wrapper_subclass(self.unsharded_local())
         self.accumulator, self._is_watched = None, False
         return self.unsharded
+
+    def _choose_unsharded_grad_dtype(self) -> None:
+        """Say in which dtype autograd adds up the gradients of several uses.
+
+        In that of compute, as it does for any parameter. Where the reduction is wider, and where it
+        takes any dtype, they stay as they come, so that a wider one is not rounded.
+        """
+        if self.unsharded is None or self.policy.rounds_gradients:
+            return
+        with _torch.without_overrides():  # those of its class may want its attributes
+            compute = self.unsharded.dtype
+            is_wider = self.takes_any_grad or self.reduction_dtype().itemsize > compute.itemsize
+            self.unsharded.grad_dtype = None if is_wider else compute
+
+    def leaf_around(self, tensor: torch.Tensor) -> nn.Parameter:
+        """Make a parameter of a full tensor, of the class that this one had.
+
+        With hooks for its gather a class says by itself what the tensor is.
+        """
+        requires_grad = self.sharded.requires_grad
+        if self._kind is None or has_extension(self.local):
+            return _torch.parameter_of(tensor, requires_grad)
+        return _torch.parameter_of_class(tensor, self._kind, requires_grad)
 
     def unsharded_local(self) -> torch.Tensor:
         """Return what this rank holds of the unsharded parameter."""
@@ -376,6 +400,7 @@ class ShardedParam:
             self._shown_grad_dtype = shown
             if shown is not None or LIFTED not in self.sharded.__dict__:
                 self._has_asked, self._asked_grad_dtype = True, shown
+                self._choose_unsharded_grad_dtype()
         return self._asked_grad_dtype
 
     @property

@@ -170,7 +170,7 @@ class ReductionPlan:
 
 def inner_of(grad: torch.Tensor, name: str | None) -> torch.Tensor:
     """Return one inner tensor of a gradient, or, without a name, all of it."""
-    inner: torch.Tensor = grad if name is None else getattr(grad, name)
+    inner: torch.Tensor = grad if name is None else attrgetter(name)(grad)
     return inner
 
 

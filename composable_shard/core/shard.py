@@ -5,7 +5,7 @@ Everything that can fail happens before the module is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -88,7 +88,11 @@ def check_not_taken(modules: Iterable[nn.Module]) -> None:
                 )
 
 
-def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> Managed:
+def find_managed(
+    modules: Sequence[nn.Module],
+    ignored: Iterable[nn.Parameter],
+    planned: Collection[nn.Module] = (),
+) -> Managed:
     """Walk down to nested modules that are sharded or replicated; collect what lies above them.
 
     A parameter that is tied to one of a replicated module is replicated, too.
@@ -96,6 +100,7 @@ def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) 
     Args:
         modules: The top modules.
         ignored: Parameters to leave alone.
+        planned: Modules that will be sharded before.
     """
     ignored_ids = {id(param) for param in ignored}
     visited: dict[nn.Module, str] = {}
@@ -107,7 +112,7 @@ def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) 
         for child_name, child in module.named_children():
             if _torch.is_replicated(child):
                 ignored_ids.update(map(id, child.parameters()))
-            elif not is_taken(child):
+            elif not is_taken(child) and child not in planned:
                 visit(child, f"{name}{child_name}.")
 
     for top in modules:
@@ -132,7 +137,6 @@ def plan_params(
     """Decide how each parameter is cut, over which mesh, in which dtypes; check that all can be.
 
     Raises:
-        TypeError: For a mesh that is none.
         ValueError: For a parameter that cannot be sharded as asked, with its name.
     """
     check_names(offload, set(managed.names.values()))
@@ -140,12 +144,11 @@ def plan_params(
     planned = []
     for param, slots in managed.params.items():
         name = managed.names[param]
-        asked = None if shard_placement_fn is None else shard_placement_fn(param)
-        placement, own_mesh = _resolve_placement(name, asked)
+        placement, own_mesh = _placement_of(name, param, shard_placement_fn)
         over = mesh
         if own_mesh is not None:
             if own_mesh not in meshes:
-                meshes[own_mesh] = resolve_mesh(own_mesh)
+                meshes[own_mesh] = _own_mesh(name, own_mesh)
             over = meshes[own_mesh]
         _check_param(name, param, over)
         dim = _shard_dim(name, param, placement)
@@ -171,7 +174,17 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
         )
 
 
-def _resolve_placement(name: str, asked: object) -> tuple[Shard | None, DeviceMesh | None]:
+def _placement_of(
+    name: str, param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None
+) -> tuple[Shard | None, DeviceMesh | None]:
+    """Ask the user how a parameter is cut, and over which mesh of its own."""
+    asked: object = None
+    if shard_placement_fn is not None:
+        try:
+            asked = shard_placement_fn(param)
+        except Exception as error:
+            error.add_note(f"raised by shard_placement_fn for parameter '{name}'")
+            raise
     if isinstance(asked, ShardPlacementResult):
         placement, mesh = asked.placement, asked.mesh
         if (placement is None or isinstance(placement, Shard)) and (
@@ -186,6 +199,13 @@ def _resolve_placement(name: str, asked: object) -> tuple[Shard | None, DeviceMe
         "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
         f"for parameter '{name}', got {type(asked).__name__}: {asked!r}"
     )
+
+
+def _own_mesh(name: str, mesh: DeviceMesh) -> ShardMesh:
+    try:
+        return resolve_mesh(mesh)
+    except ValueError as error:
+        raise ValueError(f"{error}, from shard_placement_fn for parameter '{name}'") from error
 
 
 def _shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | None:
@@ -243,6 +263,16 @@ def _own_shards(
     if meshes:
         agree_on_shards(failure, list(meshes))
     return shards
+
+
+def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
+    """Raise what :func:`build_group` raises, on all ranks; keep nothing.
+
+    Collective: see build_group.
+    """
+    pairs = zip(planned, managed.params, strict=True)
+    cut = [(p, original) for p, original in pairs if needs_extension(p.model_part(original))]
+    _own_shards([param for param, _ in cut], [original for _, original in cut])
 
 
 def commit(group: ParamGroup, managed: Managed) -> None:

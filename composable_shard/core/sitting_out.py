@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
+from composable_shard.arguments import check_module
 from composable_shard.core.calls import Imitated
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import groups_in, hooks_of
@@ -120,8 +121,7 @@ def _calls_like(module: nn.Module) -> Sequence[Called[ParamGroup]]:
         TypeError: See sit_out.
         ShardError: See sit_out.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected a module to sit out, got {type(module).__name__}: {module!r}")
+    check_module("module", module)
     within = list(module.modules())
     groups = groups_in(within)
     if not groups:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.arguments import check_type
+from composable_shard.arguments import check_function, check_type
 from composable_shard.insight.advice import is_repeated_block
 from composable_shard.insight.group_traffic import StepTraffic, step_traffic, total_traffic
 from composable_shard.insight.live_bytes import OptimizerFactory
@@ -204,7 +204,7 @@ def estimate(
         100000
     """
     check_type("build_model", build_model, callable(build_model), "a function that makes a module")
-    check_type("shard", shard, shard is None or callable(shard), "a function or None")
+    check_function("shard", shard)
     check_type("loss", loss, callable(loss), "a function of output and batch")
     makes = optimizer is None or callable(optimizer) or isinstance(optimizer, Mapping)
     check_type("optimizer", optimizer, makes, "a function of parameters, a mapping or None")

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type
-from composable_shard.core.group import ParamGroup
+from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.insight.advice import Advice, advice_on_groups
 from composable_shard.insight.group_plan import (
@@ -305,6 +305,7 @@ def explain(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If nothing in the module is sharded, or ``bucket_bytes`` is not positive.
+        ShardError: On a rank that ``move`` has left without the model.
 
     Collective: none.
 
@@ -332,6 +333,9 @@ def explain(
         raise ValueError(
             f"Expected sharded modules in {type(model).__name__}, got none; apply fully_shard to it"
         )
+    for group in groups:
+        if group.absence == ON_OTHER_RANKS:
+            group.check_awake("to be explained")
     read = [(group, read_group(group, _name_of(group, names), names)) for group in groups]
     return Explanation(
         tuple(_explain_group(group, plan, names) for group, plan in read),

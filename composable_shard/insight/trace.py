@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_shard.arguments import check_int, check_module, check_type
+from composable_shard.arguments import check_int, check_module, check_path
 from composable_shard.core.group import ParamGroup
 from composable_shard.insight.timeline import merging
 from composable_shard.insight.timeline.merging import MergedTrace, merge
@@ -186,8 +185,7 @@ def trace(
         >>> [f"{flight.op} {flight.name}" for flight in timeline.recorded.flights]
         ['gather 0', 'gather 1', 'gather 1', 'gather 0', 'reduce 1', 'reduce 0']
     """
-    is_folder = folder is None or isinstance(folder, (str, os.PathLike))
-    check_type("folder", folder, is_folder, "a path or None")
+    check_path("folder", folder, is_needed=False)
     timeline = Timeline(module, None if folder is None else Path(folder), skip=skip, steps=steps)
     try:
         yield timeline

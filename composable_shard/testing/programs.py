@@ -361,7 +361,7 @@ def check_program(program: Iterable[str]) -> tuple[Step, ...]:
     """Return the program as a tuple.
 
     Raises:
-        ValueError: If a word is no step.
+        ValueError: If a word is no step, or there is none.
 
     Example:
         >>> check_program(["backward", "step"])
@@ -373,4 +373,6 @@ def check_program(program: Iterable[str]) -> tuple[Step, ...]:
         if word not in known:
             raise ValueError(f"Expected step {place} to be one of {STEPS}, got {word!r}")
         steps.append(known[word])
+    if not steps:
+        raise ValueError("Expected a program of at least one step, got none")
     return tuple(steps)

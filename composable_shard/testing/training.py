@@ -359,8 +359,8 @@ def assert_trains_like_unsharded(
     Raises:
         AssertionError: They do not train alike, or the sharded one raised or hung. The text names
             the step, the rank and what differs, and holds the call as an expression to paste.
-        ValueError: The program has an unknown step, `mesh` does not have `world_size` ranks, or
-            there is no `loss`.
+        ValueError: The program has an unknown step or none at all, `mesh` does not have
+            `world_size` ranks, or there is no `loss`.
         TypeError: Something cannot be sent to the ranks.
 
     Example:

@@ -54,9 +54,23 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
+
+
+def repeated_dims(tensor: torch.Tensor) -> list[int]:
+    """Return the dims along which an expanded tensor is the same memory."""
+    lengths = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return [dim for dim, (length, stride) in lengths if length > 1 and not stride]
+
+
+def unrepeated(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """View the first elements along some dims."""
+    for dim in dims:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 # What all ranks see alike -------------------------------------------------------------------------

@@ -8,14 +8,13 @@ from torch.optim import Optimizer
 
 from composable_shard.arguments import check_type, checked_list
 
-_WANTED = "a torch.optim.Optimizer or several"
-
 
 def listed(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     """Return the optimizers that were passed; raise ``TypeError`` if something else was."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
-    given = checked_list("optimizer", optimizer, _WANTED, "")
+    what = "a torch.optim.Optimizer or several"
+    given = checked_list("optimizer", optimizer, what)
     for one in given:
-        check_type("optimizer", one, isinstance(one, Optimizer), _WANTED)
+        check_type("optimizer", one, isinstance(one, Optimizer), what)
     return given

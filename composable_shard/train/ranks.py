@@ -100,16 +100,41 @@ class Ranks:
         try:
             yield
         except Exception as error:  # noqa: BLE001 (whatever it is)
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = _text_of(error)
 
-    def agree(self, facts: Sequence[str], what: str, expected: str, *, remedy: str = "") -> None:
+    @contextlib.contextmanager
+    def checking(self) -> Iterator[None]:
+        """Tell the other ranks of an exception within, in the place of their next :meth:`agree`.
+
+        Raises:
+            Exception: That, if it is the same on all ranks.
+            ShardError: On all ranks, if it is not.
+
+        Collective: none, but that of ``agree`` if it raises.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (as above)
+            self.failure = _text_of(error)
+            self.agree([], "", f"all ranks to begin {self.doing}", refusal=error)
+
+    def agree(
+        self,
+        facts: Sequence[str],
+        what: str,
+        expected: str,
+        *,
+        remedy: str = "",
+        refusal: Exception | None = None,
+    ) -> None:
         """Let all ranks go on if none of them has failed and all have the same facts.
 
         Args:
             facts: What must be the same on all ranks.
             what: What the facts are of, for messages.
-            expected: What should be, for the message if a rank has failed.
+            expected: What should be, for the message if this rank has failed.
             remedy: The end of that message.
+            refusal: What is raised instead if all ranks have failed alike.
 
         Raises:
             ShardError: On all ranks, with what went wrong on the first one of those that failed.
@@ -118,11 +143,13 @@ class Ranks:
         Collective: an all-gather of a small object; a second one before it raises.
         """
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-        heard = self.gather((digest, self.failure))
-        for rank, (_, failure) in zip(self.numbers, heard, strict=True):
+        heard = self.gather((digest, self.failure, expected))
+        if refusal is not None and {failure for _, failure, _ in heard} == {self.failure}:
+            raise refusal
+        for rank, (_, failure, theirs) in zip(self.numbers, heard, strict=True):
             if failure is not None:
-                raise ShardError(f"Expected {expected}, got on rank {rank}: {failure}{remedy}")
-        if len({theirs for theirs, _ in heard}) > 1:
+                raise ShardError(f"Expected {theirs}, got on rank {rank}: {failure}{remedy}")
+        if len({digest for digest, *_ in heard}) > 1:
             self.raise_first_difference(facts, what)
 
     def raise_first_difference(self, facts: Sequence[str], what: str) -> NoReturn:
@@ -150,6 +177,10 @@ class Ranks:
             raise CommunicationError(
                 f"Rank {dist.get_rank()} failed while {self.doing}: {error}"
             ) from error
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Together:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,10 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.arguments import check_flags, check_int, check_module
+from composable_shard.arguments import check_flags, check_int, check_module, check_value
 from composable_shard.core.hooks import groups_in
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.mesh import start_process_group
+from composable_shard.train.full import repeated_dims, unrepeated
 from composable_shard.train.ranks import Ranks
 
 DEFAULT_BUCKET_NBYTES = 32 * 2**20
@@ -54,13 +56,14 @@ def sync_module_states(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``src_rank`` is not in the group, ``bucket_nbytes`` not positive, or
-            ``keep_shards`` no bool.
+        ValueError: If ``src_rank`` is not in the group, ``bucket_nbytes`` is not positive, or
+            ``keep_shards`` is no bool.
         MaterializationError: On all ranks, if something is on the meta device on one.
-        RankMismatchError: On all ranks, if names, shapes or dtypes differ between them.
-        ShardError: On all ranks, if a parameter is sharded and ``keep_shards`` is not set.
+        RankMismatchError: On all ranks, if names, shapes, dtypes or arguments differ between them.
+        ShardError: On all ranks, if a parameter is sharded and ``keep_shards`` is not set, if an
+            argument is wrong on some of them, or the module is parked or on other ranks.
 
-    Collective: broadcasts of all bytes, in buckets; before, an all-gather of a small object.
+    Collective: broadcasts of all bytes, in buckets; before, two all-gathers of a small object.
     Memory: one bucket; besides, the largest tensor that is not contiguous.
     Source: ``sync_module_states`` of ``FullyShardedDataParallel`` (FSDP1).
 
@@ -75,24 +78,28 @@ def sync_module_states(
         >>> run_threads(start, 2)
         [[[1.0, 1.0]], [[1.0, 1.0]]]
     """
-    check_module("module", module)
-    check_flags(keep_shards=keep_shards)
-    check_int("bucket_nbytes", bucket_nbytes, 1)
-    if process_group is None:
+    if process_group is None and "RANK" in os.environ:  # else this process may be alone
         start_process_group()
-    group = dist.group.WORLD if process_group is None else process_group
-    assert group is not None
-    members = Ranks(group, f"synchronizing {type(module).__name__}")
+    members = Ranks(process_group, f"synchronizing {type(module).__name__}")
     ranks = members.numbers
-    if src_rank not in ranks:
-        raise ValueError(f"Expected src_rank to be in the process group, got {src_rank} of {ranks}")
-    for owner in groups_in(module.modules()):
-        owner.reshard()
+    with members.checking():
+        check_module("module", module)
+        check_int("src_rank", src_rank, 0)
+        check_value("src_rank", src_rank, src_rank in ranks, f"to be one of the ranks {ranks}")
+        check_flags(keep_shards=keep_shards)
+        check_int("bucket_nbytes", bucket_nbytes, 1)
+        groups = groups_in(module.modules())
+        for owner in groups:
+            owner.check_awake("for sync_module_states()")
+        for owner in groups:
+            owner.reshard()
+    said = f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"
+    members.agree([said], "arguments of sync_module_states()", "")
     plain, sharded = _states(module)
     _agree(module, [*plain, *sharded], keep_shards, members)
-    if len(ranks) > 1:
+    if members.group is not None and len(ranks) > 1:
         tensors = [state.tensor for state in plain]
-        _broadcast(tensors, group, ranks.index(src_rank), bucket_nbytes)
+        _broadcast(tensors, members.group, ranks.index(src_rank), bucket_nbytes)
     for state in sharded:
         _sync_replicas(state.tensor, bucket_nbytes)
 
@@ -148,7 +155,9 @@ def _first(states: Sequence[_State], what: Callable[[torch.Tensor], bool]) -> st
 def _fact(state: _State) -> str:
     tensor = state.tensor
     kind = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    return f"'{state.name}' of shape {list(tensor.shape)}, {tensor.dtype}{kind}"
+    repeated = [dim for leaf in _leaves(tensor) for dim in repeated_dims(leaf)]
+    repeats = f", repeated along {repeated}" if repeated else ""
+    return f"'{state.name}' of shape {list(tensor.shape)}, {tensor.dtype}{kind}{repeats}"
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -188,16 +197,18 @@ def _broadcast(
 def _buckets(tensors: Sequence[torch.Tensor], bucket_nbytes: int) -> Iterator[list[torch.Tensor]]:
     """Yield lists of byte views, of one device and ``bucket_nbytes`` at most.
 
-    A tensor that is not contiguous is copied, and written when its last bytes have come.
+    A tensor whose bytes do not lie as its values do (of other strides, conjugate or negative views)
+    is copied, and written when its last bytes have come; of an expanded one, what it repeats.
     """
     bucket: list[torch.Tensor] = []
     numel = 0
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for leaf in [leaf for tensor in tensors for leaf in _leaves(tensor)]:
-        flat = leaf.contiguous()
+    for expanded in [leaf for tensor in tensors for leaf in _leaves(tensor)]:
+        leaf = unrepeated(expanded, repeated_dims(expanded))
+        flat = leaf.resolve_conj().resolve_neg().contiguous()
         if flat.data_ptr() != leaf.data_ptr():
             copies.append((leaf, flat))
-        left = flat.view(-1).view(torch.uint8)
+        left = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
         if bucket and bucket[0].device != left.device:
             yield bucket
             bucket, numel = [], 0

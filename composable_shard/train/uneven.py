@@ -37,7 +37,8 @@ class uneven(Generic[Batch]):
 
     Raises:
         TypeError: If ``model`` is no module, or ``batches`` cannot be iterated over.
-        ShardError: If nothing in ``model`` is sharded.
+        ShardError: If nothing in ``model`` is sharded; from the loop, if it is parked, or on other
+            ranks.
         ValueError: From the loop, if a batch is ``None``; on the rank that has it.
         CommunicationError: From the loop, on the other ranks, if ``batches`` raises on one of them.
 
@@ -57,14 +58,12 @@ class uneven(Generic[Batch]):
         check_module("model", model)
         is_iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
         check_type("batches", batches, is_iterable, "iterable")
-        groups = groups_in(model.modules())
-        if not groups:
+        if not groups_in(model.modules()):
             raise ShardError(
                 f"Expected a model with sharded modules, got none in {type(model).__name__}; apply "
                 "fully_shard before uneven()"
             )
-        self._mesh = largest_of(group.mesh for group in groups)
-        self._batches = batches
+        self._model, self._batches = model, batches
         self._next: _Turn[Batch] | None = None
 
     @property
@@ -74,11 +73,14 @@ class uneven(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch | None]:
         """Yield this rank's batches, and ``None`` as long as others have more."""
-        own = iter(self._batches)
-        turn = self._next = _Turn(own, self._mesh)
+        own, groups = iter(self._batches), groups_in(self._model.modules())
+        for group in groups:
+            group.check_awake("for a loop of uneven()")
+        mesh = largest_of(group.mesh for group in groups)
+        turn = self._next = _Turn(own, mesh)
         try:
             while turn.is_anybodys():
-                self._next = _Turn(own, self._mesh)
+                self._next = _Turn(own, mesh)
                 yield turn.batch
                 turn = self._next
         finally:

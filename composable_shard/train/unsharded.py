@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable_shard import _torch
-from composable_shard.arguments import check_flags
+from composable_shard.arguments import check_flags, check_module
 from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in, owner_of
@@ -114,7 +114,11 @@ class FullParams:
             for (param, slots), full, grad in kept:
                 if full is None:
                     continue
-                copy = nn.Parameter(full, requires_grad=param.requires_grad)
+                owner = owner_of_sharded(param)
+                if owner is None:
+                    copy = nn.Parameter(full, requires_grad=param.requires_grad)
+                else:
+                    copy = owner.leaf_around(full)
                 self._attributes.append(Attributes(param, copy))
                 if grad is not None:
                     assign_grad(copy, grad)
@@ -352,11 +356,11 @@ def unsharded(
 
     Raises:
         TypeError: If ``module`` is not a module.
+        ValueError: If a flag is no bool; if a parameter has another shape at the end, with
+            ``rank0_only`` on all ranks.
         ShardError: In a forward or backward, or within another such context of the same
             parameters, on all ranks alike; for a forward with gradients within; at the end with
             ``rank0_only`` and ``writeback``, if another rank has left by an exception.
-        ValueError: If a flag is no bool; if a parameter has another shape at the end, with
-            ``rank0_only`` on all ranks.
         MaterializationError: If parameters are on the meta device.
 
     Collective: one all-gather of each bucket of 64 MiB of parameters, and of gradients with
@@ -379,8 +383,7 @@ def unsharded(
         >>> run_threads(double, 2)[1]
         (torch.Size([2, 2]), [[2.0, 2.0]])
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected module to be an nn.Module, got {type(module).__name__}")
+    check_module("module", module)
     check_flags(
         recurse=recurse,
         writeback=writeback,

@@ -40,9 +40,9 @@ def weigh(
         TypeError: If ``model`` is no module, or ``weight`` or ``loss`` no number.
         ValueError: If it is a tensor of several, or of complex ones. From the backward that
             reduces: if it is not finite, or negative.
-        ShardError: If nothing in ``model`` is sharded; if a divide factor is set, or there are
-            hooks on gradients, which would be given sums. From the backward that reduces: if
-            another rank's weight is not finite, or negative.
+        ShardError: If nothing in ``model`` is sharded, or it is parked or on other ranks; if a
+            divide factor is set, or there are hooks on gradients, which would be given sums. From
+            the backward that reduces: if another rank's weight is not finite, or negative.
         RankMismatchError: From that backward, if ranks have not weighed equally many times. After
             an error from it, gradients are ``None``.
 
@@ -70,6 +70,8 @@ def weigh(
             f"Expected a model with sharded modules, got none in {type(model).__name__}; apply "
             "fully_shard before weigh()"
         )
+    for group in groups:
+        group.check_awake("to weigh a loss")
     contexts = dict.fromkeys(map(context_of, groups))
     for context in contexts:
         context.clean_up_if_failed()

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from composable_shard.api import fully_shard
+from composable_shard.api import check_calls, fully_shard
+from composable_shard.arguments import check_module
 from composable_shard.core.not_sharded import is_taken
 from composable_shard.core.shard import top_modules
 
@@ -28,7 +29,8 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
 
     Inner modules come before outer ones, and the module itself last. What is sharded already stays
     as it is, a module that is registered several times counts once, and containers without a
-    forward (``ModuleList``, ``ModuleDict``) are never picked.
+    forward (``ModuleList``, ``ModuleDict``) are never picked. If something cannot be sharded as it
+    is asked, nothing is: all is planned before, for which functions of a parameter are called too.
 
     Args:
         module: The root.
@@ -48,8 +50,8 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
         The module.
 
     Raises:
-        TypeError: If ``policy`` is none of these, or its function returns something else. Nothing
-            is sharded then.
+        TypeError: If ``policy`` is none of these, or its function returns something else, or from
+            ``fully_shard``.
         ValueError: If the budget is not positive, or from ``fully_shard``.
 
     Collective: none.
@@ -64,8 +66,7 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
         ...     [type(part).__name__ for part in model.modules()]
         ['FSDPSequential', 'FSDPLinear', 'FSDPLinear', 'FSDPLinear']
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected module to be an nn.Module, got {type(module).__name__}")
+    check_module("module", module)
     top_modules(module)  # a root that cannot be sharded is refused before anything is
     if isinstance(policy, int) and not isinstance(policy, bool):
         ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
@@ -75,9 +76,11 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
         chosen = _choose(module, _as_function(policy))
         own = {**kwargs, **chosen.pop(module, {})}
         picked = [([inner], {**kwargs, **changed}) for inner, changed in chosen.items()]
-    for modules, arguments in picked:
+    calls = [*picked, ([module], own)]
+    check_calls(calls)
+    for modules, arguments in calls:
         fully_shard(modules, **arguments)
-    return fully_shard(module, **own)
+    return module
 
 
 # By class or function -------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from composable_shard import FSDPModule, MaterializationError, ShardError, fully
 from composable_shard.compat.fsdp1 import (
     BackwardPrefetch,
     CPUOffload,
+    CustomPolicy,
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
@@ -826,3 +827,72 @@ def test_offload_is_chosen_as_ever() -> None:
     with fake_ranks(2):
         model = wrap(cpu_offload=CPUOffload(offload_params=True))
         assert model.weight.device == CPU
+
+
+# All or nothing ----------------------------------------------------------------------------------
+
+
+class Final(nn.Sequential):
+    """A class of which no other is made."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no class may be made of Final")
+
+
+def last_gets(**arguments: Any) -> CustomPolicy:
+    """Return a policy by which the first of two layers is as it should be."""
+    return CustomPolicy(
+        lambda module: (module.in_features < 4 or arguments) if hasattr(module, "bias") else False
+    )
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "an argument that there is not": (
+        lambda: nn.Linear(4, 4),
+        last_gets(strategy="full"),
+        "got an unexpected keyword argument 'strategy'",
+    ),
+    "an argument of another type": (
+        lambda: nn.Linear(4, 4),
+        last_gets(cpu_offload=True),
+        "Expected cpu_offload to be a composable_shard.compat.fsdp1.policies.CPUOffload, got "
+        "builtins.bool",
+    ),
+    "something ignored twice": (
+        lambda: nn.Linear(4, 4),
+        last_gets(ignored_modules=[]),
+        "Expected ignored_modules or ignored_states, got both; pass ignored_states",
+    ),
+    "a class that cannot be": (
+        lambda: Final(nn.Linear(4, 4)),
+        ModuleWrapPolicy({nn.Linear, Final}),
+        "no class may be made of Final",
+    ),
+    "a root that cannot be": (
+        lambda: Final(nn.Linear(4, 4)),
+        ModuleWrapPolicy({nn.Linear}),
+        "no class may be made of Final",
+    ),
+    "nothing to initialize it": (
+        Nothing,
+        ModuleWrapPolicy({nn.Linear}),
+        "Expected Nothing on the meta device to have reset_parameters(), got none; pass "
+        "param_init_fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_leaves_all_as_it_was(case: str) -> None:
+    make, policy, text = REFUSED[case]
+    with fake_ranks(2):
+        model = nn.Sequential(nn.Linear(3, 4, device="meta"), make())
+        parts = [(part, type(part)) for part in model.modules()]
+        params = list(model.named_parameters())
+        root = model[1] if case == "a root that cannot be" else model
+        with pytest.raises((TypeError, ValueError, MaterializationError)) as caught:
+            FSDP(root, auto_wrap_policy=policy, device_id="cpu")
+        assert str(caught.value) == text
+        assert [(part, type(part)) for part in model.modules()] == parts
+        left = model.named_parameters()
+        assert all(a == b and p is q for (a, p), (b, q) in zip(left, params, strict=True))

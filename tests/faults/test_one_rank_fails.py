@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import resource
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import nn
 from composable_shard import CommunicationError, ShardError, fully_shard
 from composable_shard.core.bucket import ParamBucket
 from composable_shard.core.gradient_bucket import GradBucket
+from composable_shard.core.transport.failures import _Board
 from composable_shard.core.transport.mailbox import mailbox_of
 from composable_shard.testing import run_ranks
 from faults.breaking import (
@@ -26,6 +29,7 @@ from faults.breaking import (
     TIME_OUT,
     WHEREABOUTS,
     X,
+    at_launch,
     failures,
     layers,
     mesh_of_its_own,
@@ -77,6 +81,35 @@ def test_an_exception_on_one_rank_stays_what_it_is_and_the_others_miss_it(apart:
         0: silent(0, "gathering group '1'", apart) + WHEREABOUTS,
         BAD: "ValueError: a bad sample",
     }
+
+
+def fails_and_waits_in_the_store() -> str:
+    """Fail on one rank, which then waits in the store until the other one has heard of it."""
+    model, store = layers(3), dist.distributed_c10d._get_default_store()
+    key, say = f"heard of {model[0].weight.device_mesh.get_group().group_name}", _Board.say
+
+    def fail() -> None:
+        raise ValueError("boom")
+
+    def say_late(board: _Board, *words: str) -> None:
+        time.sleep(0.3)
+        say(board, *words)
+
+    if dist.get_rank() == BAD:
+        with mock.patch.object(_Board, "say", say_late), at_launch("gathering group '1'", fail):
+            with pytest.raises(ValueError, match="boom"):
+                step(model)
+            store.wait([key], datetime.timedelta(seconds=LIMIT))
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        step(model)
+    store.set(key, "")
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_in_the_store_has_told_that_it_failed() -> None:
+    told, _ = run_ranks(fails_and_waits_in_the_store, 2, timeout=LIMIT)
+    assert "rank 1 failed while gathering group '1': ValueError: boom" in told
 
 
 # No memory ------------------------------------------------------------------------------------

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
+import composable_shard
 from composable_shard import (
     DataParallelMeshDims,
     FSDPModule,
     ShardedGradScaler,
-    ShardPlacementResult,
+    apply_fully_shard,
+    changed_since,
     clip_grad_norm_,
     estimate,
     explain,
     fully_shard,
     iter_full,
     load_sharded,
+    local_shards,
     move,
     parked,
     register_fsdp_forward_method,
     save_full,
     share_comm_ctx,
+    sit_out,
     sync_module_states,
     trace,
     uneven,
@@ -54,26 +59,33 @@ def open_trace(**kwargs: Any) -> None:
         raise AssertionError("must not get here")
 
 
+def open_unsharded(**kwargs: Any) -> None:
+    with unsharded(**{"module": sharded(), **kwargs}):
+        raise AssertionError("must not get here")
+
+
 def open_events(module: Any) -> None:
     with record_events(module):
         raise AssertionError("must not get here")
+
+
+def open_parked(*args: Any, **kwargs: Any) -> None:
+    with parked(*args, **kwargs):
+        raise AssertionError("must not get here")
+
+
+def stream(**kwargs: Any) -> None:
+    next(iter_full(**{"model": nn.Linear(4, 4), **kwargs}))
 
 
 def told(**kwargs: Any) -> None:
     estimate(**{"build_model": nn.Identity, "mesh_shape": 2, "batch": torch.ones(1), **kwargs})
 
 
-def call(function: Any, *args: Any, **kwargs: Any) -> None:
-    """Call a function, and enter what it returns if that is a context."""
-    made = function(*args, **kwargs)
-    if hasattr(made, "__enter__"):
-        with made:
-            raise AssertionError("must not get here")
-
-
 any_of: Any = fully_shard  # to be called with what type checkers refuse
 any_dims: Any = DataParallelMeshDims
-any_placement: Any = ShardPlacementResult
+any_apply: Any = apply_fully_shard
+any_sit_out: Any = sit_out
 any_scaler: Any = ShardedGradScaler
 any_clip: Any = clip_grad_norm_
 any_uneven: Any = uneven
@@ -82,6 +94,11 @@ any_explain: Any = explain
 any_share: Any = share_comm_ctx
 any_register: Any = register_fsdp_forward_method
 any_sync: Any = sync_module_states
+any_flat: Any = flat
+any_layouts: Any = with_layout
+any_save: Any = save_full
+any_load: Any = load_sharded
+any_move: Any = move
 
 TYPES: dict[str, tuple[Callable[[], object], str]] = {
     "placement function": (
@@ -96,14 +113,6 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
     "axis of replicas": (
         lambda: any_dims("dp", replicate={"a": 1}),
         "replicate to be the name of a mesh axis, a tuple of names or None, got dict: {'a': 1}",
-    ),
-    "placement": (
-        lambda: any_placement(Replicate()),
-        "placement to be Shard(dim) or None, got Replicate: Replicate()",
-    ),
-    "mesh": (
-        lambda: any_placement(None, mesh=3),
-        "mesh to be a DeviceMesh or None, got int: 3",
     ),
     "modules": (
         lambda: sharded().set_modules_to_forward_prefetch(sharded()),
@@ -195,6 +204,104 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: any_scaler(device=3),
         "device to be the type of a device, such as 'cuda', or None, got int: 3",
     ),
+    "module to synchronize": (
+        lambda: any_sync([]),
+        "module to be an nn.Module, got list: []; call it for each",
+    ),
+    "src_rank": (
+        lambda: any_sync(nn.Linear(4, 4), src_rank=0.0),
+        "src_rank to be an int, got float: 0.0",
+    ),
+    "bytes of a bucket": (
+        lambda: any_sync(nn.Linear(4, 4), bucket_nbytes="1MB"),
+        "bucket_nbytes to be an int, got str: '1MB'",
+    ),
+    "model to stream": (
+        lambda: stream(model={}),
+        "model to be an nn.Module, got dict: {}",
+    ),
+    "bytes of a bucket to stream": (
+        lambda: stream(bucket_bytes="64MB"),
+        "bucket_bytes to be an int, got str: '64MB'",
+    ),
+    "dtype to stream": (
+        lambda: stream(dtype="bfloat16"),
+        "dtype to be a torch.dtype or None, got str: 'bfloat16'",
+    ),
+    "rename": (
+        lambda: stream(rename={"a": "b"}),
+        "rename to be a function or None, got dict: {'a': 'b'}",
+    ),
+    "device of weights": (
+        lambda: stream(device=1.0),
+        "device to be a device, its name or None, got float: 1.0",
+    ),
+    "target": (lambda: any_save(nn.Linear(4, 4), 3), "target to be a path, got int: 3"),
+    "dtype to save": (
+        lambda: any_save(nn.Linear(4, 4), "x", dtype=float),
+        "dtype to be a torch.dtype or None, got type: <class 'float'>",
+    ),
+    "rename to save": (
+        lambda: any_save(nn.Linear(4, 4), "x", rename="y"),
+        "rename to be a function or None, got str: 'y'",
+    ),
+    "source": (
+        lambda: any_load(nn.Linear(4, 4), None),
+        "source to be a path, got NoneType: None",
+    ),
+    "rename to load": (
+        lambda: any_load(nn.Linear(4, 4), "x", rename={}),
+        "rename to be a function or None, got dict: {}",
+    ),
+    "module to unshard": (
+        lambda: open_unsharded(module=3),
+        "module to be an nn.Module, got int: 3",
+    ),
+    "model to park": (lambda: open_parked(3), "model to be an nn.Module, got int: 3"),
+    "folder to park in": (
+        lambda: open_parked(sharded(), folder=3),
+        "folder to be a path or None, got int: 3",
+    ),
+    "optimizer to park": (
+        lambda: open_parked(sharded(), None),
+        "optimizer to be a torch.optim.Optimizer or several, got NoneType: None",
+    ),
+    "optimizers to park": (
+        lambda: open_parked(sharded(), [3]),
+        "optimizer to be a torch.optim.Optimizer or several, got int: 3",
+    ),
+    "model to move": (
+        lambda: any_move(3, (), dist.init_device_mesh("cpu", (2,))),
+        "model to be an nn.Module, got int: 3",
+    ),
+    "mesh to move to": (
+        lambda: any_move(sharded(), (), "cpu"),
+        "mesh to be a DeviceMesh, got str: 'cpu'",
+    ),
+    "bytes to move": (
+        lambda: any_move(sharded(), (), dist.init_device_mesh("cpu", (2,)), bucket_nbytes=True),
+        "bucket_nbytes to be an int, got bool: True",
+    ),
+    "model with shards": (
+        lambda: next(local_shards(3)),  # type: ignore[arg-type]
+        "model to be an nn.Module, got int: 3",
+    ),
+    "model that may have changed": (
+        lambda: changed_since([], {}),  # type: ignore[arg-type]
+        "model to be an nn.Module, got list: []; call it for each",
+    ),
+    "versions": (
+        lambda: changed_since(nn.Linear(4, 4), ["weight"]),  # type: ignore[arg-type]
+        "versions to be a mapping from names to versions, got list: ['weight']",
+    ),
+    "module to shard by policy": (
+        lambda: any_apply(None, nn.Linear),
+        "module to be an nn.Module, got NoneType: None",
+    ),
+    "module to sit out": (
+        lambda: any_sit_out("tower"),
+        "module to be an nn.Module, got str: 'tower'",
+    ),
     "process group": (
         lambda: any_sync(nn.Linear(4, 4), process_group="x"),
         "process_group to be a ProcessGroup that this rank is in, got str: 'x'",
@@ -248,50 +355,33 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: told(flops="many", bandwidth=1.0),
         "flops to be a number, got str: 'many'",
     ),
-    "module to synchronize": (lambda: any_sync(3), "module to be an nn.Module, got int: 3"),
-    "bytes to synchronize": (
-        lambda: any_sync(nn.Linear(4, 4), bucket_nbytes=1.5),
-        "bucket_nbytes to be an int, got float: 1.5",
-    ),
-    "dtype to iterate": (
-        lambda: call(iter_full, sharded(), dtype="bf16"),
-        "dtype to be a torch.dtype or None, got str: 'bf16'",
-    ),
-    "dtype to save": (
-        lambda: call(save_full, sharded(), "weights", dtype="bf16"),
-        "dtype to be a torch.dtype or None, got str: 'bf16'",
-    ),
-    "optimizer to move": (
-        lambda: call(move, sharded(), 3, dist.init_device_mesh("cpu", (2,))),
-        "optimizer to be a torch.optim.Optimizer or several, got int: 3",
-    ),
-    "bytes to move": (
-        lambda: call(move, sharded(), (), dist.init_device_mesh("cpu", (2,)), bucket_nbytes="x"),
-        "bucket_nbytes to be an int, got str: 'x'",
-    ),
-    "optimizers to park": (
-        lambda: call(parked, sharded(), [3], folder="parked"),
-        "optimizer to be a torch.optim.Optimizer or several, got int: 3",
-    ),
-    "folder to park in": (
-        lambda: call(parked, sharded(), folder=3),
-        "folder to be a path or None, got int: 3",
-    ),
     "optimizer to make flat": (
-        lambda: call(flat, 3),
+        lambda: any_flat(3),
         "optimizer to be a torch.optim.Optimizer, got int: 3",
     ),
     "model with layouts": (
-        lambda: call(with_layout, 3, {}),
+        lambda: any_layouts(3, {}),
         "model to be an nn.Module, got int: 3",
     ),
     "layouts": (
-        lambda: call(with_layout, sharded(), 3),
+        lambda: any_layouts(sharded(), 3),
         "layouts to be a mapping from names to layouts, got int: 3",
     ),
 }
 
 VALUES: dict[str, tuple[Callable[[], object], str]] = {
+    "dtype to stream": (
+        lambda: stream(dtype=torch.int8),
+        "dtype to be a floating-point dtype, got torch.int8",
+    ),
+    "dtype to save": (
+        lambda: any_save(nn.Linear(4, 4), "x", dtype=torch.int8),
+        "dtype to be a floating-point dtype, got torch.int8",
+    ),
+    "bytes to move": (
+        lambda: any_move(sharded(), (), dist.init_device_mesh("cpu", (2,)), bucket_nbytes=0),
+        "bucket_nbytes of at least 1, got 0",
+    ),
     "reshard_after_forward": (
         lambda: sharded().set_reshard_after_forward(None),
         "reshard_after_forward to be True, False or a number of ranks, got None",
@@ -316,8 +406,12 @@ VALUES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: any_explain(sharded(), bucket_bytes=-1),
         "bucket_bytes of at least 1, got -1",
     ),
+    "elementwise": (
+        lambda: any_flat(torch.optim.SGD(sharded().parameters()), elementwise="False"),
+        "elementwise to be a bool, got str: 'False'",
+    ),
     "bytes of layouts": (
-        lambda: call(with_layout, sharded(), {}, bucket_nbytes=0),
+        lambda: any_layouts(sharded(), {}, bucket_nbytes=0),
         "bucket_nbytes of at least 1, got 0",
     ),
     "flops": (
@@ -385,41 +479,42 @@ def test_a_flag_that_is_no_bool(method: str, flag: str) -> None:
     assert said == (ValueError, f"Expected {flag} to be a bool, got str: 'False'")
 
 
-WITH_FLAGS: dict[Any, tuple[object, ...]] = {
-    unsharded: (),
-    iter_full: (),
-    load_sharded: ("weights",),
-    save_full: ("weights",),
-    sync_module_states: (),
-}
+def of_function(function: Any, **kwargs: Any) -> None:
+    """Call a public function with as little as it needs."""
+    given: dict[Any, tuple[Any, ...]] = {
+        clip_grad_norm_: ([], 1.0),
+        save_full: (nn.Linear(4, 4), "x"),
+        load_sharded: (nn.Linear(4, 4), "x"),
+    }
+    args = given.get(function, () if isinstance(function, type) else (nn.Linear(4, 4),))
+    result = function(*args, **kwargs)
+    if isinstance(result, contextlib.AbstractContextManager):
+        result.__enter__()
+    elif isinstance(result, Iterator):
+        next(result)
 
 
-@pytest.mark.parametrize(
-    ("function", "flag"),
-    [
-        (function, flag.name)
-        for function in WITH_FLAGS
-        for flag in inspect.signature(function).parameters.values()
-        if flag.annotation == "bool"
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_a_flag_of_a_function_that_is_no_bool(function: Any, flag: str) -> None:
-    with fake_ranks(2):
-        given = {flag: "False"}
-        said = error_of(lambda: call(function, sharded(), *WITH_FLAGS[function], **given))
+FUNCTION_FLAGS = [
+    (name, flag.name)
+    for name in composable_shard.__all__
+    if inspect.isroutine(function := getattr(composable_shard, name))
+    or function is ShardedGradScaler
+    for flag in inspect.signature(function).parameters.values()
+    if flag.annotation in ("bool", "bool | None")
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), FUNCTION_FLAGS)
+def test_a_flag_of_a_function_that_is_no_bool(name: str, flag: str) -> None:
+    function = getattr(composable_shard, name)
+    said = error_of(lambda: of_function(function, **{flag: "False"}))
     assert said == (ValueError, f"Expected {flag} to be a bool, got str: 'False'")
-
-
-def test_a_flag_of_an_optimizer_that_is_no_bool() -> None:
-    with fake_ranks(2):
-        optimizer = torch.optim.SGD(sharded().parameters())
-        said = error_of(lambda: call(flat, optimizer, elementwise="False"))
-    assert said == (ValueError, "Expected elementwise to be a bool, got str: 'False'")
 
 
 def test_there_are_flags() -> None:
     assert len(FLAGS) > 20
+    assert len(FUNCTION_FLAGS) >= 15
+    assert ("unsharded", "with_grads") in FUNCTION_FLAGS
     assert ("set_requires_gradient_sync", "recurse") in FLAGS
     assert ("unshard", "async_op") in FLAGS
 

@@ -178,10 +178,13 @@ def test_arguments_that_cannot_be_are_refused() -> None:
         assert_trains_like_unsharded(tree, ["jump"])  # type: ignore[list-item]
     assert str(caught.value) == (f"Expected step 0 to be one of {programs.STEPS}, got 'jump'")
     with pytest.raises(ValueError) as caught:
-        assert_trains_like_unsharded(tree, [], world_size=2, mesh=(3,))
+        assert_trains_like_unsharded(tree, [])
+    assert str(caught.value) == "Expected a program of at least one step, got none"
+    with pytest.raises(ValueError) as caught:
+        assert_trains_like_unsharded(tree, ["step"], world_size=2, mesh=(3,))
     assert str(caught.value) == "Expected a mesh of 2 ranks, got (3,), which has 3"
     with pytest.raises(ValueError) as caught:
-        assert_trains_like_unsharded(linear, [])
+        assert_trains_like_unsharded(linear, ["step"])
     assert str(caught.value) == (
         "Expected a loss, loss(model, step, rank), for a model that is no tree"
     )
@@ -195,12 +198,12 @@ def same_model() -> Any:
 
 
 def test_a_build_and_a_shard_that_do_not_do_their_work_are_refused() -> None:
-    text = told([], models.not_sharded)
+    text = told(["step"], models.not_sharded)
     assert (
         "ValueError: Expected shard() to apply fully_shard to the model, got a plain Linear" in text
     )
     with pytest.raises(AssertionError) as caught:
-        assert_trains_like_unsharded(same_model, [], loss=linear_loss)
+        assert_trains_like_unsharded(same_model, ["step"], loss=linear_loss)
     assert "Expected build() to return a new model each time, got the same one twice" in str(
         caught.value
     )

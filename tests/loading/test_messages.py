@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial
@@ -90,6 +90,45 @@ def test_shapes_and_dtypes_that_do_not_fit(tmp_path: Path) -> None:
     assert all_say(lambda: load_sharded(linear(), file, strict=False)) == (
         f"Expected tensors in '{file}' that fit the model, got 'weight' of shape [2, 4] for "
         "[4, 2], 'bias' of torch.complex64 for torch.float32"
+    )
+
+
+class Expanded(nn.Module):
+    """Buffers that are views: repeated, conjugate, negative."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        waves = torch.full((3,), complex(value, value + 1))
+        self.register_buffer("table", torch.full((1, 2), value).expand(3, 2))
+        self.register_buffer("conjugate", waves.conj())
+        self.register_buffer("negative", waves.clone().conj().imag)
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_buffers_that_are_views(tmp_path: Path, sends: bool) -> None:
+    def there_and_back() -> None:
+        first, second = fully_shard(Expanded(2.0)), fully_shard(Expanded(5.0))
+        save_full(first, tmp_path / "x.safetensors")
+        load_sharded(second, tmp_path / "x.safetensors", broadcast_from_rank0=sends)
+        assert second.table.stride() == (0, 1) and second.conjugate.is_conj()
+        for loaded, saved in zip(second.buffers(), first.buffers(), strict=True):
+            assert torch.equal(loaded, saved)
+
+    run_threads(there_and_back, NUM_RANKS)
+    state = {name: tensor.clone() for name, tensor in load_file(tmp_path / "x.safetensors").items()}
+    state["table"][1] = 7
+    file = write(tmp_path, **state)
+    text = all_say(
+        lambda: load_sharded(fully_shard(Expanded(1.0)), file, broadcast_from_rank0=sends)
+    )
+    assert text == (
+        f"Expected to load '{file}', got on rank 0: ValueError: Expected all parts of 'table' "
+        "along [0], which are one in the model, to hold the same, got different values; the model "
+        "is partly loaded, load it again"
     )
 
 
@@ -179,9 +218,9 @@ def test_non_persistent_buffers_on_meta(whole: Path) -> None:
 def test_arguments(whole: Path) -> None:
     assert said(lambda: load_sharded("model", whole)) == (  # type: ignore[arg-type]
         "TypeError",
-        "Expected model to be an nn.Module, got str",
+        "Expected model to be an nn.Module, got str: 'model'",
     )
-    for size in ("5 apples", "GB", 0, "0MB"):
+    for size in ("5 apples", "GB", 0, "0MB", None, True, float("inf"), float("nan"), "²GB"):
         assert said(lambda size=size: save_full(nn.Linear(1, 1), whole, max_shard_size=size)) == (
             "ValueError",
             "Expected max_shard_size to be a positive number of bytes or a text such as '5GB', "
@@ -306,18 +345,13 @@ def test_a_checkpoint_that_one_rank_lacks_or_has_another_of(whole: Path) -> None
     gone = whole.parent / "gone"
     heard = run_threads(lambda: said(lambda: load(gone)), NUM_RANKS)
     why = f"Expected a file at '{gone}', got none"
-    assert heard == [
-        (
-            "ShardError",
-            f"Expected a checkpoint at '{mine}', got on rank 1: FileNotFoundError: {why}",
-        )
-        for mine in (whole, gone)
-    ]
+    text = f"Expected a checkpoint at '{gone}', got on rank 1: FileNotFoundError: {why}"
+    assert heard == [("ShardError", text)] * NUM_RANKS
     cut = other / whole.name
     heard = run_threads(lambda: said(lambda: load(cut)), NUM_RANKS)
     whole_file = f"Expected a whole safetensors file at '{cut}', got: "
-    for (kind, text), mine in zip(heard, (whole, cut), strict=True):
-        start = f"Expected a checkpoint at '{mine}', got on rank 1: ValueError: {whole_file}"
+    for kind, text in heard:
+        start = f"Expected a checkpoint at '{cut}', got on rank 1: ValueError: {whole_file}"
         assert kind == "ShardError" and text.startswith(start)
     save_file({"weight": torch.ones(4, 2), "bias": torch.ones(3)}, cut)
     assert (
@@ -422,8 +456,11 @@ def test_a_rename_on_one_rank_alone(whole: Path, calls: Any) -> None:
         renamed_by(str if dist.get_rank() == 1 else None, calls, whole)
 
     what, named = {
-        save_full: ("model", "max_shard_size 5000000000, {}rename, dtype None"),
-        load_sharded: ("model, checkpoint", "strict True, {}rename"),
+        save_full: ("model", "a folder, max_shard_size 5000000000, {}rename, dtype None"),
+        load_sharded: (
+            "model, checkpoint",
+            "strict True, {}rename, broadcast_from_rank0 False",
+        ),
     }[calls]
     assert all_say(call, kind=RankMismatchError) == (
         f"Expected the same {what} and arguments of {calls.__name__}() on all ranks, got on rank "
@@ -516,22 +553,90 @@ def streams(**kwargs: Any) -> str:
 
 
 def test_arguments_of_iter_full() -> None:
-    for size in (0, -1, "64MB"):
-        assert said(lambda size=size: iter_full(nn.Linear(1, 1), bucket_bytes=size)) == (
-            "ValueError",
-            f"Expected bucket_bytes to be a positive number, got {size!r}",
-        )
-    assert said(lambda: iter_full({})) == (
-        "TypeError",
-        "Expected model to be an nn.Module, got dict",
+    def refused(**kwargs: Any) -> tuple[str, str]:
+        return said(lambda: next(iter_full(**{"model": nn.Linear(1, 1), **kwargs})))
+
+    assert refused(bucket_bytes=0) == (
+        "ValueError",
+        "Expected bucket_bytes of at least 1, got 0",
     )
-    assert said(lambda: iter_full(nn.Linear(1, 1), tied="last")) == (
+    assert refused(tied="last") == (
         "ValueError",
         "Expected tied to be one of ('first', 'all'), got 'last'",
     )
-    assert said(lambda: iter_full(nn.Linear(1, 1), subclasses=None)) == (
+    assert refused(subclasses=None) == (
         "ValueError",
         "Expected subclasses to be 'own', 'plain' or a function, got None",
+    )
+    kind, text = refused(device="gpu")
+    assert kind == "ValueError" and text.startswith("Expected device to be a device, got 'gpu': ")
+
+
+WRONG: dict[str, tuple[Callable[[Any, Path], object], str]] = {
+    "save_full": (
+        lambda model, place: save_full(model, place / "new"),
+        "saving '{}/new'",
+    ),
+    "load_sharded": (
+        lambda model, place: load_sharded(model, place / "whole.safetensors"),
+        "loading '{}/whole.safetensors'",
+    ),
+    "load_sharded by the first": (
+        lambda model, place: load_sharded(
+            model, place / "whole.safetensors", broadcast_from_rank0=True
+        ),
+        "loading '{}/whole.safetensors'",
+    ),
+    "iter_full": (lambda model, _: list(iter_full(model)), "gathering full weights"),
+}
+
+
+@pytest.mark.parametrize("call", WRONG)
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_one_rank_without_the_model(whole: Path, call: str, rank: int) -> None:
+    do, doing = WRONG[call]
+    text = all_say(lambda: do(None if dist.get_rank() == rank else linear(), whole.parent))
+    assert text == (
+        f"Expected all ranks to begin {doing.format(whole.parent)}, got on rank {rank}: TypeError: "
+        "Expected model to be an nn.Module, got NoneType: None"
+    )
+    assert all_say(lambda: do(None, whole.parent), kind=TypeError) == (
+        "Expected model to be an nn.Module, got NoneType: None"
+    )
+
+
+def test_ranks_of_which_one_is_within_unsharded(whole: Path) -> None:
+    def call() -> None:
+        model = linear()
+        with unsharded(model):
+            list(iter_full(model if dist.get_rank() else linear()))
+
+    assert all_say(call) == (
+        "Expected all ranks to begin gathering full weights, got on rank 1: ShardError: Expected "
+        "iter_full() outside of unsharded(), got it within one of the root group; call it before "
+        "or after"
+    )
+
+
+def test_ranks_that_differ_in_who_reads(whole: Path) -> None:
+    text = "strict True, no rename, broadcast_from_rank0 {}"
+    assert all_say(
+        lambda: load_sharded(linear(), whole, broadcast_from_rank0=dist.get_rank() == 0),
+        kind=RankMismatchError,
+    ) == (
+        "Expected the same model, checkpoint and arguments of load_sharded() on all ranks, got on "
+        f"rank 0: {text.format(True)}; on rank 1: {text.format(False)}"
+    )
+
+
+def test_ranks_that_differ_in_a_file_or_a_folder(tmp_path: Path) -> None:
+    places = [tmp_path / "a", tmp_path / "a.safetensors"]
+    assert all_say(
+        lambda: save_full(linear(), places[dist.get_rank()]), kind=RankMismatchError
+    ) == (
+        "Expected the same model and arguments of save_full() on all ranks, got on rank 0: a "
+        "folder, max_shard_size 5000000000, no rename, dtype None; on rank 1: a file, no rename, "
+        "dtype None"
     )
 
 

@@ -237,6 +237,39 @@ def kept_and_gathered_beside(model: Any, device: SimulatedDevice, step: int) -> 
         _work_on(stream)
 
 
+@contextlib.contextmanager
+def kept_and_gathered_without_waiting(
+    model: Any, device: SimulatedDevice, step: int
+) -> Iterator[None]:
+    """Gather into kept memory on a stream that waits for nobody, as no shard has changed since.
+
+    What was used before is no backward, whose reduction would wait for it, and the gather for that.
+    """
+    stream = _streams(device)[0]
+    model.set_keep_unsharded_storage(True)
+    if step % 2 == 0:
+        stream.wait_stream(device.current)
+    else:
+        with torch.no_grad():
+            model[2](torch.ones(3, WIDTH))
+        with stream:
+            model[2].unshard()
+    yield
+
+
+@contextlib.contextmanager
+def used_beside_and_freed_here(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
+    """Free what another stream uses by hand, on the stream that has gathered it."""
+    stream = _streams(device)[0]
+    model[2].unshard()
+    stream.wait_stream(device.current)
+    with stream, torch.no_grad():
+        model[2](torch.ones(3, WIDTH))
+    model[2].reshard()
+    _work_on(device.current)
+    yield
+
+
 def _work_on(stream: Stream) -> None:
     """Allocate on a stream, for which nothing has to be waited for."""
     with stream:
@@ -462,6 +495,12 @@ PROGRAMS: dict[str, Training] = {
         shards=1, around=gathered_beside, options={"mp_policy": LOW}
     ),
     "kept, gathered beside": Training(around=kept_and_gathered_beside),
+    "kept, gathered without waiting": Training(
+        around=kept_and_gathered_without_waiting, accumulates=True
+    ),
+    "used beside, freed here": Training(
+        around=used_beside_and_freed_here, options={"reshard_after_forward": False}
+    ),
     "optimizer beside": Training(around=optimizer_beside),
     "blocks on streams": Training(prepare=blocks_on_streams),
     "blocks on streams, bf16": Training(prepare=blocks_on_streams, options={"mp_policy": LOW}),

@@ -103,6 +103,19 @@ def give_at_once(self: reduction.MeshGradients, part: Any, *, is_held: bool) -> 
 real_hand_out = reduction.MeshGradients._hand_out
 
 
+def fill_without_waiting(self: UsedStreams) -> None:
+    with instead(self, "_let_wait", lambda _: None):
+        real_fill(self)
+
+
+def wait_for_the_owner_alone(self: UsedStreams, stream: Any) -> None:
+    self._used.clear()
+    real_let_wait(self, stream)
+
+
+real_fill, real_let_wait = UsedStreams.fill, UsedStreams._let_wait
+
+
 class Plant(NamedTuple):
     """A fault, and where it is seen.
 
@@ -157,6 +170,16 @@ PLANTS: dict[str, Plant] = {
         lambda: instead(UsedStreams, "at_owner", lambda _: HERE),
         "gathered beside",
         ("has gone back to stream", "on the compute stream"),
+    ),
+    "memory is freed while another stream than its owner uses it": Plant(
+        lambda: instead(UsedStreams, "_let_wait", wait_for_the_owner_alone),
+        "used beside, freed here",
+        ("has gone back to the compute stream", "on stream", "reads it"),
+    ),
+    "kept memory is filled while another stream uses it": Plant(
+        lambda: instead(UsedStreams, "fill", fill_without_waiting),
+        "kept, gathered without waiting",
+        ("all_gather", "does not wait for", "on the compute stream"),
     ),
     "a module does not wait for the stream that gathered": Plant(
         lambda: instead(UsedStreams, "use", lambda _: None),

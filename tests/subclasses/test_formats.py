@@ -150,17 +150,31 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
         torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-5, atol=1e-6)
 
 
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what a TwoTensor, of TwoTensors perhaps, is made of."""
+    if not isinstance(tensor, TwoTensor):
+        return [tensor]
+    return plain_parts(tensor.a) + plain_parts(tensor.b)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [6, 5, 2])
+@pytest.mark.parametrize("num_parts", [2, 3, 4])
 @on_ranks("num_ranks")
 def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
-    num_rows: int, param_dtype: torch.dtype | None
+    num_rows: int, param_dtype: torch.dtype | None, num_parts: int
 ) -> None:
-    """Take two SGD steps on one TwoTensor weight, and on its inner tensors as plain weights."""
+    """Take two SGD steps on one TwoTensor weight, and on its inner tensors as plain weights.
+
+    Of three and four, inner tensors are TwoTensors themselves.
+    """
     layer = nn.Linear(COLUMNS, num_rows, bias=False)
-    plain = [nn.Parameter(layer.weight.detach().clone()), nn.Parameter(torch.randn(num_rows, 4))]
-    layer.weight = nn.Parameter(TwoTensor(*[inner.detach().clone() for inner in plain]))
+    inner = [torch.randn(num_rows, COLUMNS) for _ in range(num_parts)]
+    while len(inner) > 2:
+        inner = [*inner[2:], TwoTensor(*inner[:2])]
+    layer.weight = nn.Parameter(TwoTensor(*inner))
+    plain = [nn.Parameter(part.clone()) for part in plain_parts(layer.weight.detach())]
     model = nn.Sequential(layer)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     fully_shard(model, mp_policy=policy)
@@ -169,7 +183,7 @@ def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
     for _ in range(2):
         out = model(x)
         out.square().sum().backward()
-        for param, got in zip(plain, (out.a, out.b), strict=True):
+        for param, got in zip(plain, plain_parts(out), strict=True):
             low = param.detach().to(param_dtype or param.dtype).requires_grad_()
             expected = nn.functional.linear(x.to(low.dtype), low)
             expected.square().sum().backward()
@@ -179,8 +193,7 @@ def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
         for optimizer in optimizers:
             optimizer.step()
         rank, chunk = dist.get_rank(), -(-num_rows // dist.get_world_size())
-        local = layer.weight.to_local()
-        for got, param in zip((local.a, local.b), plain, strict=True):
+        for got, param in zip(plain_parts(layer.weight.to_local()), plain, strict=True):
             assert_near(got, param[rank * chunk : (rank + 1) * chunk])
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -543,10 +543,10 @@ def test_wrong_arguments() -> None:
     model = sharded(mesh)
     with pytest.raises(TypeError) as error:
         move("model", (), mesh)  # type: ignore[arg-type]
-    assert str(error.value) == "Expected model to be an nn.Module, got str"
+    assert str(error.value) == "Expected model to be an nn.Module, got str: 'model'"
     with pytest.raises(TypeError) as error:
         move(model, (), 2)  # type: ignore[arg-type]
-    assert str(error.value) == "Expected mesh to be a DeviceMesh, got int"
+    assert str(error.value) == "Expected mesh to be a DeviceMesh, got int: 2"
     with pytest.raises(ValueError) as wrong:
         move(model, (), mesh, bucket_nbytes=0)
     assert str(wrong.value) == "Expected bucket_nbytes of at least 1, got 0"

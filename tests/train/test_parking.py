@@ -586,7 +586,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     (model, _) = sharded_pair(mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(TypeError) as type_error, parked("model"):  # type: ignore[arg-type]
         pass
-    assert str(type_error.value) == "Expected model to be an nn.Module, got str"
+    assert str(type_error.value) == "Expected model to be an nn.Module, got str: 'model'"
     with pytest.raises(TypeError) as type_error, parked(model, ["SGD"]):  # type: ignore[list-item]
         pass
     assert str(type_error.value) == (

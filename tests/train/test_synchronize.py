@@ -104,6 +104,35 @@ def test_one_rank_sends_nothing() -> None:
     assert run_ranks(synchronized, 1, 0, 100) == [[]]
 
 
+class Views(nn.Module):
+    """Buffers that are views: repeated, conjugate, negative."""
+
+    def __init__(self, value: float, own: bool) -> None:
+        super().__init__()
+        numbers = torch.full((1, 3), value).expand(4, 3)
+        waves = torch.full((3,), complex(value, value + 1))
+        self.register_buffer("repeated", numbers)
+        self.register_buffer("row", torch.full((3, 1, 2), value)[:, :, :1].expand(3, 2, 5))
+        self.register_buffer("conjugate", waves.clone() if own else waves.conj())
+        self.register_buffer("negative", waves.clone().conj().imag)
+        self.register_buffer("scalar", torch.full((), value).expand(2, 2))
+
+
+@pytest.mark.parametrize("bucket_nbytes", [5, 1000])
+@on_ranks(2)
+def test_buffers_that_are_views(bucket_nbytes: int) -> None:
+    """One is conjugate on the second rank alone."""
+    rank = dist.get_rank()
+    module, expected = Views(rank + 2.0, own=rank == 0), tensors_of(Views(2.0, own=True))
+    before = tensors_of(module)
+    sync_module_states(module, bucket_nbytes=bucket_nbytes)
+    for name, tensor in tensors_of(module).items():
+        assert tensor is before[name]
+        assert torch.equal(tensor, expected[name]), name
+    assert module.repeated.stride() == (0, 1) and module.scalar.stride() == (0, 0)
+    assert module.conjugate.is_conj() == (rank == 1)
+
+
 @on_ranks(2)
 def test_tensor_subclasses() -> None:
     module = own_values(partial(two_tensor_mlp, alike=False), dist.get_rank())
@@ -195,7 +224,7 @@ def test_replicas_of_shards() -> None:
 
 # Errors --------------------------------------------------------------------------------------
 
-OUTSIDE = "Expected src_rank to be in the process group, got 5 of [0, 1]"
+OUTSIDE = "Expected src_rank to be one of the ranks [0, 1], got 5"
 NO_BUCKET = "Expected bucket_nbytes of at least 1, got 0"
 SHARDED = (
     "Expected {} before it is sharded, got '{}' sharded on rank {}; call sync_module_states "
@@ -209,6 +238,11 @@ MISMATCH = (
     "Expected the same parameters and buffers on all ranks, got on rank 0: {}; on rank {}: {}"
 )
 WEIGHT = "'weight' of shape [{}, 4], torch.float32"
+ARGUMENTS = (
+    "Expected the same arguments of sync_module_states() on all ranks, got on rank 0: {}; on rank "
+    "1: {}"
+)
+BEGINS = "Expected all ranks to begin synchronizing Linear, got on rank 1: {}"
 
 
 def on_meta_on_the_last() -> None:
@@ -233,6 +267,22 @@ def other_shape() -> None:
     sync_module_states(nn.Linear(4, 4 + dist.get_rank()))
 
 
+def repeated_on_one() -> None:
+    module = nn.Linear(4, 4)
+    values = torch.zeros(4, 1).expand(4, 2)
+    module.register_buffer("table", values.clone() if dist.get_rank() else values)
+    sync_module_states(module)
+
+
+def differently(**arguments: tuple[Any, Any]) -> None:
+    own = {name: value[dist.get_rank()] for name, value in arguments.items()}
+    sync_module_states(nn.Linear(4, 4), **own)
+
+
+def said(src_rank: int = 0, keep_shards: bool = False, bucket_nbytes: int = 2**25) -> str:
+    return f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"
+
+
 def one_more() -> None:
     sync_module_states(nn.Linear(4, 4, bias=dist.get_rank() == 1))
 
@@ -249,6 +299,30 @@ def one_more() -> None:
             other_shape,
             "RankMismatchError",
             MISMATCH.format(WEIGHT.format(4), 1, WEIGHT.format(5)),
+        ),
+        (
+            repeated_on_one,
+            "RankMismatchError",
+            MISMATCH.format(
+                "'table' of shape [4, 2], torch.float32, repeated along [1]",
+                1,
+                "'table' of shape [4, 2], torch.float32",
+            ),
+        ),
+        (
+            partial(differently, src_rank=(0, 1)),
+            "RankMismatchError",
+            ARGUMENTS.format(said(), said(src_rank=1)),
+        ),
+        (
+            partial(differently, bucket_nbytes=(64, 100)),
+            "RankMismatchError",
+            ARGUMENTS.format(said(bucket_nbytes=64), said(bucket_nbytes=100)),
+        ),
+        (
+            partial(differently, keep_shards=(False, "no")),
+            "ShardError",
+            BEGINS.format("ValueError: Expected keep_shards to be a bool, got str: 'no'"),
         ),
         (
             one_more,

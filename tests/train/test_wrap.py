@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nets import Block, Net, assert_parity, own_input, train_step
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.tensor import Shard
 from training.cases import reproducible
 
 from composable_shard import FSDPModule, apply_fully_shard, fully_shard
@@ -259,7 +260,7 @@ def test_what_is_picked_trains(policy: str, num_ranks: int) -> None:
 
 # Errors --------------------------------------------------------------------------------------
 
-NOT_A_MODULE = "Expected module to be an nn.Module, got list"
+NOT_A_MODULE = "Expected module to be an nn.Module, got list: []; call it for each"
 NOT_A_POLICY = (
     "Expected policy to be module classes, a function of a module or a number of elements, "
     "got {}: {}"
@@ -299,3 +300,72 @@ def test_wrong_arguments(module: Any, policy: Any, kind: type[Exception], text: 
         assert str(caught.value) == text
         if isinstance(model, nn.Module):
             assert not any(isinstance(inner, FSDPModule) for inner in model.modules())
+
+
+# All or nothing ---------------------------------------------------------------------------------
+
+
+class Final(nn.Linear):
+    """A class of which no other is made."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no class may be made of Final")
+
+
+def last_gets(**arguments: Any) -> Callable[[nn.Module], Any]:
+    """Return a policy by which all is as it should be but for the output layer, or the root."""
+    return lambda module: (
+        arguments if isinstance(module, Net) or "out_features=3" in repr(module) else True
+    )
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "an argument that there is not": (
+        last_gets(reshard=True),
+        {},
+        "got an unexpected keyword argument 'reshard'",
+    ),
+    "a number that does not divide": (
+        last_gets(reshard_after_forward=3),
+        {},
+        "Expected reshard_after_forward to divide the number of shards, got 3 for 2 shards",
+    ),
+    "a policy that is none": (
+        last_gets(mp_policy=torch.bfloat16),
+        {},
+        "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got torch.dtype",
+    ),
+    "a dim of one parameter": (
+        Block,
+        {"shard_placement_fn": lambda param: Shard(1) if param.shape[0] == 3 else None},
+        "Expected shard_placement_fn to return a dim within the 1 dims of parameter 'out.bias', "
+        "got S(1)",
+    ),
+    "a dim with a budget": (
+        30,
+        {"shard_placement_fn": lambda param: Shard(1) if param.shape[0] == 3 else None},
+        "Expected shard_placement_fn to return a dim within the 1 dims of parameter ",
+    ),
+    "a class that cannot be": (
+        (Block, Final),
+        {},
+        "no class may be made of Final",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_leaves_all_as_it_was(case: str) -> None:
+    policy, kwargs, text = REFUSED[case]
+    with fake_ranks(2):
+        model = Net(2)
+        if case == "a class that cannot be":
+            model.final = Final(2, 2)
+        parts = [(part, type(part)) for part in model.modules()]
+        params = list(model.named_parameters())
+        with pytest.raises((TypeError, ValueError)) as caught:
+            apply_fully_shard(model, policy, **kwargs)
+        assert str(caught.value).startswith(text)
+        assert [(part, type(part)) for part in model.modules()] == parts
+        left = model.named_parameters()
+        assert all(a == b and p is q for (a, p), (b, q) in zip(left, params, strict=True))

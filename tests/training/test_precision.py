@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -290,3 +291,40 @@ def test_a_policy_trains_as_casts_by_hand_on_ranks_that_send(
 ) -> None:
     program = Program(steps, policy=POLICIES[policy])
     assert run_ranks(Apart(follow), ranks, program, timeout=30) == [[]] * ranks
+
+
+class Gated(nn.Module):
+    """For autograd the gradient of the gate is narrower under autocast, that of the norm wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.gate = nn.Parameter(torch.tensor(1.25))
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.layer(self.norm(x)) * self.gate
+        return x
+
+
+def train_gated(policy: MixedPrecisionPolicy, autocasts: bool) -> None:
+    reference = Gated() if autocasts else Gated().to(BF16)
+    sharded = fully_shard(copy.deepcopy(reference), mp_policy=policy)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(16, 8, generator=generator)  # the same on all ranks, so the mean is exact
+    for model in (reference, sharded):
+        with torch.autocast("cpu", BF16, enabled=autocasts):
+            output = model(x if autocasts else x.to(BF16))
+        output.float().square().sum().backward()
+    for name, param in sharded.named_parameters():
+        grad, expected = param.grad, reference.get_parameter(name).grad
+        assert isinstance(grad, DTensor)
+        assert grad.dtype == expected.dtype
+        assert torch.equal(grad.full_tensor(), expected), name
+
+
+@pytest.mark.parametrize("autocasts", [True, False], ids=["autocast", "pure bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_several_uses_add_up_as_unsharded(ranks: int, autocasts: bool) -> None:
+    run_ranks(train_gated, ranks, MixedPrecisionPolicy(), autocasts)

@@ -419,6 +419,29 @@ def test_a_rank_that_is_interrupted_while_it_writes_goes_on(place: str) -> None:
     assert run_ranks(interrupted_while_it_writes, 2, place) == [("", True), ("Interrupted", True)]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_lease_ends_whole_even_if_it_is_interrupted() -> None:
+    """Python drops the interrupt; the slab is free, and what was written in private is gone."""
+    own, ended, left = OwnFile(8), list[int](), [1]
+    slab, common = own.take(mmap.PAGESIZE), CommonFile(os.dup(own.file))
+    lease = common.lease(slab.start, slab.nbytes, lambda: ended.append(1))
+    forget = lease._forget_own
+
+    def interrupt() -> None:
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        forget()
+
+    ctypes.memset(lease.common, 3, slab.nbytes)
+    ctypes.memset(lease.address, 9, slab.nbytes)
+    lease._forget_own = interrupt
+    del lease
+    again = common.lease(slab.start, slab.nbytes, lambda: None)
+    assert ended == [1]
+    assert ctypes.string_at(again.address, slab.nbytes) == b"\3" * slab.nbytes
+
+
 def where_memory_is_locked() -> list[bool] | str:
     """Map private views of a file while all new memory is locked; see what is written later."""
     libc = ctypes.CDLL(None, use_errno=True)

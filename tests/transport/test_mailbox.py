@@ -27,6 +27,7 @@ from composable_shard.core.transport.point_to_point import (
     DirectGather,
     DirectReduceScatter,
 )
+from composable_shard.core.transport.shared_memory import _Piece
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
@@ -481,6 +482,44 @@ def test_the_next_one_does_not_read_what_was_for_nobody(
 ) -> None:
     for seen in run_ranks(interrupted, 3, launch, ranks):
         assert [exact for *_, exact in seen] == [[True] * 3] * 16, seen
+
+
+def interrupted_as_it_forgets(kind: type) -> tuple[str, bool, int]:
+    """Interrupt a rank as it gives up the pages of what it has read."""
+    real, group, said = _Piece.forget_pages, world(), ""
+    count, left = group.size(), [dist.get_rank()]
+
+    def interrupt(piece: _Piece) -> None:
+        if left.pop() if left else 0:
+            raise KeyboardInterrupt
+        real(piece)
+
+    def gathers(value: float) -> bool:
+        own = torch.full((count,), value + dist.get_rank())
+        output = torch.empty(count**2 if kind is DirectAllGather else 1)
+        wanted = torch.arange(count).repeat_interleave(count) + value
+        if kind is DirectAllGather:
+            Pending(DirectAllGather().launch([output], [own], group, TAG)).wait()
+            return torch.equal(output, wanted)
+        op = dist.ReduceOp.SUM
+        Pending(DirectReduceScatter().launch([output], [own], group, op, TAG)).wait()
+        return torch.equal(output, wanted[::count].sum(0, keepdim=True))
+
+    with mock.patch.object(_Piece, "forget_pages", interrupt):
+        try:
+            gathers(1.0)
+        except KeyboardInterrupt:
+            said = "KeyboardInterrupt"
+    gc.collect()
+    exact = gathers(3.0)
+    dist.barrier()
+    return said, exact, box().num_unread
+
+
+@pytest.mark.parametrize("kind", [DirectAllGather, DirectReduceScatter])
+def test_an_interrupt_at_the_end_of_a_collective_is_not_dropped(kind: type) -> None:
+    first, second = run_ranks(interrupted_as_it_forgets, 2, kind)
+    assert (first, second) == (("", True, 0), ("KeyboardInterrupt", True, 0))
 
 
 def interrupted_at_launch(name: str) -> list[str]:

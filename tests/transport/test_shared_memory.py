@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
 import logging
 import mmap
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -22,8 +25,8 @@ import torch
 import torch.distributed as dist
 from near import sharing
 
-from composable_shard._torch import can_adopt_memory, free
-from composable_shard.core.transport import mailbox, shared_memory
+from composable_shard._torch import can_adopt_memory, free, is_in_use
+from composable_shard.core.transport import mailbox, process_groups, shared_memory
 from composable_shard.core.transport.common_gather import CommonGather
 from composable_shard.core.transport.exchange import Exchange, HostCollective
 from composable_shard.core.transport.mailbox import (
@@ -34,6 +37,7 @@ from composable_shard.core.transport.mailbox import (
 )
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
+from composable_shard.core.transport.process_groups import subgroup
 from composable_shard.core.transport.shared_memory import (
     SWITCH,
     CommonFile,
@@ -178,6 +182,90 @@ def test_a_rank_that_cannot_share_is_sent_messages(what: str) -> None:
         ]
 
 
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Let this process open so many more files, and no others."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 50, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        for file in taken:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def met_with_few_descriptors(rank: int, count: int) -> tuple[list[int], dict[int, str], bool, bool]:
+    """Whom a group shares with, why not with others, whether it takes seconds, and gathers."""
+    group, start = fresh_group(), time.monotonic()
+    dist.barrier()
+    with descriptors_left(count) if dist.get_rank() == rank else contextlib.nullcontext():
+        near = near_ranks(group)
+    is_slow = time.monotonic() - start > 10.0
+    return near, why_apart(group), is_slow, gathers(group)
+
+
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.parametrize("count", range(9))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_descriptors_is_sent_messages(rank: int, count: int) -> None:
+    """However many are left, both of a pair know that they do not share, and why."""
+    found = run_ranks(met_with_few_descriptors, 3, rank, count)
+    for place, (near, reasons, is_slow, exact) in enumerate(found):
+        assert (is_slow, exact) == (False, True)
+        assert sorted([*near, *reasons]) == [peer for peer in range(3) if peer != place]
+        for peer, reason in reasons.items():
+            assert rank in (place, peer) and place in found[peer][1]
+            assert "[Errno 24] Too many open files" in reason
+
+
+def met_with_warnings_as_errors() -> tuple[str, bool]:
+    group, raised = fresh_group(), ""
+    mailbox._is_warned = False
+    with warnings.catch_warnings(), mock.patch.object(os, "memfd_create", refuse):
+        if dist.get_rank() == 1:
+            warnings.simplefilter("error")
+        try:
+            near_ranks(group)
+        except UserWarning as error:
+            raised = str(error)
+    return raised, gathers(group)
+
+
+@pytest.mark.usefixtures("sharing")
+def test_a_warning_that_is_an_error_on_one_rank_is_no_concern_of_others() -> None:
+    told, raised = run_ranks(met_with_warnings_as_errors, 2)
+    assert (told, raised[1]) == (("", True), True)
+    assert raised[0].startswith("Rank 1 and rank 0 run on one host and share no memory, because")
+
+
+def descriptors_that_a_program_inherits() -> list[int]:
+    def inherited() -> set[int]:
+        found = set[int]()
+        for file in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # that of the list itself
+                if os.get_inheritable(file):
+                    found.add(file)
+        return found
+
+    group = fresh_group()
+    dist.barrier(group)
+    before = inherited()
+    assert gathers(group) and near_ranks(group)
+    return sorted(inherited() - before)
+
+
+@pytest.mark.usefixtures("sharing")
+def test_a_program_that_a_rank_starts_inherits_no_memory_of_ranks() -> None:
+    assert run_ranks(descriptors_that_a_program_inherits, 2) == [[], []]
+
+
 def met_by_one_that_is_told_not_to() -> object:
     with mock.patch.dict(os.environ, {SWITCH: "0"} if dist.get_rank() == 1 else {}):
         return met()
@@ -320,7 +408,7 @@ def test_what_was_looked_at_is_no_memory_of_this_process_in_the_end() -> None:
         assert every.unique().tolist() == [value]
         seen.append(every.data_ptr())
         assert resident_pages(seen[-1]) == 8
-        del view
+        view.forget_pages()
         assert resident_pages(seen[-1]) == 0
         assert every[:PAGE].unique().tolist() == [value]  # who still looks, sees it
     assert seen[0] == seen[1]  # it stayed mapped
@@ -483,6 +571,25 @@ def descriptors_after_groups() -> tuple[int, int]:
 def test_nothing_is_left_of_groups_that_were_destroyed() -> None:
     for first, second in run_ranks(descriptors_after_groups, 2):
         assert abs(second - first) <= 3  # of torch's own, which come and go late
+
+
+def parts_after_groups() -> list[int]:
+    """Count the groups made of others, after each of five of those has come and gone."""
+    counts = []
+    for _ in range(5):
+        group = fresh_group()
+        assert gathers(subgroup(group, 2))
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        counts.append(sum(map(is_in_use, list(process_groups._origins))))
+    return counts
+
+
+@pytest.mark.usefixtures("sharing")
+def test_what_was_made_of_groups_that_were_destroyed_goes_when_more_is_made() -> None:
+    for counts in run_ranks(parts_after_groups, 2):
+        assert counts == [counts[0]] * 5
 
 
 def child_that(act: Callable[[], object]) -> Callable[[], str]:

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from composable_shard import (
     fully_shard,
     sync_module_states,
 )
+from composable_shard.api import check_calls
 from composable_shard.compat.fsdp1.policies import (
     AutoWrapPolicy,
     Choices,
@@ -71,6 +73,11 @@ class Scope:
                     if tensor is not None and tensor not in self.ignored_params:
                         found.setdefault(tensor, []).append(Place(module, registered, name))
         return found
+
+    def on_meta(self) -> set[nn.Module]:
+        """Return the modules that hold something on the meta device."""
+        held = self.held().items()
+        return {place.module for old, places in held if old.is_meta for place in places}
 
     def breadth_first(self) -> list[nn.Module]:
         """Return the modules in the order in which FSDP1 initializes them."""
@@ -265,8 +272,7 @@ def materialize(
     Raises:
         MaterializationError: If a module has none; nothing is initialized then.
     """
-    held = scope.held()
-    on_meta = {place.module for old, places in held.items() if old.is_meta for place in places}
+    held, on_meta = scope.held(), scope.on_meta()
     if not on_meta:
         return
     modules = scope.breadth_first()
@@ -325,13 +331,17 @@ def _put_aside(scope: Scope) -> Iterator[None]:
             module._parameters[name] = param
 
 
-def _reset(modules: Sequence[nn.Module], device: torch.device) -> None:
+def _check_resets(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if not callable(getattr(module, "reset_parameters", None)):
             raise MaterializationError(
                 f"Expected {type(module).__name__} on the meta device to have reset_parameters(), "
                 "got none; pass param_init_fn"
             )
+
+
+def _reset(modules: Sequence[nn.Module], device: torch.device) -> None:
+    _check_resets(modules)
     with torch.no_grad():
         for module in modules:
             module.to_empty(device=device, recurse=False)
@@ -520,18 +530,14 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
 # Making wrappers: which modules below get one, and how a module is sharded ------------------------
 
 
-def wrap_below(
-    root: nn.Module,
-    scope: Scope,
-    policy: AutoWrapPolicy,
-    wrapper_class: type[nn.Module],
-    arguments: dict[str, Any],
-) -> Scope:
-    """Replace the modules below ``root`` that a policy picks by wrappers, inner ones first.
+Below = list[tuple[nn.Module, dict[str, Any]]]
+"""The modules that get wrappers of their own, inner ones first, and the arguments of these."""
 
-    Returns:
-        What is left to ``root``.
-    """
+
+def chosen_below(
+    root: nn.Module, scope: Scope, policy: AutoWrapPolicy, arguments: dict[str, Any]
+) -> Below:
+    """Return the modules below ``root`` that a policy picks."""
     wrapped = {m for m in root.modules() if isinstance(m, (Wrapper, FSDPModule))}
     left_alone = scope.ignored_modules | wrapped
     chosen = choose(root, policy, left_alone, scope.ignored_params)
@@ -542,12 +548,55 @@ def wrap_below(
                 continue
             exempt = ExemptPrecision.of(module, precision)
             chosen[module] = {**chosen.get(module, {}), "mixed_precision": exempt}
+    return [(module, {**arguments, **own}) for module, own in in_order(root, chosen)]
+
+
+def check_all(
+    root: nn.Module,
+    scope: Scope,
+    below: Below,
+    layout: Layout,
+    choices: Choices,
+    wrapper_class: type[nn.Module],
+) -> None:
+    """Raise what wrapping would, before anything is wrapped, initialized or sharded.
+
+    Raises:
+        TypeError: If an argument of a wrapper has the wrong type, or there is none of that name.
+        ValueError: If a module cannot be sharded as it is asked.
+        MaterializationError: If a module on the meta device cannot be initialized.
+    """
+    calls, has_own = [], set[nn.Module]()
+    for module, arguments in below:
+        signature(wrapper_class).bind(module, **arguments)
+        own = Choices.of(arguments)
+        ignored = scope_of(module, arguments.get("ignored_modules"), arguments["ignored_states"])
+        over = layout
+        if own.sharding_strategy is not choices.sharding_strategy:
+            over = resolve_layout(own, layout.mesh.device_type, wraps_below=False)
+        calls.append(([module], _arguments(ignored, over, own)))
+        if own.param_init_fn is not None:
+            has_own.update(module.modules())
+    calls.append((_plain(root), _arguments(scope, layout, choices)))
+    check_calls((modules, arguments) for modules, arguments in calls if modules)
+    if choices.param_init_fn is None:
+        _check_resets(module for module in scope.on_meta() if module not in has_own)
+
+
+def wrap_below(
+    root: nn.Module, scope: Scope, below: Below, wrapper_class: type[nn.Module]
+) -> Scope:
+    """Replace modules below ``root`` by wrappers.
+
+    Returns:
+        What is left to ``root``.
+    """
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for name, child in vars(parent)["_modules"].items():
             places.setdefault(child, []).append((parent, name))
-    for module, own in in_order(root, chosen):
-        wrapper = wrapper_class(module, **{**arguments, **own})
+    for module, arguments in below:
+        wrapper = wrapper_class(module, **arguments)
         for parent, name in places[module]:
             setattr(parent, name, wrapper)
     return replace(scope, modules=tuple(_walk(root, scope.ignored_modules)))
@@ -570,9 +619,7 @@ def shard(
     module: nn.Module, scope: Scope, layout: Layout, choices: Choices, device: torch.device
 ) -> tuple[nn.Module, ...]:
     """Shard a module, or what is in a container and is not sharded; return which modules are."""
-    tops = [module]
     if type(module).forward is nn.Module.forward:
-        tops = list(_with_forward(module))
         warnings.warn(
             f"A container without a forward, {type(module).__name__}, cannot gather the parameters "
             "in it: they are gathered when one of its modules is called; wrap those one by one",
@@ -583,24 +630,37 @@ def shard(
     if choices.sync_module_states:
         synchronize(scope, layout.mesh)
     kept = [(inner, dict(inner._buffers)) for inner in scope.ignored_modules]
-    plain = [top for top in tops if not isinstance(top, FSDPModule)]
+    plain = _plain(module)
     if plain:
-        fully_shard(
-            plain,
-            mesh=layout.mesh,
-            dp_mesh_dims=layout.dims,
-            reshard_after_forward=layout.strategy.reshard_after_forward,
-            mp_policy=(choices.mixed_precision or MixedPrecision()).policy(),
-            offload_policy=(choices.cpu_offload or CPUOffload()).policy(),
-            ignored_params=set(scope.ignored_params),
-        )
+        fully_shard(plain, **_arguments(scope, layout, choices))
     for inner, buffers in kept:
         inner._buffers.update(buffers)
     if stays:
         own = set(scope.params())
         for inner in scope.modules:
             inner._apply(lambda t: t.cpu() if t in own else t, recurse=False)
-    return tuple(tops)
+    return tuple(_tops(module))
+
+
+def _arguments(scope: Scope, layout: Layout, choices: Choices) -> dict[str, Any]:
+    """Return the arguments for ``fully_shard``."""
+    return {
+        "mesh": layout.mesh,
+        "dp_mesh_dims": layout.dims,
+        "reshard_after_forward": layout.strategy.reshard_after_forward,
+        "mp_policy": (choices.mixed_precision or MixedPrecision()).policy(),
+        "offload_policy": (choices.cpu_offload or CPUOffload()).policy(),
+        "ignored_params": set(scope.ignored_params),
+    }
+
+
+def _plain(module: nn.Module) -> list[nn.Module]:
+    return [top for top in _tops(module) if not isinstance(top, FSDPModule)]
+
+
+def _tops(module: nn.Module) -> list[nn.Module]:
+    is_container = type(module).forward is nn.Module.forward
+    return list(_with_forward(module)) if is_container else [module]
 
 
 def _with_forward(container: nn.Module) -> Iterator[nn.Module]:

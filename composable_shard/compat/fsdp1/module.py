@@ -17,7 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard import FSDPModule, ShardError, _torch, clip_grad_norm_, unsharded
 from composable_shard.compat.fsdp1 import state_dicts
 from composable_shard.compat.fsdp1.construction import (
+    Below,
     arguments_below,
+    check_all,
+    chosen_below,
     resolve_device,
     resolve_layout,
     scope_of,
@@ -35,7 +38,7 @@ from composable_shard.compat.fsdp1.policies import (
 )
 from composable_shard.compat.fsdp1.state_dicts import StateDictSettings
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.nested import map_tensors
+from composable_shard.core.nested import Given, carry_over, map_tensors
 from composable_shard.core.root import Context, context_of
 
 # What a wrapper does around the forward of the wrapped module -------------------------------------
@@ -121,14 +124,6 @@ def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
         )
     with unsharded(wrapper.module, recurse=False, writeback=False):
         yield False
-
-
-def cast_inputs(
-    dtype: torch.dtype, inputs: tuple[tuple[Any, ...], dict[str, Any]]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast the floating-point tensors in inputs."""
-    cast: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(partial(_cast, dtype), inputs)
-    return cast
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -234,9 +229,12 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.compute_device = resolve_device(scope, choices)
         layout = resolve_layout(choices, self.compute_device.type, auto_wrap_policy is not None)
         self.sharding_strategy = layout.strategy
+        below: Below = []
         if auto_wrap_policy is not None:
             arguments = arguments_below(choices, scope, layout, self.compute_device)
-            scope = wrap_below(module, scope, auto_wrap_policy, type(self), arguments)
+            below = chosen_below(module, scope, auto_wrap_policy, arguments)
+        check_all(module, scope, below, layout, choices, type(self))
+        scope = wrap_below(module, scope, below, type(self))
         self._tops = shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
         self.training = module.training
@@ -341,12 +339,16 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         is_root = self.check_is_root()
         if is_root:
             check_tree(self)
+        given: list[Given] = []
         with precision(self) as lowers:
             if lowers and self.mixed_precision.casts_inputs(is_root):
                 dtype = self.mixed_precision.param_dtype
                 assert dtype is not None
-                args, kwargs = cast_inputs(dtype, (args, kwargs))
-            return self._fsdp_wrapped_module(*args, **kwargs)
+                args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs), given)
+            try:
+                return self._fsdp_wrapped_module(*args, **kwargs)
+            finally:
+                carry_over(given)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

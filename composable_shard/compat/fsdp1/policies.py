@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
 from typing import Any
@@ -207,6 +207,12 @@ class Choices:
             raise TypeError(
                 f"Expected param_init_fn to be callable, got {type(self.param_init_fn).__name__}"
             )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Choices:
+        """Return those among all arguments of a wrapper."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in arguments.items() if name in names})
 
     def to_keep(self) -> Choices:
         """Return them without what only making a wrapper asks for, and what cannot be pickled."""

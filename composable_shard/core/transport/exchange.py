@@ -195,9 +195,9 @@ class Exchange(HostCollective):
         form: Form,
         fill: Callable[[list[int]], object] | None,
     ) -> None:
+        self._views: list[View] = []
         super().__init__(group, tag, ranks)
         self.form = form
-        self._views: list[View] = []
         self._plan = plan = _plan(form)
         slab = self._mailbox.take_slab(len(plan.table) if fill is None else plan.nbytes)
         ctypes.memmove(slab.address, plan.table, len(plan.table))
@@ -267,5 +267,11 @@ class Exchange(HostCollective):
             view.forget_pages()
 
     def finish(self) -> None:
+        self.forget_pages()
         self._views.clear()
         super().finish()
+
+    def __del__(self) -> None:
+        if self._views:
+            self.forget_pages()
+        super().__del__()

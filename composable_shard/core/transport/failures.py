@@ -283,6 +283,8 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             _announced.add(board)
             text = f"{board.num_failures} {op}: {type(error).__name__}: {reason}"
             ask(functools.partial(board.say, _FAILED, text))
+    if _announced:
+        ask(bool, _ANSWER)  # until it is said: who waits in the store lets nobody else use it
 
 
 def go_on() -> None:

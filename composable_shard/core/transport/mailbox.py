@@ -437,12 +437,12 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
     if group not in _mailboxes:
         with watched(group, "finding the ranks of this host"):
             shared = share(group, Mailbox.num_words(group.size()))
-        _tell(group, shared)
         _reasons[group] = shared.reasons
         _mailboxes[group] = box = Mailbox(group, shared) if shared.files else None
         if box is not None:
             do_beside(box.catch_up)
             ensure_thread()
+        _tell(group, shared)
     return _mailboxes[group]
 
 

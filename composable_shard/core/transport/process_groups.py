@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from composable_shard.mesh import ShardMesh
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _made = weakref.WeakKeyDictionary()
-_makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_origins: weakref.WeakKeyDictionary[dist.ProcessGroup, _Origin] = weakref.WeakKeyDictionary()
 _LONGEST_EXIT = 30.0  # seconds until the interpreter ends all the same
 
 
@@ -37,18 +37,35 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
         group: A process group.
         num_ranks: How many of its ranks; divides their number.
 
-    Collective: makes the group at the first call for ``group`` and ``num_ranks``.
+    Collective: makes the group at the first call for ``group`` and ``num_ranks``. What was made of
+        groups that were destroyed since is destroyed before.
     """
     made = _made.setdefault(group, {})
     if num_ranks not in made:
+        _destroy(lambda whole: whole is None or not _torch.is_in_use(whole))
         first = group.rank() // num_ranks * num_ranks
         ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
         name = f"{group.group_name}/{num_ranks} from {first}"
         is_gloo = _torch.backend_name(group, torch.device("cpu")) == "gloo"
         timeout = _torch.timeout_of(group) if is_gloo else None
         made[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name, timeout)
-        _makers[made[num_ranks]] = os.getpid()
+        _origins[made[num_ranks]] = _Origin(os.getpid(), weakref.ref(group))
     return made[num_ranks]
+
+
+class _Origin(NamedTuple):
+    """Which process made a process group, and what it is a part of."""
+
+    process: int
+    whole: weakref.ref[dist.ProcessGroup]
+
+
+def _destroy(is_over: Callable[[dist.ProcessGroup | None], bool]) -> None:
+    """Destroy what this process has made, as far as what it is a part of is over."""
+    for part, origin in list(_origins.items()):
+        is_own = origin.process == os.getpid()  # a forked child has other threads
+        if is_own and _torch.is_in_use(part) and is_over(origin.whole()):
+            dist.destroy_process_group(part)
 
 
 def subgroups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
@@ -74,9 +91,7 @@ def end_process_groups() -> None:
     if mesh.started_process_group() is dist.group.WORLD:
         dist.destroy_process_group()
         return
-    for part, process in list(_makers.items()):
-        if process == os.getpid() and _torch.is_in_use(part):  # a forked child has other threads
-            dist.destroy_process_group(part)
+    _destroy(lambda _: True)
 
 
 atexit.register(end_process_groups)

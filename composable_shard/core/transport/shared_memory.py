@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import hashlib
@@ -309,7 +310,8 @@ class PeerFile:
 class View:
     """A slab of another rank, until nobody refers to this object.
 
-    What was looked at counts as memory of this process, too, until its pages are forgotten.
+    What was looked at counts as memory of this process, too, until its pages are forgotten. That is
+    not done by a ``__del__``, where Python drops an interrupt.
     """
 
     def __init__(self, piece: _Piece) -> None:
@@ -325,9 +327,6 @@ class View:
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
-
-    def __del__(self) -> None:
-        self.forget_pages()
 
 
 class CommonFile:
@@ -375,8 +374,13 @@ class Lease:
         self._on_end = on_end
 
     def __del__(self) -> None:
-        self._forget_own()
-        self._on_end()
+        try:
+            self._forget_own()
+        except BaseException:  # an interrupt, which Python tells and drops
+            self._forget_own()
+            raise
+        finally:
+            self._on_end()
 
 
 def _last_error() -> str:
@@ -426,19 +430,19 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
     shares. Guard: every failure is a reason, which both ranks of a pair know in the end. Test:
     ``test_a_rank_that_cannot_share_is_sent_messages``.
     """
-    rank = group.rank()
+    rank, own_host = group.rank(), _host()
     door, refused = _open_door(rank, group.size(), num_words)
-    cards = _hear((_host(), door.card if door else refused), group)
+    cards = _hear((own_host, door.card if door else refused), group)
     shared = Shared(door.own if door else None)
     for peer, (host, card) in enumerate(cards):
         if peer == rank:
             continue
-        if host != _host():
-            shared.reasons[peer] = "they run on different hosts"
-            continue
-        shared.on_this_host.append(peer)
+        if host == own_host:
+            shared.on_this_host.append(peer)
         if door is None or isinstance(card, str):
             shared.reasons[peer] = refused or str(card)
+        elif host != own_host:
+            shared.reasons[peer] = "they run on different hosts"
         elif (reason := door.pass_to(card, rank)) is not None:
             shared.reasons[peer] = reason
     _hear_reasons(shared, group)
@@ -473,13 +477,12 @@ def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> bool:
     return have_common
 
 
-@functools.cache
 def _host() -> int:
     """Return a number that no other running system has."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
-        text = secrets.token_bytes(16)  # not Linux: shared with nobody
+        text = secrets.token_bytes(16)  # not Linux, or no descriptor left: shared with nobody
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
 
 
@@ -546,24 +549,28 @@ class _Door:
 
     def take_in(self, shared: Shared, num_words: int) -> None:
         """Take the files of those who have come."""
-        if self.slabs is not None:
-            shared.slabs, shared.common = self.slabs, CommonFile(os.dup(self.slabs.file))
         expected = {
             _secret_of(self.card, peer): peer
             for peer in shared.on_this_host
             if peer not in shared.reasons
         }
         try:
+            if self.slabs is not None:
+                shared.slabs, shared.common = self.slabs, CommonFile(os.dup(self.slabs.file))
             while expected:
                 visit, _ = self._socket.accept()
                 with visit:
                     visit.settimeout(_VISIT)
-                    secret, found, *_ = socket.recv_fds(visit, _SECRET_NBYTES, 3)
-                peer = expected.get(secret)
-                if peer is None or len(found) < 2:  # somebody else
+                    secret, found, flags, _ = socket.recv_fds(visit, _SECRET_NBYTES, 3)
+                peer, is_cut = expected.get(secret), bool(flags & socket.MSG_CTRUNC)
+                if peer is None or is_cut or len(found) < 2:
                     for file in found:
                         os.close(file)
-                    continue
+                    if peer is not None and is_cut:
+                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                    continue  # somebody else
+                for file in found:
+                    os.set_inheritable(file, False)
                 file, shared.ends[peer], *common = found
                 if common:
                     shared.common = CommonFile(*common)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.arguments import check_int
+from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.gradient import is_partial
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup, check_reshard
 from composable_shard.core.hooks import groups_in
@@ -115,17 +115,17 @@ class _Move:
         self._joining: list[int] = []
         self._ways: list[list[tuple[Ground, Ground]]] = []
 
-    def check(self) -> None:
+    def check(self, bucket_nbytes: int) -> None:
         """Learn where the model is and where it goes, on which all ranks agree.
 
         Raises:
             ShardError: On all ranks, if one of them cannot move it.
         """
-        own, names = _Places((), (), ()), list[str]()
+        own, facts = _Places((), (), ()), [f"bucket_nbytes {bucket_nbytes}"]
         with self._ranks.noting_failure():
             own = self._own_places()
-            names = [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
-        self._agree(names, "model")
+            facts += [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
+        self._agree(facts, "model")
         heard = self._ranks.gather_alike(own)
         self._places = dict(zip(self._ranks.numbers, heard, strict=True))
         self._having = [rank for rank, places in self._places.items() if places.before]
@@ -222,7 +222,7 @@ class _Move:
 
     def go(self, bucket_nbytes: int) -> None:
         """Move everything, or nothing."""
-        self.check()
+        self.check(bucket_nbytes)
         told, before = self.tell()
         after = Tensors()
         try:
@@ -376,11 +376,12 @@ def move(
         TypeError: If an argument has the wrong type.
         ValueError: If ``bucket_nbytes`` is not positive.
         RankMismatchError: On all ranks, if models, optimizers or meshes differ between them.
-        ShardError: On all ranks, if one of them cannot move; everything is as it was then. In a
-            forward or backward, within :func:`unsharded` and :func:`parked`; for gradients that are
-            not reduced; for tensor subclasses that are not made of plain tensors of their shape;
-            for parameters that different ranks have on different meshes and that are to become one;
-            for a mesh without a parameter, or with other tensor-parallel ranks.
+        ShardError: On all ranks, if an argument is wrong on some of them, or one cannot move;
+            everything is as it was then. In a forward or backward, within :func:`unsharded` and
+            :func:`parked`; for gradients that are not reduced; for tensor subclasses that are not
+            made of plain tensors of their shape; for parameters that different ranks have on
+            different meshes and that are to become one; for a mesh without a parameter, or with
+            other tensor-parallel ranks.
 
     Collective: an all-to-all for each bucket, and a few all-gathers of small objects; with
         :func:`with_layout`, those of its ``state_dict`` and ``load_state_dict``.
@@ -399,14 +400,13 @@ def move(
         >>> run_threads(go_hybrid, 2)[0]
         ((Replicate(), Shard(dim=0)), (4, 2))
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected model to be an nn.Module, got {type(model).__name__}")
-    for one in mesh.values() if isinstance(mesh, Mapping) else (mesh,):
-        if not isinstance(one, DeviceMesh):
-            raise TypeError(f"Expected mesh to be a DeviceMesh, got {type(one).__name__}")
-    check_int("bucket_nbytes", bucket_nbytes, 1)
-    optimizers, groups = listed(optimizer), groups_in(model.modules())
     ranks = Ranks(process_group, f"moving {type(model).__name__}")
+    with ranks.checking():
+        check_module("model", model)
+        for one in mesh.values() if isinstance(mesh, Mapping) else (mesh,):
+            check_type("mesh", one, isinstance(one, DeviceMesh), "a DeviceMesh")
+        check_int("bucket_nbytes", bucket_nbytes, 1)
+        optimizers, groups = listed(optimizer), groups_in(model.modules())
     for group in groups:
         if not context_of(group).is_computing:
             group.reshard()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,9 @@ class Composition(NamedTuple):
 
     Attributes:
         codec: How its class takes it apart and makes it again; ``None`` for a plain tensor.
-        inner: The same of its inner tensors.
     """
 
     codec: Codec | None = None
-    inner: tuple[Composition, ...] = ()
 
     @classmethod
     def of(cls, what: str, tensor: torch.Tensor) -> Composition:
@@ -31,22 +29,21 @@ class Composition(NamedTuple):
             ShardError: If it is not plain, or made of plain tensors of its shape.
         """
         codec = codec_of(tensor)
-        if codec is None:
-            brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
-            if _torch.is_subclass(tensor) or (brings_hooks and type(tensor) is not torch.Tensor):
+        leaves = [tensor] if codec is None else codec.parts(tensor)
+        for leaf in leaves:
+            brings_hooks = has_extension(leaf) or has_grad_extension(leaf)
+            if _torch.is_subclass(leaf) or (brings_hooks and type(leaf) is not torch.Tensor):
                 raise ShardError(
                     f"Expected {what} to be a plain tensor or made of such (__tensor_flatten__), "
-                    f"got {type(tensor).__name__}; such a model is moved by a checkpoint"
+                    f"got {type(leaf).__name__}; such a model is moved by a checkpoint"
                 )
-            return cls()
-        parts = codec.parts(tensor)
-        if any(part.shape != tensor.shape for part in parts):
+        if any(leaf.shape != tensor.shape for leaf in leaves):
             raise ShardError(
                 f"Expected the inner tensors of {what}, a {type(tensor).__name__}, to have its "
-                f"shape {list(tensor.shape)}, got {[list(part.shape) for part in parts]}; such a "
+                f"shape {list(tensor.shape)}, got {[list(leaf.shape) for leaf in leaves]}; such a "
                 "model is moved by a checkpoint"
             )
-        return cls(codec, tuple(cls.of(what, part) for part in parts))
+        return cls(codec)
 
     def made_of(self, what: str, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """Make a tensor of plain ones, as ``_torch.leaves`` names them.
@@ -56,7 +53,8 @@ class Composition(NamedTuple):
         """
         if self.codec is None:
             return leaves[0]
-        made, like = self.make(iter(leaves)), leaves[0]
+        made = self.codec.rebuild(dict(zip(self.codec.names, leaves, strict=True)))
+        like = leaves[0]
         if type(made) is not self.codec.kind or made.shape != like.shape:
             raise ShardError(
                 f"Expected {self.codec.kind.__name__} of {what} to be made of inner tensors of "
@@ -64,10 +62,3 @@ class Composition(NamedTuple):
                 f"{list(made.shape)}; such a model is moved by a checkpoint"
             )
         return made
-
-    def make(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
-        """Make a tensor of the next plain ones."""
-        if self.codec is None:
-            return next(leaves)
-        parts = [inner.make(leaves) for inner in self.inner]
-        return self.codec.rebuild(dict(zip(self.codec.names, parts, strict=True)))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.arguments import check_type
+from composable_shard.arguments import check_module, check_path
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.optimizers import watch_optimizer_steps
@@ -355,8 +355,8 @@ def parked(
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If there is no folder, and nothing lies on a device.
-        ShardError: On all ranks, if one of them cannot write, or cannot read at the end: the model
-            is as it was in the first case, and stays parked in the second. In a forward or
+        ShardError: On all ranks, if an argument is wrong on some of them, or one cannot write: the
+            model is as it was then; if one cannot read at the end: it stays parked. In a forward or
             backward, within :func:`unsharded`, and within another such context of the same model.
 
     Collective: an all-gather of a small object at either end. If an exception ends the context,
@@ -375,20 +375,19 @@ def parked(
         >>> is_free
         True
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected model to be an nn.Module, got {type(model).__name__}")
-    is_path = folder is None or isinstance(folder, (str, os.PathLike))
-    check_type("folder", folder, is_path, "a path or None")
-    optimizers, groups = listed(optimizer), groups_in(model.modules())
-    _check_can_park(groups)
     ranks = Ranks(process_group, f"parking {type(model).__name__}")
-    shared = _put_away(groups)
-    tensors = _tensors_of(model, groups, optimizers)
-    if folder is None and not any(_is_on_device(t) for kind in tensors.values() for t in kind):
-        raise ValueError(
-            "Expected a folder for a model in memory of the host, got none; pass folder=..., on a "
-            "disk"
-        )
+    with ranks.checking():
+        check_module("model", model)
+        check_path("folder", folder, is_needed=False)
+        optimizers, groups = listed(optimizer), groups_in(model.modules())
+        _check_can_park(groups)
+        shared = _put_away(groups)
+        tensors = _tensors_of(model, groups, optimizers)
+        if folder is None and not any(_is_on_device(t) for kind in tensors.values() for t in kind):
+            raise ValueError(
+                "Expected a folder for a model in memory of the host, got none; pass folder=..., "
+                "on a disk"
+            )
     with _without_kept_storage(groups):
         memory, until = _Memory(tensors, ranks), contextlib.ExitStack()
         try:

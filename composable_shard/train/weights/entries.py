@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.arguments import check_module
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.param import sharded_form
 from composable_shard.core.root import context_of
@@ -93,8 +94,7 @@ def contents_of(module: nn.Module, doing: str) -> Contents:
 
     Collective: none.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected model to be an nn.Module, got {type(module).__name__}")
+    check_module("model", module)
     _show_shards(module, doing)
     return listed_in(module)
 

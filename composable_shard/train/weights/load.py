@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.arguments import check_flags
-from composable_shard.train.full import count_write, same_bits
+from composable_shard.arguments import check_flags, check_function, check_path
+from composable_shard.train.full import count_write, repeated_dims, same_bits, unrepeated
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.boxes import Box, Parts
 from composable_shard.train.weights.entries import (
@@ -97,13 +97,15 @@ class Reading:
         for target, box in self._targets(match.entry):
             piece = reader.read(stored, box) if full is None else full[box]
             piece = piece.reshape(target.shape)
+            what = f"'{match.stored[0].name}' and '{stored.name}', which the model ties"
             if not is_again:
-                target.copy_(piece)
-            elif not same_bits(target, piece.to(target.device, target.dtype)):
-                raise ValueError(
-                    f"Expected '{match.stored[0].name}' and '{stored.name}', which the model "
-                    "ties, to hold the same, got different values"
-                )
+                repeated = repeated_dims(target)
+                unrepeated(target, repeated).copy_(unrepeated(piece, repeated))
+                if not repeated:
+                    continue
+                what = f"all parts of '{stored.name}' along {repeated}, which are one in the model"
+            if not same_bits(target, piece.to(target.device, target.dtype)):
+                raise ValueError(f"Expected {what}, to hold the same, got different values")
 
     def _targets(self, entry: Entry) -> Iterator[tuple[torch.Tensor, Box]]:
         plain = entry.plain
@@ -202,9 +204,10 @@ def load_sharded(
         What was loaded and what was not; on all ranks the same.
 
     Raises:
-        TypeError: If ``model`` is not a module.
+        TypeError: If an argument has the wrong type.
         ValueError: If a flag is no bool.
-        ShardError: On all ranks, before anything is read: if a rank cannot open the checkpoint or
+        ShardError: On all ranks, before anything is read: if an argument is wrong on some of them,
+            if a rank cannot open the checkpoint or
             lacks a library for it, if rename fails, if names or shapes differ, a dtype cannot be
             cast (floating point into integers), or a parameter is a tensor subclass of several
             tensors. On all ranks, at the end: if a rank failed to read, or tied names differ; the
@@ -231,9 +234,12 @@ def load_sharded(
         >>> run_threads(load, 2)[0]
         (<loaded 2 tensors, nothing missing, nothing unexpected>, torch.Size([2, 2]))
     """
-    check_flags(strict=strict, broadcast_from_rank0=broadcast_from_rank0, progress=progress)
     ranks = Ranks(process_group, f"loading '{source}'")
-    contents = contents_of(model, "load_sharded")
+    with ranks.checking():
+        check_path("source", source)
+        check_flags(strict=strict, broadcast_from_rank0=broadcast_from_rank0, progress=progress)
+        check_function("rename", rename)
+        contents = contents_of(model, "load_sharded")
     shows = progress and ranks.is_first
     arguments = f"strict {strict}, {'no ' if rename is None else ''}rename"
     stored = _agree_on_stored(
@@ -281,10 +287,10 @@ def _agree_on_stored(
             if shows:
                 library("tqdm")
             stored = list_stored(source)
-    if sends:
-        stored = ranks.from_first(stored)
-    facts = [arguments, *(one.fact() for one in contents.entries)]
-    facts += [one.fact() for one in stored]
+    facts = [f"{arguments}, broadcast_from_rank0 {sends}"]
+    facts += [one.fact() for one in contents.entries]
+    if not sends:
+        facts += [one.fact() for one in stored]
     what = "model, checkpoint and arguments of load_sharded()"
     ranks.agree(facts, what, f"a checkpoint at '{source}'")
-    return stored
+    return ranks.from_first(stored) if sends else stored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -14,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_shard.arguments import check_dtype, check_flags
+from composable_shard.arguments import (
+    check_dtype,
+    check_flags,
+    check_function,
+    check_path,
+    check_value,
+)
 from composable_shard.errors import ShardError
 from composable_shard.train.checkpoint import sync_folder
 from composable_shard.train.ranks import Ranks
@@ -258,13 +265,13 @@ def save_full(
         process_group: The ranks that hold this model; all of them if absent.
 
     Raises:
-        TypeError: If ``model`` is not a module, or ``dtype`` no dtype.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``max_shard_size`` is not positive, or is a text of another form; if a flag
-            is no bool.
-        ShardError: On all ranks: if there are weights already, if a tensor is on the meta device or
-            is a tensor subclass of several tensors, if rename fails or gives two of them one name,
-            if a rank cannot write, or the first one lacks a library for it. In a forward or
-            backward.
+            is no bool, or ``dtype`` not one of floating point.
+        ShardError: On all ranks: if an argument is wrong on some of them; if there are weights
+            already, if a tensor is on the meta device or is a tensor subclass of several tensors,
+            if rename fails or gives two of them one name, if a rank cannot write, or the first one
+            lacks a library for it. In a forward or backward.
         RankMismatchError: On all ranks, if their models or arguments differ, or what ``rename``
             returns.
         CommunicationError: If a rank has ended or does not answer within the time-out.
@@ -284,14 +291,18 @@ def save_full(
         >>> [file.name for file in folder.iterdir()]
         ['model.safetensors']
     """
-    check_flags(overwrite=overwrite, progress=progress)
-    check_dtype("dtype", dtype)
     ranks = Ranks(process_group, f"saving '{target}'")
-    limit = num_bytes(max_shard_size)
-    entries = contents_of(model, "save_full").entries
+    with ranks.checking():
+        check_path("target", target)
+        limit = num_bytes(max_shard_size)
+        check_function("rename", rename)
+        check_dtype("dtype", dtype)
+        check_flags(overwrite=overwrite, progress=progress)
+        entries = contents_of(model, "save_full").entries
     output = Output(Path(target), overwrite=overwrite)
     shows = progress and ranks.is_first
-    arguments = f"max_shard_size {limit}, {'no ' if rename is None else ''}rename, dtype {dtype}"
+    place = "a file" if output.is_file else f"a folder, max_shard_size {limit}"
+    arguments = f"{place}, {'no ' if rename is None else ''}rename, dtype {dtype}"
     _agree_on_entries(ranks, entries, arguments, output, shows=shows)
     expected = f"names from rename for '{output.place}'"
     names = renamed([entry.names[0] for entry in entries], rename, ranks, expected)
@@ -340,17 +351,16 @@ def num_bytes(asked: int | str) -> int:
         >>> num_bytes("2GiB"), num_bytes("500MB"), num_bytes(7)
         (2147483648, 500000000, 7)
     """
-    number: float | str = asked
+    number = 0.0
     if isinstance(asked, str):
         unit = next((unit for unit in UNITS if asked.endswith(unit)), None)
         text = asked.removesuffix(unit or "").strip()
-        if unit is not None and text.replace(".", "", 1).isdigit():
+        if unit is not None and text.replace(".", "", 1).isdecimal():
             number = float(text) * UNITS[unit]
-    if isinstance(number, str) or number < 1:
-        raise ValueError(
-            "Expected max_shard_size to be a positive number of bytes or a text such as '5GB', "
-            f"got {asked!r}"
-        )
+    elif isinstance(asked, (int, float)) and not isinstance(asked, bool):
+        number = asked
+    fits = "to be a positive number of bytes or a text such as '5GB'"
+    check_value("max_shard_size", asked, 1 <= number < math.inf, fits)
     return int(number)
 
 

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_shard.arguments import check_dtype, check_flags
+from composable_shard.arguments import (
+    check_dtype,
+    check_flags,
+    check_function,
+    check_int,
+    check_value,
+    checked_device,
+)
 from composable_shard.errors import ShardError
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed
@@ -185,11 +192,12 @@ def iter_full(
         process_group: The ranks that hold this model; all of them if absent.
 
     Raises:
-        TypeError: If ``model`` is not a module, or ``dtype`` no dtype.
+        TypeError: If an argument has the wrong type; like what follows, when the first tensor is
+            asked for.
         ValueError: If an argument has another value than one of those above.
-        ShardError: On all ranks: if a tensor is on the meta device, if a tensor subclass cannot be
-            made plain, if rename fails or gives two of them one name; later on, if a rank leaves
-            early or fails. In a forward or backward.
+        ShardError: On all ranks: if an argument is wrong on some of them; if a tensor is on the
+            meta device, if a tensor subclass cannot be made plain, if rename fails or gives two of
+            them one name; later on, if a rank leaves early or fails. In a forward or backward.
         RankMismatchError: On all ranks, if their models or arguments differ.
         CommunicationError: If a rank has ended or does not answer within the time-out.
 
@@ -209,22 +217,29 @@ def iter_full(
         >>> run_threads(shapes, 2)[1]
         [('weight', [4, 2]), ('bias', [4])]
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected model to be an nn.Module, got {type(model).__name__}")
-    check_flags(rank0_only=rank0_only)
-    check_dtype("dtype", dtype)
-    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"Expected bucket_bytes to be a positive number, got {bucket_bytes!r}")
-    if tied not in get_args(Tied):
-        raise ValueError(f"Expected tied to be one of {get_args(Tied)}, got {tied!r}")
-    if subclasses not in ("own", "plain") and not callable(subclasses):
-        raise ValueError(
-            f"Expected subclasses to be 'own', 'plain' or a function, got {subclasses!r}"
-        )
-    place = None if device is None else torch.device(device)
     ranks = Ranks(process_group, "gathering full weights")
-    asked = Asked(dtype, rename, tied, subclasses)
-    return _iterate(model, asked, bucket_bytes, ranks, place, rank0_only=rank0_only)
+    asked, planned = Asked(dtype, rename, tied, subclasses), list[Planned]()
+    with ranks.checking():
+        check_int("bucket_bytes", bucket_bytes, 1)
+        check_flags(rank0_only=rank0_only)
+        asked.check()
+        place = checked_device("device", device)
+        entries = contents_of(model, "iter_full").entries
+    with ranks.noting_failure():
+        planned = asked.planned(entries)
+    facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked.fact()}"]
+    facts += [entry.fact() for entry in entries]
+    facts += [f"{one.names} for '{one.entry.names[0]}'" for one in planned]
+    ranks.agree(facts, "model and arguments of iter_full()", "names for iter_full()")
+    check_planned(planned, "iter_full()")
+    routes, to = Routes(), ranks.numbers[0] if rank0_only else None
+    rounds = [[Bucket(run, routes, to)] for run in runs_within(planned, bucket_bytes)]
+    stream = Stream(rounds, ranks, "all ranks to go through iter_full() to its end", place)
+    with contextlib.closing(stream.run()) as arriving:
+        for one, full in arriving:
+            for name in one.names:
+                yield name, full
+            del one, full  # or they would be held while the next bucket is finished
 
 
 class Asked:
@@ -239,6 +254,20 @@ class Asked:
     ) -> None:
         self._dtype, self._rename, self._tied = dtype, rename, tied
         self._subclasses = subclasses
+
+    def check(self) -> None:
+        """Raise unless this can be asked for.
+
+        Raises:
+            TypeError: If something has the wrong type.
+            ValueError: If it has another value than there is.
+        """
+        check_dtype("dtype", self._dtype)
+        check_function("rename", self._rename)
+        known = f"to be one of {get_args(Tied)}"
+        check_value("tied", self._tied, self._tied in get_args(Tied), known)
+        fits = callable(self._subclasses) or self._subclasses in ("own", "plain")
+        check_value("subclasses", self._subclasses, fits, "to be 'own', 'plain' or a function")
 
     def fact(self) -> str:
         """Describe what must be the same on all ranks."""
@@ -264,34 +293,6 @@ class Asked:
             if names:
                 found.append(Planned(names, entry, dtype, self._make_plain(entry)))
         return found
-
-
-def _iterate(
-    model: nn.Module,
-    asked: Asked,
-    bucket_bytes: int,
-    ranks: Ranks,
-    device: torch.device | None,
-    *,
-    rank0_only: bool,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    entries = contents_of(model, "iter_full").entries
-    planned: list[Planned] = []
-    with ranks.noting_failure():
-        planned = asked.planned(entries)
-    facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked.fact()}"]
-    facts += [entry.fact() for entry in entries]
-    facts += [f"{one.names} for '{one.entry.names[0]}'" for one in planned]
-    ranks.agree(facts, "model and arguments of iter_full()", "names for iter_full()")
-    check_planned(planned, "iter_full()")
-    routes, to = Routes(), ranks.numbers[0] if rank0_only else None
-    rounds = [[Bucket(run, routes, to)] for run in runs_within(planned, bucket_bytes)]
-    stream = Stream(rounds, ranks, "all ranks to go through iter_full() to its end", device)
-    with contextlib.closing(stream.run()) as arriving:
-        for one, full in arriving:
-            for name in one.names:
-                yield name, full
-            del one, full  # or they would be held while the next bucket is finished
 
 
 def check_planned(planned: Sequence[Planned], what: str) -> None:
