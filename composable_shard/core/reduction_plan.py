@@ -109,7 +109,6 @@ class ReductionPlan:
         spans = [(place[2], s.numel()) for place, s in zip(self._places, shards, strict=True)]
         self._gaps = gaps(spans, bucket.numel)
         self._specs: tuple[list[torch.dtype], list[_torch.DTensorSpec]] = ([], [])
-        self._final: tuple[list[torch.dtype | None], list[torch.dtype]] = ([], [])
         devices = {param.device for param, _ in self.members}
         self._device = devices.pop() if len(devices) == 1 else None
         self.is_on_host = self._device is not None and all(
@@ -136,11 +135,7 @@ class ReductionPlan:
     def grad_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes in which users get the gradients."""
         with _torch.without_overrides():
-            shown = [param.sharded.grad_dtype for param, _ in self.members]
-            if shown != self._final[0]:
-                dtype = self.bucket.dtype
-                self._final = shown, [param.final_grad_dtype(dtype) for param, _ in self.members]
-        return self._final[1]
+            return [param.final_grad_dtype(self.bucket.dtype) for param, _ in self.members]
 
     def specs(self, dtypes: list[torch.dtype]) -> list[_torch.DTensorSpec]:
         """Return what describes the reduced gradients as DTensors of these dtypes."""
