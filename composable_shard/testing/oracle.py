@@ -291,11 +291,10 @@ class Comparison:
         got, wanted = got.detach(), wanted.detach()
         if got.dtype != wanted.dtype or got.shape != wanted.shape:
             return [f"{what}: expected {_kind(wanted)}, got {_kind(got)}"]
-        same = got.isnan() & wanted.isnan() | (got == wanted)
-        if same.all():
+        if torch.equal(got, wanted) or _same(got, wanted).all():
             return []
-        off = (_wide(got) - _wide(wanted)).masked_fill(same, 0).abs().max().item()
-        most = max(self.oracle.largest.get(name, 0.0), _largest(wanted))
+        off, most = apart(got, wanted)
+        most = max(self.oracle.largest.get(name, 0.0), most)
         is_rounded = wanted.is_floating_point() or wanted.is_complex()
         allowed = self._allowed(wanted.dtype, name) if is_rounded else 0.0
         if allowed and off <= allowed * most:
@@ -314,6 +313,19 @@ class Comparison:
         for param in [params[name]] if name in params else params.values():
             dtypes |= {policy.compute_dtype(param.dtype), policy.reduction_dtype(param.dtype)}
         return 4 * max(RELATIVE.get(dtype, 0.0) for dtype in dtypes)
+
+
+def apart(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
+    """Return how far two tensors are apart at most, and the largest finite size of the second.
+
+    Infinite is as far from any number as it can be, and NaN from all but NaN.
+    """
+    off = (_wide(got) - _wide(wanted)).masked_fill(_same(got, wanted), 0).abs()
+    return float(off.max()) if off.numel() else 0.0, _largest(wanted)
+
+
+def _same(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return got.isnan() & wanted.isnan() | (got == wanted)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

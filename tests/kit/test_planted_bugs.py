@@ -20,6 +20,7 @@ from composable_shard.testing import (
     assert_trains_like_unsharded,
     programs,
 )
+from composable_shard.testing.oracle import apart
 from composable_shard.testing.strategies import training_programs
 from kit import models
 from kit.models import linear, linear_loss
@@ -89,6 +90,20 @@ def test_imaginary_parts_that_differ(tolerance: float | None) -> None:
     said = "the same bits" if tolerance is None else "at most # of it"
     lines = [f"rank {rank}: grad of phase: off by # of 1, expected {said}" for rank in (0, 1)]
     assert_found(str(caught.value), "step 1 of 1, 'backward'", lines)
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "expected"),
+    [
+        ([1 + 2j], [1 - 1j], (3.0, 2**0.5)),
+        ([torch.inf, 1.0, torch.nan], [torch.inf, 3.0, torch.nan], (2.0, 3.0)),
+        ([5.0, 1.0], [torch.inf, 1.0], (torch.inf, 1.0)),
+        ([], [], (0.0, 0.0)),
+    ],
+)
+def test_how_far_tensors_are_apart(got: Any, wanted: Any, expected: tuple[float, float]) -> None:
+    assert apart(torch.tensor(got), torch.tensor(wanted)) == pytest.approx(expected)
+    assert apart(torch.tensor([torch.nan]), torch.tensor([1.0]))[0] not in (0.0, 1.0)
 
 
 def test_counters_are_not_rounded() -> None:
