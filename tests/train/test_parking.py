@@ -586,11 +586,11 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     (model, _) = sharded_pair(mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(TypeError) as type_error, parked("model"):  # type: ignore[arg-type]
         pass
-    assert str(type_error.value) == "Expected model to be an nn.Module, got str"
+    assert str(type_error.value) == "Expected model to be an nn.Module, got str: 'model'"
     with pytest.raises(TypeError) as type_error, parked(model, ["SGD"]):  # type: ignore[list-item]
         pass
     assert str(type_error.value) == (
-        "Expected optimizer to be a torch.optim.Optimizer or several, got str"
+        "Expected optimizer to be a torch.optim.Optimizer or several, got str: 'SGD'"
     )
     with pytest.raises(ValueError) as value_error, parked(model):
         pass
