@@ -112,17 +112,17 @@ def check_dtype(name: str, value: Any) -> None:
         check_value(name, value, is_float, "to be a floating-point dtype")
 
 
-def checked_device(name: str, value: Any) -> torch.device | None:
-    """Return a device by its name, or ``None``.
+def checked_device(name: str, value: Any) -> torch.device:
+    """Return a device by its name.
 
     Raises:
         TypeError: If an argument is neither.
         ValueError: If there is none of that name.
     """
-    fits = value is None or isinstance(value, (str, torch.device))
-    check_type(name, value, fits, "a device, its name or None")
+    fits = isinstance(value, (str, torch.device))
+    check_type(name, value, fits, "a device or its name")
     try:
-        return None if value is None else torch.device(value)
+        return torch.device(value)
     except RuntimeError as error:
         raise ValueError(f"Expected {name} to be a device, got {value!r}: {error}") from error
 

@@ -159,13 +159,18 @@ def resolve_mesh(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``mesh`` has another number of axes, lacks names or those asked for, or is
-            one of devices that this process does not have.
+        ValueError: If ``mesh`` has another number of axes, lacks names or those asked for, is one
+            of devices that this process does not have, or this rank is not in it.
     """
     if mesh is None:
         mesh = _default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"Expected mesh to be a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"Expected a mesh that rank {dist.get_rank()} is in, got {mesh}; ranks that are to "
+            "have no part of a module leave it as it is"
+        )
     if dims is not None:
         return _from_names(mesh, dims)
     if mesh.ndim not in (1, 2):

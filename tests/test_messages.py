@@ -354,6 +354,22 @@ CASES_OF_FOUR: list[tuple[Callable[[], object], type[Exception], str]] = [
         "'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh, from shard_placement_fn "
         "for parameter 'weight'",
     ),
+    (
+        lambda: fully_shard(linear(), mesh=DeviceMesh("cpu", [1, 2])),
+        ValueError,
+        "Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); ranks that "
+        "are to have no part of a module leave it as it is",
+    ),
+    (
+        lambda: fully_shard(
+            linear(),
+            shard_placement_fn=lambda _: ShardPlacementResult(mesh=DeviceMesh("cpu", [1, 2])),
+        ),
+        ValueError,
+        "Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); ranks that "
+        "are to have no part of a module leave it as it is, from shard_placement_fn for parameter "
+        "'weight'",
+    ),
     # Resharding
     (
         lambda: fully_shard(linear(), reshard_after_forward=3),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.arguments import check_function, check_type
+from composable_shard.arguments import check_function, check_type, checked_device
 from composable_shard.insight.advice import is_repeated_block
 from composable_shard.insight.group_traffic import StepTraffic, step_traffic, total_traffic
 from composable_shard.insight.live_bytes import OptimizerFactory
@@ -208,6 +208,7 @@ def estimate(
     check_type("loss", loss, callable(loss), "a function of output and batch")
     makes = optimizer is None or callable(optimizer) or isinstance(optimizer, Mapping)
     check_type("optimizer", optimizer, makes, "a function of parameters, a mapping or None")
+    kind = checked_device("device", device).type
     ranks = checked_ranks(mesh_shape, kwargs.get("reshard_after_forward"))
     speeds = Speeds.of(flops, bandwidth, replica_bandwidth, latency)
     check_no_process_group()
@@ -224,7 +225,7 @@ def estimate(
         batch,
         loss,
         optimizer,
-        torch.device(device).type,
+        kind,
     )
     rehearsal = rehearse(question, ranks)
     result = _weigh(rehearsal, ranks)

@@ -195,7 +195,7 @@ class Unsharded:
 
     def _note_size(self, name: str, value: torch.Tensor) -> None:
         if value.numel():
-            largest = value.detach().double().abs().max().item()
+            largest = _largest(value.detach())
             self.largest[name] = max(largest, self.largest.get(name, 0.0))
 
 
@@ -291,12 +291,13 @@ class Comparison:
         got, wanted = got.detach(), wanted.detach()
         if got.dtype != wanted.dtype or got.shape != wanted.shape:
             return [f"{what}: expected {_kind(wanted)}, got {_kind(got)}"]
-        if torch.equal(got, wanted) or (got.isnan() & wanted.isnan() | (got == wanted)).all():
+        if torch.equal(got, wanted) or _same(got, wanted).all():
             return []
-        off = (got.double() - wanted.double()).abs().max().item()
-        most = max(self.oracle.largest.get(name, 0.0), wanted.double().abs().max().item())
-        allowed = self._allowed(wanted.dtype, name)
-        if off <= allowed * most:
+        off, most = apart(got, wanted)
+        most = max(self.oracle.largest.get(name, 0.0), most)
+        is_rounded = wanted.is_floating_point() or wanted.is_complex()
+        allowed = self._allowed(wanted.dtype, name) if is_rounded else 0.0
+        if allowed and off <= allowed * most:
             return []
         limit = f"at most {allowed:.3g} of it" if allowed else "the same bits"
         return [f"{what}: off by {off:.3g} of {most:.3g}, expected {limit}"]
@@ -312,6 +313,29 @@ class Comparison:
         for param in [params[name]] if name in params else params.values():
             dtypes |= {policy.compute_dtype(param.dtype), policy.reduction_dtype(param.dtype)}
         return 4 * max(RELATIVE.get(dtype, 0.0) for dtype in dtypes)
+
+
+def apart(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
+    """Return how far two tensors are apart at most, and the largest finite size of the second.
+
+    Infinite is as far from any number as it can be, and NaN from all but NaN.
+    """
+    off = (_wide(got) - _wide(wanted)).masked_fill(_same(got, wanted), 0).abs()
+    return float(off.max()) if off.numel() else 0.0, _largest(wanted)
+
+
+def _same(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return got.isnan() & wanted.isnan() | (got == wanted)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value that is finite."""
+    sizes = _wide(tensor).abs().nan_to_num(nan=0.0, posinf=0.0)
+    return float(sizes.max()) if sizes.numel() else 0.0
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from composable_shard import _torch
+from composable_shard.arguments import check_int
 from composable_shard.testing.processes import (
     PackedFailure,
     RankError,
@@ -62,8 +63,7 @@ def run_threads(
         >>> run_threads(lambda: dist.get_rank(), 3)
         [0, 1, 2]
     """
-    if num_ranks < 1:
-        raise ValueError(f"Expected num_ranks of at least 1, got {num_ranks}")
+    check_int("num_ranks", num_ranks, 1)
     outcome = _Outcome(num_ranks)
     with _torch.threaded_world() as release:
 
@@ -217,8 +217,7 @@ def run_ranks(
         >>> run_ranks(dist.get_rank, 2)
         [0, 1]
     """
-    if num_ranks < 1:
-        raise ValueError(f"Expected num_ranks of at least 1, got {num_ranks}")
+    check_int("num_ranks", num_ranks, 1)
     if timeout <= 0:
         raise ValueError(f"Expected a timeout of more than 0 s, got {timeout}")
     payload = _pickle_call(fn, args, kwargs)
@@ -249,7 +248,8 @@ def fake_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
         rank: the rank to be.
 
     Raises:
-        ValueError: `rank` is not in `range(num_ranks)`.
+        TypeError: `num_ranks` is no int.
+        ValueError: `num_ranks` is not positive, or `rank` is not in `range(num_ranks)`.
         RuntimeError: this process already has a process group.
 
     Example:
@@ -258,6 +258,7 @@ def fake_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
         ...     print(dist.get_rank(), dist.get_world_size())
         7 512
     """
+    check_int("num_ranks", num_ranks, 1)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"Expected a rank from 0 to {num_ranks - 1}, got {rank}")
     if dist.is_initialized():

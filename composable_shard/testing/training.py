@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard.api import fully_shard
+from composable_shard.arguments import check_flags, check_value, checked_number
 from composable_shard.module import FSDPModule
 from composable_shard.policy import MixedPrecisionPolicy
 from composable_shard.testing.oracle import Build, Comparison, MakeOptimizer, Unsharded, new_model
@@ -360,8 +361,8 @@ def assert_trains_like_unsharded(
         AssertionError: They do not train alike, or the sharded one raised or hung. The text names
             the step, the rank and what differs, and holds the call as an expression to paste.
         ValueError: The program has an unknown step or none at all, `mesh` does not have
-            `world_size` ranks, or there is no `loss`.
-        TypeError: Something cannot be sent to the ranks.
+            `world_size` ranks or has more axes, `tolerance` is not finite, or there is no `loss`.
+        TypeError: An argument has the wrong type, or something cannot be sent to the ranks.
 
     Example:
         >>> from composable_shard.testing import ParamSpec, TreeSpec
@@ -369,6 +370,10 @@ def assert_trains_like_unsharded(
         >>> assert_trains_like_unsharded(model, ["backward", "step", "accumulate", "backward"])
     """
     steps = check_program(program)
+    if tolerance is not None:
+        fits = 0 <= checked_number("tolerance", tolerance) < math.inf
+        check_value("tolerance", tolerance, fits, "to be a finite number of at least 0")
+    check_flags(simulates_device=simulates_device)
     num_ranks = _num_ranks(world_size, mesh)
     is_tree = isinstance(build, TreeSpec)
     if loss is None and not is_tree:
@@ -429,6 +434,8 @@ def shard_children(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def _num_ranks(world_size: int | None, mesh: tuple[int, ...] | None) -> int:
+    fits = mesh is None or len(mesh) in (1, 2)
+    check_value("mesh", mesh, fits, "to be (shard,) or (replicate, shard)")
     if mesh is None:
         return 2 if world_size is None else world_size
     if world_size not in (None, math.prod(mesh)):

@@ -234,7 +234,7 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "device of weights": (
         lambda: stream(device=1.0),
-        "device to be a device, its name or None, got float: 1.0",
+        "device to be a device or its name, got float: 1.0",
     ),
     "target": (lambda: any_save(nn.Linear(4, 4), 3), "target to be a path, got int: 3"),
     "dtype to save": (
@@ -350,6 +350,10 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
     "optimizer to estimate": (
         lambda: told(optimizer="adam"),
         "optimizer to be a function of parameters, a mapping or None, got str: 'adam'",
+    ),
+    "device to estimate": (
+        lambda: told(device=3),
+        "device to be a device or its name, got int: 3",
     ),
     "flops": (
         lambda: told(flops="many", bandwidth=1.0),

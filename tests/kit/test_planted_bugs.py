@@ -20,6 +20,7 @@ from composable_shard.testing import (
     assert_trains_like_unsharded,
     programs,
 )
+from composable_shard.testing.oracle import apart
 from composable_shard.testing.strategies import training_programs
 from kit import models
 from kit.models import linear, linear_loss
@@ -74,6 +75,63 @@ def test_a_gradient_that_is_lost_on_one_rank() -> None:
     text = told(["accumulate", "sync"], models.no_reduction_on_rank_1)
     expected = "rank 1: grad of weight: off by # of #, expected the same bits"
     assert_found(text, "step 2 of 2, 'sync'", [expected])
+
+
+@pytest.mark.parametrize("tolerance", [None, 0.01])
+def test_imaginary_parts_that_differ(tolerance: float | None) -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_trains_like_unsharded(
+            models.Waves,
+            ["backward"],
+            shard=models.turns_phases,
+            loss=models.waves_loss,
+            tolerance=tolerance,
+        )
+    said = "the same bits" if tolerance is None else "at most # of it"
+    lines = [f"rank {rank}: grad of phase: off by # of 1, expected {said}" for rank in (0, 1)]
+    assert_found(str(caught.value), "step 1 of 1, 'backward'", lines)
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "expected"),
+    [
+        ([1 + 2j], [1 - 1j], (3.0, 2**0.5)),
+        ([torch.inf, 1.0, torch.nan], [torch.inf, 3.0, torch.nan], (2.0, 3.0)),
+        ([5.0, 1.0], [torch.inf, 1.0], (torch.inf, 1.0)),
+        ([], [], (0.0, 0.0)),
+    ],
+)
+def test_how_far_tensors_are_apart(got: Any, wanted: Any, expected: tuple[float, float]) -> None:
+    assert apart(torch.tensor(got), torch.tensor(wanted)) == pytest.approx(expected)
+    assert apart(torch.tensor([torch.nan]), torch.tensor([1.0]))[0] not in (0.0, 1.0)
+
+
+def test_counters_are_not_rounded() -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_trains_like_unsharded(
+            models.Waves,
+            ["evaluate"],
+            shard=models.counts_twice,
+            loss=models.waves_loss,
+            tolerance=0.01,
+        )
+    lines = [
+        f"rank {rank}: num_calls: off by 1 of 1e+03, expected the same bits" for rank in (0, 1)
+    ]
+    assert_found(str(caught.value), "step 1 of 1, 'evaluate'", lines)
+
+
+def test_what_is_infinite_is_not_near_to_what_is_not() -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_trains_like_unsharded(
+            models.Overflowing,
+            ["evaluate"],
+            shard=models.does_not_overflow,
+            loss=models.overflowing_loss,
+            tolerance=0.01,
+        )
+    lines = [f"rank {rank}: loss: off by inf of 0, expected at most # of it" for rank in (0, 1)]
+    assert_found(str(caught.value), "step 1 of 1, 'evaluate'", lines)
 
 
 def test_stale_parameters() -> None:
@@ -180,6 +238,16 @@ def test_arguments_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError) as caught:
         assert_trains_like_unsharded(tree, [])
     assert str(caught.value) == "Expected a program of at least one step, got none"
+    for tolerance in (float("inf"), float("nan"), -1.0):
+        with pytest.raises(ValueError) as caught:
+            assert_trains_like_unsharded(tree, ["step"], tolerance=tolerance)
+        text = f"Expected tolerance to be a finite number of at least 0, got {tolerance}"
+        assert str(caught.value) == text
+    with pytest.raises(ValueError) as caught:
+        assert_trains_like_unsharded(tree, ["step"], mesh=(1, 1, 2))
+    assert str(caught.value) == (
+        "Expected mesh to be (shard,) or (replicate, shard), got (1, 1, 2)"
+    )
     with pytest.raises(ValueError) as caught:
         assert_trains_like_unsharded(tree, ["step"], world_size=2, mesh=(3,))
     assert str(caught.value) == "Expected a mesh of 2 ranks, got (3,), which has 3"

@@ -576,6 +576,7 @@ def test_a_rank_without_the_model_says_so(tmp_path: Path) -> None:
     train(model, optimizer, 0)
     state, states = model.state_dict(), optimizer.state_dict()
     move(model, optimizer, on_mesh(0))
+    alone = dist.new_group([1])
     if dist.get_rank() == 0:
         train(model, optimizer, 1)
         return
@@ -587,7 +588,7 @@ def test_a_rank_without_the_model_says_so(tmp_path: Path) -> None:
         (optimizer.step, "the root group in memory for a step of AdamW"),
         (lambda: unsharded(model).__enter__(), "the root group in memory for unsharded()"),
         (
-            lambda: parked(model, folder=tmp_path).__enter__(),
+            lambda: parked(model, folder=tmp_path, process_group=alone).__enter__(),
             "the root group in memory to be parked",
         ),
     ]

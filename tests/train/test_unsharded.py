@@ -544,7 +544,10 @@ ON_META = (
     "Expected materialized parameters, got 'weight' of FSDPLinear on meta; call "
     "module.to_empty(device=...) and initialize them"
 )
-NOT_A_MODULE = "Expected module to be an nn.Module, got list"
+NOT_A_MODULE = (
+    "Expected module to be an nn.Module, got list: [Linear(in_features=2, out_features=2, "
+    "bias=True)]; call it for each"
+)
 ROOT, BLOCK = "the root group", "group 'blocks.0'"
 
 

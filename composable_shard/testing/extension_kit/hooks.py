@@ -35,6 +35,7 @@ from composable_shard.core.gradient_extension import GradExtension, formats_of
 from composable_shard.core.layout import ParamLayout
 from composable_shard.errors import ExtensionError
 from composable_shard.module import group_of
+from composable_shard.testing.oracle import apart
 
 # What the checks found, in words ------------------------------------------------------------------
 
@@ -148,8 +149,7 @@ class Subject:
     ) -> None:
         """Compare results, inner tensor by inner tensor."""
         for mine, theirs in zip(found, expected, strict=True):
-            error = (mine.double() - theirs.double()).abs().max().item()
-            largest = theirs.double().abs().max().item()
+            error, largest = apart(mine, theirs)
             if not error <= self.tolerance * largest:
                 off = error / largest if largest else math.inf
                 raise Broken(

@@ -223,7 +223,7 @@ def iter_full(
         check_int("bucket_bytes", bucket_bytes, 1)
         check_flags(rank0_only=rank0_only)
         asked.check()
-        place = checked_device("device", device)
+        place = None if device is None else checked_device("device", device)
         entries = contents_of(model, "iter_full").entries
     with ranks.noting_failure():
         planned = asked.planned(entries)
