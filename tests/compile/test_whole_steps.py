@@ -96,7 +96,7 @@ def train(way: str, backend: str, make: type[Net]) -> list[list[str]]:
     return events
 
 
-WAYS = ["backward", "everything", "microbatches", "chosen"]
+WAYS = ["everything", "microbatches", "backward", "chosen"]
 
 
 CASES = [
@@ -106,6 +106,7 @@ CASES = [
 ]
 
 
+@pytest.mark.brief(2)
 @pytest.mark.parametrize(("way", "make"), CASES)
 def test_a_compiled_step_trains_as_unsharded(way: str, make: type[Net]) -> None:
     for events in run_ranks(train, 2, way, "aot_eager", make, timeout=240):
