@@ -586,12 +586,6 @@ def parts_after_groups() -> list[int]:
     return counts
 
 
-@pytest.mark.usefixtures("sharing")
-def test_what_was_made_of_groups_that_were_destroyed_goes_when_more_is_made() -> None:
-    for counts in run_ranks(parts_after_groups, 2):
-        assert counts == [counts[0]] * 5
-
-
 def child_that(act: Callable[[], object]) -> Callable[[], str]:
     """Fork a process that does something; return what waits for its end and what it says."""
     here, there = os.pipe()

@@ -37,12 +37,10 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
         group: A process group.
         num_ranks: How many of its ranks; divides their number.
 
-    Collective: makes the group at the first call for ``group`` and ``num_ranks``. What was made of
-        groups that were destroyed since is destroyed before.
+    Collective: makes the group at the first call for ``group`` and ``num_ranks``.
     """
     made = _made.setdefault(group, {})
     if num_ranks not in made:
-        _destroy(lambda whole: whole is None or not _torch.is_in_use(whole))
         first = group.rank() // num_ranks * num_ranks
         ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
         name = f"{group.group_name}/{num_ranks} from {first}"
