@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from near import sharing
 
-from composable_shard._torch import can_adopt_memory, free, is_in_use
-from composable_shard.core.transport import mailbox, process_groups, shared_memory
+from composable_shard._torch import can_adopt_memory, free
+from composable_shard.core.transport import mailbox, shared_memory
 from composable_shard.core.transport.common_gather import CommonGather
 from composable_shard.core.transport.exchange import Exchange, HostCollective
 from composable_shard.core.transport.mailbox import (
@@ -37,7 +37,6 @@ from composable_shard.core.transport.mailbox import (
 )
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
-from composable_shard.core.transport.process_groups import subgroup
 from composable_shard.core.transport.shared_memory import (
     SWITCH,
     CommonFile,
@@ -571,19 +570,6 @@ def descriptors_after_groups() -> tuple[int, int]:
 def test_nothing_is_left_of_groups_that_were_destroyed() -> None:
     for first, second in run_ranks(descriptors_after_groups, 2):
         assert abs(second - first) <= 3  # of torch's own, which come and go late
-
-
-def parts_after_groups() -> list[int]:
-    """Count the groups made of others, after each of five of those has come and gone."""
-    counts = []
-    for _ in range(5):
-        group = fresh_group()
-        assert gathers(subgroup(group, 2))
-        dist.destroy_process_group(group)
-        del group
-        gc.collect()
-        counts.append(sum(map(is_in_use, list(process_groups._origins))))
-    return counts
 
 
 def child_that(act: Callable[[], object]) -> Callable[[], str]:

@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from composable_shard.mesh import ShardMesh
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _made = weakref.WeakKeyDictionary()
-_origins: weakref.WeakKeyDictionary[dist.ProcessGroup, _Origin] = weakref.WeakKeyDictionary()
+_makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _LONGEST_EXIT = 30.0  # seconds until the interpreter ends all the same
 
 
@@ -47,23 +47,8 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
         is_gloo = _torch.backend_name(group, torch.device("cpu")) == "gloo"
         timeout = _torch.timeout_of(group) if is_gloo else None
         made[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name, timeout)
-        _origins[made[num_ranks]] = _Origin(os.getpid(), weakref.ref(group))
+        _makers[made[num_ranks]] = os.getpid()
     return made[num_ranks]
-
-
-class _Origin(NamedTuple):
-    """Which process made a process group, and what it is a part of."""
-
-    process: int
-    whole: weakref.ref[dist.ProcessGroup]
-
-
-def _destroy(is_over: Callable[[dist.ProcessGroup | None], bool]) -> None:
-    """Destroy what this process has made, as far as what it is a part of is over."""
-    for part, origin in list(_origins.items()):
-        is_own = origin.process == os.getpid()  # a forked child has other threads
-        if is_own and _torch.is_in_use(part) and is_over(origin.whole()):
-            dist.destroy_process_group(part)
 
 
 def subgroups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
@@ -89,7 +74,9 @@ def end_process_groups() -> None:
     if mesh.started_process_group() is dist.group.WORLD:
         dist.destroy_process_group()
         return
-    _destroy(lambda _: True)
+    for part, process in list(_makers.items()):
+        if process == os.getpid() and _torch.is_in_use(part):  # a forked child has other threads
+            dist.destroy_process_group(part)
 
 
 atexit.register(end_process_groups)
