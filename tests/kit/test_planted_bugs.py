@@ -28,10 +28,18 @@ from kit.models import linear, linear_loss
 SCOPE = {**vars(models), "assert_trains_like_unsharded": assert_trains_like_unsharded}
 
 
-def told(program: Sequence[Step], shard: Callable[..., Any], world_size: int = 2) -> str:
+def told(
+    program: Sequence[Step],
+    shard: Callable[..., Any],
+    world_size: int = 2,
+    *,
+    build: Callable[[], Any] = linear,
+    loss: Callable[..., Any] = linear_loss,
+    tolerance: float | None = None,
+) -> str:
     with pytest.raises(AssertionError) as caught:
         assert_trains_like_unsharded(
-            linear, program, shard=shard, loss=linear_loss, world_size=world_size
+            build, program, shard=shard, loss=loss, world_size=world_size, tolerance=tolerance
         )
     return str(caught.value)
 
@@ -79,17 +87,11 @@ def test_a_gradient_that_is_lost_on_one_rank() -> None:
 
 @pytest.mark.parametrize("tolerance", [None, 0.01])
 def test_imaginary_parts_that_differ(tolerance: float | None) -> None:
-    with pytest.raises(AssertionError) as caught:
-        assert_trains_like_unsharded(
-            models.Waves,
-            ["backward"],
-            shard=models.turns_phases,
-            loss=models.waves_loss,
-            tolerance=tolerance,
-        )
+    options = {"build": models.Waves, "loss": models.waves_loss, "tolerance": tolerance}
+    text = told(["backward"], models.turns_phases, **options)
     said = "the same bits" if tolerance is None else "at most # of it"
     lines = [f"rank {rank}: grad of phase: off by # of 1, expected {said}" for rank in (0, 1)]
-    assert_found(str(caught.value), "step 1 of 1, 'backward'", lines)
+    assert_found(text, "step 1 of 1, 'backward'", lines)
 
 
 @pytest.mark.parametrize(
@@ -107,31 +109,19 @@ def test_how_far_tensors_are_apart(got: Any, wanted: Any, expected: tuple[float,
 
 
 def test_counters_are_not_rounded() -> None:
-    with pytest.raises(AssertionError) as caught:
-        assert_trains_like_unsharded(
-            models.Waves,
-            ["evaluate"],
-            shard=models.counts_twice,
-            loss=models.waves_loss,
-            tolerance=0.01,
-        )
+    options = {"build": models.Waves, "loss": models.waves_loss, "tolerance": 0.01}
+    text = told(["evaluate"], models.counts_twice, **options)
     lines = [
         f"rank {rank}: num_calls: off by 1 of 1e+03, expected the same bits" for rank in (0, 1)
     ]
-    assert_found(str(caught.value), "step 1 of 1, 'evaluate'", lines)
+    assert_found(text, "step 1 of 1, 'evaluate'", lines)
 
 
 def test_what_is_infinite_is_not_near_to_what_is_not() -> None:
-    with pytest.raises(AssertionError) as caught:
-        assert_trains_like_unsharded(
-            models.Overflowing,
-            ["evaluate"],
-            shard=models.does_not_overflow,
-            loss=models.overflowing_loss,
-            tolerance=0.01,
-        )
+    options = {"build": models.Overflowing, "loss": models.overflowing_loss, "tolerance": 0.01}
+    text = told(["evaluate"], models.does_not_overflow, **options)
     lines = [f"rank {rank}: loss: off by inf of 0, expected at most # of it" for rank in (0, 1)]
-    assert_found(str(caught.value), "step 1 of 1, 'evaluate'", lines)
+    assert_found(text, "step 1 of 1, 'evaluate'", lines)
 
 
 def test_stale_parameters() -> None:
