@@ -7,7 +7,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -120,9 +119,8 @@ def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
             not known, a reentrant one counts if it has an input that needs a gradient.
     """
     found: list[Any] = []
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        hooks = _saved_tensors_hooks()
-        found += [pack for pack, _ in hooks if pack.__module__ == CheckpointFunction.__module__][:1]
+    hooks = _saved_tensors_hooks()
+    found += [pack for pack, _ in hooks if pack.__module__ == CheckpointFunction.__module__][:1]
     if not torch.is_grad_enabled():
         outermost: Any = None
         frame: FrameType | None = sys._getframe(1)
@@ -222,15 +220,6 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 def has_grad_hooks(param: torch.Tensor) -> bool:
     """Tell whether users put hooks for its gradient on a leaf."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
-
-
-_hooks_of = attrgetter("_backward_hooks")
-_hooks_after_of = attrgetter("_post_accumulate_grad_hooks")
-
-
-def have_grad_hooks(params: Sequence[torch.Tensor]) -> bool:
-    """Tell whether users put hooks for its gradient on any of some leaves."""
-    return any(map(_hooks_of, params)) or any(map(_hooks_after_of, params))
 
 
 def call_grad_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

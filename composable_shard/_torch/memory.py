@@ -213,10 +213,9 @@ def allocate(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
     if storage.size() != nbytes:
-        if not (_spare and _takes_spare(tensor, storage)):
+        if not _takes_spare(tensor, storage):
             storage.resize_(nbytes)
-            if nbytes >= _BIG_NBYTES:
-                with_pages(tensor)
+            with_pages(tensor)
         if _poison is not None:
             _poison.sweep()
             fill(storage, tensor.dtype)
@@ -232,7 +231,7 @@ def free(tensor: torch.Tensor) -> bool:
         Whether it is free.
     """
     storage = tensor.untyped_storage()
-    is_own = not (_adopted and _has_adopted(storage))
+    is_own = not _has_adopted(storage)
     if is_own and not storage.resizable():
         warnings.warn(
             "Expected to free memory of unsharded parameters, got some that an array shares, as "
@@ -297,7 +296,7 @@ def own(tensor: torch.Tensor) -> None:
 
 
 def _has_adopted(storage: torch.UntypedStorage) -> bool:
-    return storage.size() > 0 and storage.data_ptr() in _adopted
+    return bool(_adopted) and storage.size() > 0 and storage.data_ptr() in _adopted
 
 
 def _let_go(address: int, owner: object) -> None:

@@ -36,9 +36,7 @@ def all_gather_flat(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work:
     """All-gather each input into its output, all in one launch."""
-    if any(map(torch.is_complex, inputs)):
-        outputs, inputs = _as_real(outputs), _as_real(inputs)
-    return cast(dist.Work, getattr(group, _ALL_GATHER)(outputs, inputs))
+    return cast(dist.Work, getattr(group, _ALL_GATHER)(*_as_real(outputs, inputs)))
 
 
 def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -55,9 +53,7 @@ def reduce_scatter_flat(
 ) -> dist.Work:
     """Reduce-scatter each input into its output, all in one launch."""
     reduce_scatter = getattr(group, _REDUCE_SCATTER)
-    if any(map(torch.is_complex, inputs)):
-        outputs, inputs = _as_real(outputs), _as_real(inputs)
-    return cast(dist.Work, reduce_scatter(outputs, inputs, _options_for(op)))
+    return cast(dist.Work, reduce_scatter(*_as_real(outputs, inputs), _options_for(op)))
 
 
 @lru_cache
@@ -67,8 +63,16 @@ def _options_for(op: Any) -> Any:
     return options
 
 
-def _as_real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """View complex tensors as pairs of real ones: all that backends know."""
+def _as_real(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """View complex tensors as pairs of real ones, all that backends know; dtypes are alike."""
+    if not any(map(torch.is_complex, inputs)):
+        return outputs, inputs
+    return _real_views(outputs), _real_views(inputs)
+
+
+def _real_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
 
 

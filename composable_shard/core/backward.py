@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from composable_shard import _torch
 from composable_shard.core.calls import Token
-from composable_shard.core.forward import ForwardPass
+from composable_shard.core.forward import ForwardPass, waited_for
 from composable_shard.core.group import ParamGroup, Sharded
 from composable_shard.core.order import NO_PLAN, ExecutionOrder, Plan, Step
 from composable_shard.core.tree_reductions import Reductions
@@ -380,16 +380,12 @@ class BackwardPass:
         if group.is_read_in_backward:
             group.unshard()
         depth = group.settings.prefetch_depth
-        try:  # what is launched here travels while ``group`` is copied
+        with waited_for(group):
             for target in group.settings.backward_prefetch or run.next_to_gather(depth):
                 was_gathered = target in run.groups and run.groups[target].is_gathered
                 if target.is_sharded and target.is_read_in_backward and not was_gathered:
                     with contextlib.suppress(StaleParameterError):  # raised where it is needed
                         target.unshard()
-        except Exception:
-            group.wait_for_unshard()  # says so if the reason is that this one had failed
-            raise
-        group.wait_for_unshard()
 
     def _take_turn(self, run: BackwardRun, group: ParamGroup) -> None:
         """Reduce ``group`` as soon as it is complete, and all whose turn came before it."""

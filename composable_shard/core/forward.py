@@ -76,6 +76,25 @@ class ForwardRun:
         return self.frame is not None and not _torch.is_executing(self.frame)
 
 
+class waited_for:
+    """Wait for ``group`` behind what is launched inside, which travels while this one is copied.
+
+    Where a launch fails, the reason may be that this one had failed: then that is said.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self._group.wait_for_unshard()
+
+
 class ForwardPass:
     """The forwards of one tree.
 
@@ -152,15 +171,11 @@ class ForwardPass:
         expected = run.order.advance(group, group.settings.prefetch_depth)
         group.unshard()
         run.spare.pop(group, None)
-        try:  # what is launched here travels while ``group`` is copied
+        with waited_for(group):
             for target in group.settings.forward_prefetch or expected:
                 if target.is_sharded and holds_shards(target):
                     target.unshard()
                     run.spare[target] = None
-        except Exception:
-            group.wait_for_unshard()  # says so if the reason is that this one had failed
-            raise
-        group.wait_for_unshard()
 
     def leave(self, group: ParamGroup, module: nn.Module, *, has_backward: bool) -> bool:
         """Free ``group`` if all of it has run.

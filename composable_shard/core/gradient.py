@@ -184,7 +184,7 @@ def _are_bare(leaves: Sequence[torch.Tensor], dtypes: list[torch.dtype]) -> bool
     """Tell whether leaves have neither gradients nor hooks, and take gradients of ``dtypes``."""
     return (
         not any(map(_is_something, map(_grad_of, leaves)))
-        and not _torch.have_grad_hooks(leaves)
+        and not any(map(_torch.has_grad_hooks, leaves))
         and list(map(_grad_dtype_of, leaves)) == dtypes
     )
 

@@ -387,8 +387,7 @@ class ParamGroup:
         """
         if not self.params:
             return
-        if self.absence is not None:
-            self.check_awake("to be gathered")
+        self.check_awake("to be gathered")
         if self.context.post_optim_event is not None:
             self.context.wait_for_optimizer()
         if torch.is_inference_mode_enabled():  # what is made now outlives it
@@ -420,12 +419,12 @@ class ParamGroup:
         self.emit("begin_all_gather")
         if not self.context.is_agreed:
             self.context.agree()
-        if not self.units.are_intact():
-            try:
-                self.units.refresh(self.label)
-            except Exception as error:
-                self._tell_failure(error)
-                raise
+        try:
+            is_new = self.units.refresh(self.label)
+        except Exception as error:
+            self._tell_failure(error)
+            raise
+        if is_new:
             self.context.note_new_params(self)
         self.freshness.note_gather()
         version = self.freshness.at_forward  # in backward they are as they were then

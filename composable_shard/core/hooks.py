@@ -269,8 +269,7 @@ class ModuleHooks:
         call = calls.pop() if calls else Call(is_again=_torch.current_backward() != -1)
         if call.substitution is Substitution.FULL:
             return output
-        if call.outer_bases:
-            self._mark_written(call)
+        self._mark_written(call)
         written = None if failed else _refused_writes(group, call)
         if self._substitutes and not calls:
             self._restore()

@@ -711,7 +711,7 @@ class GroupGradients:
 
     def start_all_reduce(self) -> bool:
         """Go on to the reduction over the replicas; return whether there is one."""
-        return self.have_replicas and any([one.start_all_reduce() for one in self._meshes])
+        return any([one.start_all_reduce() for one in self._meshes])
 
     def finish(self) -> None:
         """Wait for the launched reduction and put its results on the sharded parameters."""

@@ -305,15 +305,14 @@ class GroupUnits:
         for unit in self._units:
             unit.free()
 
-    def are_intact(self) -> bool:
-        """Tell whether nothing was loaded, moved or extended since the last gather."""
-        return self._was_refreshed and self.all.are_intact() and self.all.are_filled_by_gathers()
-
-    def refresh(self, label: str) -> None:
+    def refresh(self, label: str) -> bool:
         """Take over what was loaded, moved or extended since the last gather.
 
         Args:
             label: What messages call the group.
+
+        Returns:
+            Whether anything may have changed.
 
         Raises:
             StaleParameterError: If parameters were replaced between forward and backward.
@@ -321,6 +320,8 @@ class GroupUnits:
             MaterializationError: If parameters are not on the device of compute.
         """
         intact = self.all.are_intact() and self.all.are_filled_by_gathers()
+        if self._was_refreshed and intact:
+            return False
         if self._was_refreshed and _torch.current_backward() != -1:
             raise StaleParameterError(
                 f"Expected the parameters of {label} in backward as they were in "
@@ -335,6 +336,7 @@ class GroupUnits:
             self._rebuild()
         self.all.look_again()
         self._was_refreshed = True
+        return True
 
     def give_back(self, param: ShardedParam) -> None:
         """Let go of a parameter."""

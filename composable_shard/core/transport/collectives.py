@@ -147,7 +147,7 @@ class CoalescedAllGather(AllGatherLaunch):
         group: dist.ProcessGroup,
         tag: int,
     ) -> list[Waitable]:
-        if len(inputs) > 1 and len({tensor.dtype for tensor in inputs}) > 1:
+        if len({tensor.dtype for tensor in inputs}) > 1:
             outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
         return [_torch.all_gather_flat(outputs, inputs, group)]
 
