@@ -217,18 +217,21 @@ class ForwardPass:
         """
         if has_backward:
             group.note_forward()
-        reshard = group.settings.reshard_after_forward
-        if reshard is None:  # the root's parameters are needed at once, if there is a backward
-            reshard = not group.stays_after_forward
-        stays = not reshard and (has_backward or group.is_held)
-        if stays or self._opens_backward(run, group):
+        stays = group.stays_after_forward
+        if stays and (has_backward or group.is_held):
             group.is_exposed = True
-        elif not reshard or run.order.upcoming is group:
+        elif not group.is_held and self._opens_backward(run, group):
+            group.show_sharded()  # what is kept for backward is memory, not a form
+        elif stays or run.order.upcoming is group:
             run.spare[group] = None
         else:
+            reshard = group.settings.reshard_after_forward
             group.reshard(reshard if has_backward and reshard is not True else None)
 
     def _opens_backward(self, run: ForwardRun, group: ParamGroup) -> bool:
+        """Tell whether backward needs ``group`` at once, in a tree whose root leaves the choice."""
+        if self._groups[0].settings.reshard_after_forward is not None:
+            return False
         is_recorded = stays_for_backward(group, run.order, self._order.of_backward)
         return is_recorded and torch.is_grad_enabled()
 

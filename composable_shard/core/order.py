@@ -74,12 +74,7 @@ def stays_for_backward(key: Key, forward: OrderRecord[Key], backward: OrderRecor
 
     Such a group would be freed and gathered again with nothing in between.
     """
-    return bool(
-        forward.recorded
-        and backward.recorded
-        and forward.recorded[-1] == key
-        and backward.recorded[0] == key
-    )
+    return forward.recorded[-1:] == (key,) == backward.recorded[:1]
 
 
 # Which calls there are inside of a call, for a rank that does not compute them. Pure -------------

@@ -192,8 +192,9 @@ class Context(Tree[ParamGroup]):
             return True
         if not settings.reshard_after_backward and self.reductions.are_to_go_on:
             return True
-        is_for_backward = settings.reshard_after_forward is False or not is_anew
-        return is_for_backward and any(one.is_trainable for one in self.groups)
+        if settings.reshard_after_forward is not False and (is_anew or group is not self.root):
+            return False
+        return any(one.is_trainable for one in self.groups)
 
     def take_over(self, inner: Context) -> None:
         """Go on with what another tree has under way, which is a part of this one from now on."""

@@ -68,7 +68,7 @@ class TorchParamGroup(_ReadOnly):
     """What is read of torch's ``FSDPParamGroup``.
 
     ``_reshard_after_forward`` says whether backward gathers by itself, so that a forward may do
-    with less. It is False: whatever the setting, the group that ends forward stays for backward.
+    with less. It is False: the group that ends forward may stay for backward.
     """
 
     _offered = ("_training_state", "_reshard_after_forward", "is_unsharded")

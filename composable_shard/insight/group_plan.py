@@ -373,6 +373,8 @@ def residence_of(group: ParamGroup) -> Residence:
 
 
 def _ends_forward_and_opens_backward(group: ParamGroup) -> bool:
+    if group.context.root.settings.reshard_after_forward is not None:
+        return False
     forward, backward = OrderRecord[ParamGroup](), OrderRecord[ParamGroup]()
     order = context_of(group).order
     forward.recorded = order.of_forward(group.context.root).recorded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nets import Net, assert_parity, average_gradients, full, own_input, two_nets
+from nets import Block, Net, assert_parity, average_gradients, full, own_input, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -506,6 +507,144 @@ def test_what_is_replaced_while_kept_counts(how: str) -> None:
                 one.out.weight = nn.Parameter(one.out.weight.detach() * 2)
             one.out.float()
         assert torch.equal(model(own_input(1)), reference(own_input(1)))
+
+
+# Memory that is kept for backward is no form ------------------------------------------------
+
+
+def built(layers: bool = True, root: bool = True, **kwargs: Any) -> nn.Module:
+    """Layers whose root has no parameters of its own, sharded as asked."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), Block(6), nn.Linear(6, 3)).double()
+    for layer in model if layers else ():
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs) if root else model
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "root without parameters": {},
+    "explicit": {"reshard_after_forward": True},
+    "number": {"reshard_after_forward": 2},
+    "no root": {"root": False, "reshard_after_forward": True},
+    "one group": {"layers": False, "reshard_after_forward": True},
+}
+Target = list[torch.Tensor]
+Loop = Callable[[nn.Module, torch.Tensor, torch.optim.Optimizer, Target], None]
+
+
+def average_if_whole(model: nn.Module) -> None:
+    if not isinstance(next(model.parameters()), DTensor):
+        average_gradients(model.parameters())
+
+
+def clips_what_was_listed(
+    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
+) -> None:
+    loss = model(x).square().sum()
+    listed = list(model.parameters())
+    loss.backward()
+    average_if_whole(model)
+    target.append(full(torch.nn.utils.clip_grad_norm_(listed, 0.5)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clears_by_hand(
+    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
+) -> None:
+    loss = model(x).square().sum()
+    for param in model.parameters():
+        param.grad = None
+    loss.backward()
+    average_if_whole(model)
+    optimizer.step()
+
+
+def clamps_after_a_log(
+    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
+) -> None:
+    model(x).square().sum().backward()
+    average_if_whole(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    target.append(model(x).sum().detach())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.clamp_(-0.1, 0.1)
+
+
+def interpolates_a_target(
+    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
+) -> None:
+    loss = model(x).square().sum()
+    with torch.no_grad():
+        if not target:
+            target += [param.detach().clone() for param in model.parameters()]
+        torch._foreach_lerp_(target, list(model.parameters()), 0.5)
+    loss.backward()
+    average_if_whole(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", SHARDED)
+@on_ranks(2)
+def test_every_step_registers_the_same_parameters(how: str) -> None:
+    loops: list[Loop] = [
+        clips_what_was_listed,
+        clears_by_hand,
+        clamps_after_a_log,
+        interpolates_a_target,
+    ]
+    for loop in loops:
+        model, whole = built(**SHARDED[how]), built(layers=False, root=False)
+        before, kept = list(model.parameters()), ([], [])
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, whole)]
+        for step in range(4):
+            x = own_input(step).double()
+            for one, optimizer, target in zip((model, whole), optimizers, kept, strict=True):
+                loop(one, x, optimizer, target)
+            model(x)
+            assert all(map(operator.is_, model.parameters(), before)), (loop.__name__, step)
+            pairs = [*zip(before, whole.parameters(), strict=True), *zip(*kept, strict=True)]
+            for got, expected in pairs:
+                torch.testing.assert_close(full(got), expected, msg=loop.__name__)
+
+
+@pytest.mark.parametrize(("how", "num_kept"), [*zip(SHARDED, [1, 0, 0, 0, 0], strict=True)])
+@on_ranks(2)
+def test_what_is_freed_after_forward(how: str, num_kept: int) -> None:
+    """The group that ends forward may stay in memory if the root leaves the choice; no others."""
+    model = built(**SHARDED[how])
+    seen: list[torch.Tensor] = []
+    for place in ("0", "1.up", "2"):
+        module = model.get_submodule(place)
+        module.register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    for step in range(3):
+        seen.clear()
+        loss = model(own_input(step).double()).sum()
+        is_kept = [weight.untyped_storage().nbytes() > 0 for weight in seen]
+        assert sum(is_kept) == (num_kept if step else 0)
+        loss.backward()
+
+
+@on_ranks(2)
+def test_an_edit_beside_kept_memory_counts_in_the_next_forward() -> None:
+    """The backward of a group that is kept takes the weights of its forward."""
+    model, whole = built(), built(layers=False, root=False)
+    for step in range(3):
+        x = own_input(step).double()
+        loss, expected = model(x).square().sum(), whole(x).square().sum()
+        assert torch.equal(loss, expected)
+        expected.backward()
+        with torch.no_grad():
+            for one in (model, whole) if step else ():
+                torch._foreach_mul_(list(one[-1].parameters()), 0.5)
+        loss.backward()
+        average_gradients(whole.parameters())
+        assert_parity(model, whole)
+        for one in (model, whole):
+            one.zero_grad()
 
 
 # Optimizers that were given unsharded parameters -----------------------------------------------
