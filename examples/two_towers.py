@@ -76,9 +76,9 @@ def shard(model: TwoTowers, place: Place) -> TwoTowers:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss in nats, summed over all bytes that are to be predicted."""
+    """Return the mean loss in nats over all bytes that are to be predicted."""
     logits = model(batch.inputs, batch.pictures, batch.rows).flatten(0, 1)
-    return F.cross_entropy(logits, batch.targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+    return F.cross_entropy(logits, batch.targets.flatten(), ignore_index=NO_TARGET)
 
 
 class Training:
@@ -97,19 +97,19 @@ class Training:
         ranks = self._place.rank, self._place.num_ranks
         own = batches_of_rank(self._documents, *ranks, epoch, self._options.tokens)
         for samples in uneven(self.model, own):
-            if samples is None:
-                num_tokens, loss = 0, sit_out(self.model)
-            else:
-                batch = self._collate(samples)
-                num_tokens, loss = batch.num_tokens, loss_of(self.model, batch)
-            weighed = weigh(self.model, num_tokens, loss)
-            loss.backward()
+            with weigh(self.model) as weighing:
+                if samples is None:
+                    num_tokens, loss = 0, sit_out(self.model)
+                else:
+                    batch = self._collate(samples)
+                    num_tokens, loss = batch.num_tokens, loss_of(self.model, batch)
+                weighing.add(num_tokens, loss).backward()
             clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
             self._optimizer.step()
             self._optimizer.zero_grad()
-            self.losses.append(weighed.loss)
-            total += weighed.loss * weighed.total
-            num_tokens_of_all += weighed.total
+            self.losses.append(weighing.loss)
+            total += weighing.loss * weighing.total
+            num_tokens_of_all += weighing.total
         self._schedule.step()
         return total / num_tokens_of_all
 
@@ -124,7 +124,7 @@ class Training:
                 sit_out(self.model)
                 continue
             batch = self._collate(some)
-            total[0] += loss_of(self.model, batch)
+            total[0] += loss_of(self.model, batch) * batch.num_tokens
             total[1] += batch.num_tokens
         dist.all_reduce(total)
         return (total[0] / total[1]).item()
@@ -148,7 +148,7 @@ def train_unsharded(
         )
         for batches in zip_longest(*of_ranks, fillvalue=[]):
             batch = collate([one for some in batches for one in some], device, DTYPE)
-            loss = loss_of(model, batch) / batch.num_tokens
+            loss = loss_of(model, batch)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
             optimizer.step()

@@ -153,9 +153,6 @@ CORE = [
     *(
         "forward",
         "tree_reductions",
-        "weighing.microbatches",
-        "weighing.cleared",
-        "weighing.tally",
         "substituted",
         "optimizers",
         "ties",

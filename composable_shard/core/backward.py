@@ -591,7 +591,6 @@ class BackwardPass:
         self._reductions.wait_for_copies()
         self._order.of_backward.finish()
         self._reset()
-        self._reductions.divide_by_weights()
 
     def free_what_is_over(self) -> None:
         """Free what stays neither for a running forward nor for the rest of an accumulation.
@@ -632,7 +631,6 @@ class BackwardPass:
         self._reductions.wait_for_copies()
         self._reductions.by_hand = None
         self._reductions.reset()
-        self._reductions.divide_by_weights()
 
     def _ran(self) -> list[ParamGroup]:
         """Return the groups that may have gradients of which no backward has told."""
@@ -661,7 +659,6 @@ class BackwardPass:
         self.free_what_is_over()
         self._reductions.wait_for_copies()
         self._reset()
-        self._reductions.divide_by_weights()
 
     def refuse_lost_weights(self) -> None:
         """Raise for a group of which backwards in halves have lost gradients.

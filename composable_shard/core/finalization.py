@@ -72,4 +72,3 @@ class Finalization:
         self._reductions.in_flight.wait()
         self._reductions.wait_for_copies()
         self._reductions.handle = None
-        self._reductions.divide_by_weights()

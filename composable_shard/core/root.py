@@ -83,8 +83,6 @@ class Context(Tree[ParamGroup]):
         elif failed:
             self.forward.abandon()
             self.order.abandon()
-            if self.reductions.weights is not None:
-                self.reductions.weights.forget()
             for group in self.groups:
                 group.reshard()
             self.reductions.wait_for_copies()

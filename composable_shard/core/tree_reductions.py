@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.transport import host
-from composable_shard.core.weighing.microbatches import Weights
 from composable_shard.errors import ShardError
 
 # Reductions that are launched and not waited for --------------------------------------------------
@@ -126,7 +125,6 @@ class Reductions:
             if none has begun that is not finished.
         handle: What waits for the reductions that such a call has launched, if any.
         in_flight: The reductions under way, perhaps with those of other trees.
-        weights: What microbatches weigh, if anybody has said so.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -134,7 +132,6 @@ class Reductions:
         self.by_hand: bool | None = None
         self.handle: object | None = None
         self.in_flight = InFlight()
-        self.weights: Weights | None = None
         self.groups = groups
         self._root = groups[0]
         self._unsynced: set[ParamGroup] = set()
@@ -172,16 +169,6 @@ class Reductions:
         return is_open or bool(self._unsynced) or bool(self._unreplicated)
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether reductions are launched and not waited for."""
-        return bool(self.in_flight.groups or self.in_flight.all_reducing)
-
-    @property
-    def left(self) -> set[ParamGroup]:
-        """The groups with gradients that are to be reduced later, over shards or replicas."""
-        return {*self._unsynced, *self._unreplicated}
-
-    @property
     def is_left_open(self) -> bool:
         """Whether the end of a backward leaves reductions under way."""
         return not self.is_last or self._root.settings.finalizes_by_hand
@@ -198,15 +185,11 @@ class Reductions:
         self._launched.clear()
         if any(not group.settings.requires_gradient_sync for group in self.in_flight.groups):
             self.in_flight.leave_room(1)
-        if self.weights is not None:
-            self.weights.begin_backward(self)
 
     def accumulate(self, group: ParamGroup) -> None:
         """Add the gradients of ``group`` to those that a later backward reduces."""
         if group.gradients.are_to_reduce:
             self._unsynced.add(group)
-        if self.weights is not None:
-            self.weights.open(group, reduces=False)
         group.emit("accumulate")
         with group.streams.where_used():
             group.gradients.accumulate()
@@ -237,8 +220,6 @@ class Reductions:
             self._unreplicated.pop(group, None)
         elif group.gradients.have_replicas:
             self._unreplicated[group] = None
-        if self.weights is not None:
-            self.weights.open(group, reduces=True)
         group.emit("begin_reduce_scatter")
         with group.streams.where_used():
             group.gradients.reduce()
@@ -297,14 +278,6 @@ class Reductions:
             self._root.emit("wait_for_copies")
         self.in_flight.end_returns()
 
-    def divide_by_weights(self) -> None:
-        """Divide gradients by what microbatches weigh, if that was said and nothing is to reduce.
-
-        Collective: none, or see Weights.end_backward.
-        """
-        if self.weights is not None:
-            self.weights.end_backward(self)
-
     def finish_earlier(self) -> None:
         """Finish what backwards have launched that did not fail, and left under way.
 
@@ -320,8 +293,6 @@ class Reductions:
     def abandon(self) -> None:
         """Forget the reductions of a backward that failed."""
         self.in_flight.drop(self.groups)
-        if self.weights is not None:
-            self.weights.abandon()
         self.by_hand = self.handle = None
 
     def reset(self) -> None:

@@ -2,69 +2,233 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
 
-from composable_shard.arguments import check_module, checked_number
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.arguments import check_module, check_type, checked_number
+from composable_shard.core.gradient import has_hooks
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.root import context_of
-from composable_shard.core.weighing.microbatches import Weighed, weigh_together
+from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.errors import ShardError
+from composable_shard.mesh import largest_of
+from composable_shard.train.gradients import alike
+
+_open: WeakSet[ParamGroup] = WeakSet()
+"""The groups whose gradients a scope will divide."""
+
+_EXPECTED = (
+    "weights in weigh() that are finite and not negative",
+    "no optimizer step inside weigh(), where gradients are sums",
+    "the same mesh and divide factor at the begin and at the end of weigh()",
+    "finished reductions at the end of weigh(); end the last backward with "
+    "set_is_last_backward(True), or call finalize_backward() and wait for its handle",
+)
 
 
-def weigh(
-    model: nn.Module, weight: float | torch.Tensor, loss: torch.Tensor | None = None
-) -> Weighed:
-    """Say what the next backward weighs, whose loss is a sum: how many tokens or samples it has.
+class Weighing:
+    """A scope of :func:`weigh`: what its microbatches weigh, and their losses.
 
-    Call it on all ranks, once before the backward of each batch; a rank without a batch weighs 0.
-    When gradients are reduced, each is divided once by the sum of all weights since it was cleared:
-    those of all ranks, replicas included, and of all microbatches, reduced one by one or together.
-    So it is the gradient of the mean over all tokens, however they are spread. If all weights are
-    0, gradients are ``None``.
+    Attributes:
+        is_over: Whether no microbatch can be added any more.
+    """
 
-    A weight counts until gradients are cleared, and a backward of which nothing is said counts as
-    0 beside others. What is weighed and then not used, as the loss is not finite, say, is dropped
-    by ``reset_iter_state()``. Without gradients enabled nothing is weighed.
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._groups = groups
+        self._mesh = largest_of(group.mesh for group in groups)
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self._mesh.device)
+        self.is_over = False
+        self._known: tuple[float, float] | None = None
+        self._steps, self._settings = self._count_steps(), self._read_settings()
+
+    @property
+    def total(self) -> float:
+        """The sum of the weights of all ranks and microbatches; known after the scope."""
+        return self._get()[0]
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over all tokens of all ranks and microbatches; known after the scope."""
+        total, loss = self._get()
+        return loss / total
+
+    def add(self, num_tokens: float | torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        """Add a microbatch; call backward on what this returns, and on nothing else.
+
+        Args:
+            num_tokens: The number of tokens or samples that ``loss`` is the mean of, 0 if this rank
+                has none: finite, not negative and not necessarily whole; or a tensor of one number.
+            loss: The mean loss over them, a tensor of one real number.
+
+        Returns:
+            ``loss * num_tokens``, the sum of their losses.
+
+        Raises:
+            TypeError: If ``num_tokens`` is no number, or ``loss`` no tensor.
+            ValueError: If a tensor is not one real number.
+            ShardError: If the scope has ended.
+
+        Collective: none. A weight that is negative or not finite is an error on all ranks at the
+            end of the scope.
+        """
+        if self.is_over:
+            raise ShardError("Expected add() inside of `with weigh(model)`, got it after its end")
+        check_type("loss", loss, isinstance(loss, torch.Tensor), "a tensor")
+        mean = _as_scalar("loss", loss)
+        if isinstance(num_tokens, torch.Tensor):
+            num_tokens = _as_scalar("num_tokens", num_tokens).to(loss.device, copy=True)
+        else:
+            num_tokens = checked_number("num_tokens", num_tokens)
+        weight = torch.as_tensor(num_tokens, dtype=torch.float64).to(self._sums.device)
+        summed = (weight * mean.to(weight)).where(weight != 0, 0.0)
+        is_bad = ~weight.isfinite() | (weight < 0)
+        self._sums += torch.stack([weight.where(~is_bad, 0.0), summed, is_bad.to(weight)])
+        return loss * num_tokens
+
+    def begin(self) -> None:
+        """Refuse gradients that are there. Collective: an all-reduce of 16 bytes."""
+        params = [param for group in self._groups for param in group.params]
+        places = [i for i, param in enumerate(params) if not _is_zero(param.sharded.grad)]
+        said = torch.tensor([places[-1] + 1 if places else 0, self._is_unfinished()])
+        largest: Any = dist.ReduceOp.MAX
+        place, is_unfinished = SmallAllReduce(said, largest, self._mesh, "beginning weigh()").wait()
+        if place or is_unfinished:
+            got = f"one of '{params[place - 1].name}'" if place else "reductions under way"
+            raise ShardError(
+                f"Expected no gradients at the begin of weigh(), got {got}; clear them by "
+                "zero_grad(), and put all microbatches of a step into one scope"
+            )
+
+    def end(self) -> None:
+        """Divide the gradients. Collective: an all-reduce of 48 bytes."""
+        has_stepped = self._steps != self._count_steps()
+        has_changed = self._settings != self._read_settings()
+        flags = self._sums.new_tensor([has_stepped, has_changed, self._is_unfinished()])
+        add: Any = dist.ReduceOp.SUM
+        said = SmallAllReduce(torch.cat([self._sums, flags]), add, self._mesh, "ending weigh()")
+        total, loss, *problems = said.wait()
+        for num_wrong, expected in zip(problems, _EXPECTED, strict=True):
+            if num_wrong:
+                raise ShardError(f"Expected {expected}; got others on some rank. {_UNDIVIDED}")
+        if not total:
+            raise ShardError(
+                "Expected a weight above 0 from any rank inside of weigh(), got none: without "
+                f"tokens there is no mean. {_UNDIVIDED}"
+            )
+        self._divide(total)
+        self._known = total, loss
+
+    @torch.no_grad()
+    def _divide(self, total: float) -> None:
+        """Divide by ``total``; reductions divided by the number of ranks, or what was set."""
+        grads: dict[float, list[torch.Tensor]] = {}
+        for group in self._groups:
+            factor = group.settings.reduction.divisor
+            for param in group.params:
+                if param.sharded.grad is not None:
+                    divisor = total / (param.mesh.num_ranks if factor is None else factor)
+                    local = _torch.local_part(param.sharded.grad)
+                    grads.setdefault(divisor, []).append(local)
+        for divisor, locals_ in grads.items():
+            for some in alike(locals_).values():
+                _torch.divide_all_(some, divisor)
+
+    def _count_steps(self) -> list[int]:
+        return [group.freshness.num_optimizer_steps for group in self._groups]
+
+    def _read_settings(self) -> list[Any]:
+        return [(one.mesh, one.settings.reduction.divisor, one.absence) for one in self._groups]
+
+    def _is_unfinished(self) -> bool:
+        """Whether gradients of a backward are yet to arrive."""
+        trees = [context_of(group).reductions for group in self._groups]
+        return any(tree.by_hand is not None or tree.handle is not None for tree in trees)
+
+    def _get(self) -> tuple[float, float]:
+        if self._known is None:
+            raise ShardError(
+                "Expected the end of `with weigh(model)` before total and loss are read, got them "
+                "read inside of it or after an error; read them after it"
+            )
+        return self._known
+
+
+_UNDIVIDED = "The gradients are sums; clear them by zero_grad()"
+
+
+@contextlib.contextmanager
+def weigh(model: nn.Module) -> Iterator[Weighing]:
+    """Make gradients those of the mean over all tokens of all ranks and microbatches.
+
+    Open the scope on all ranks around the microbatches of a step. For each of them call
+    ``add(num_tokens, loss)`` with the mean loss over its tokens or samples, and backward on what
+    that returns. The end of the scope adds up the tokens of all ranks, replicas included, and
+    divides all gradients of the model once. Clip and step after it.
+
+    Gradients of plain parameters, which ``fully_shard`` leaves alone, are not divided. Those that
+    are accumulated without sync are: they stay ``Partial``, and stand for the mean.
 
     Args:
         model: A sharded module, or one with sharded ones inside.
-        weight: What this rank's loss is a sum of, such as the number of its tokens: a finite number
-            that is not negative, or a tensor of one.
-        loss: That loss, to be told the mean of all.
 
-    Returns:
-        :class:`Weighed`, whose ``total`` and ``loss`` are known when a backward has reduced.
+    Yields:
+        :class:`Weighing`, whose ``total`` and ``loss`` are known after the scope.
 
     Raises:
-        TypeError: If ``model`` is no module, or ``weight`` or ``loss`` no number.
-        ValueError: If it is a tensor of several, or of complex ones. From the backward that
-            reduces: if it is not finite, or negative.
-        ShardError: If nothing in ``model`` is sharded, or it is parked or on other ranks; if a
-            divide factor is set, or there are hooks on gradients, which would be given sums. From
-            the backward that reduces: if another rank's weight is not finite, or negative.
-        RankMismatchError: From that backward, if ranks have not weighed equally many times. After
-            an error from it, gradients are ``None``.
+        TypeError: If ``model`` is no module.
+        ShardError: If nothing in ``model`` is sharded, it is parked or on other ranks, is in
+            another scope, or has hooks on its gradients, which would see sums. At the begin, on all
+            ranks, if any has a gradient that is not zeros. At the end, on all ranks, if no rank has
+            added any tokens; if a weight is negative or not finite; if reductions are under way, or
+            inside of the scope an optimizer has stepped or a divide factor or mesh has changed.
+            After an error, also one of the user's own, gradients are sums.
 
-    Collective: an all-reduce of 56 bytes over all ranks, which the end of the backward waits for;
-        without sync, one for all that was weighed until there is sync.
+    Collective: an all-reduce of 16 bytes at the begin and one of 48 bytes at the end, over all
+        ranks that train the model.
+    Memory: a few scalars.
 
     Example:
         >>> from composable_shard import fully_shard
         >>> from composable_shard.testing import fake_ranks
         >>> with fake_ranks(1):
         ...     model = fully_shard(nn.Linear(2, 1, bias=False))
-        ...     loss = model(torch.ones(3, 2)).sum()
-        ...     weighed = weigh(model, 3, loss)
-        ...     loss.backward()
-        >>> weighed.total, model.weight.grad.to_local()
-        (3.0, tensor([[1., 1.]]))
+        ...     with weigh(model) as weighing:
+        ...         for count, value in ((3, 1.0), (1, 5.0)):
+        ...             loss = model(torch.full((count, 2), value)).mean()
+        ...             weighing.add(count, loss).backward()
+        >>> weighing.total, model.weight.grad.to_local()
+        (4.0, tensor([[2., 2.]]))
     """
     check_module("model", model)
-    for name, number in (("weight", weight), ("loss", 0.0 if loss is None else loss)):
-        if not isinstance(number, torch.Tensor):  # of one, which is not waited for here
-            checked_number(name, number)
     groups = groups_in(model.modules())
+    _check(model, groups)
+    weighing = Weighing(groups)
+    weighing.begin()
+    _open.update(groups)
+    try:
+        yield weighing
+        weighing.is_over = True
+        weighing.end()
+    except BaseException as error:
+        if not weighing.is_over:
+            error.add_note(f"It has left weigh() before its end. {_UNDIVIDED}.")
+        raise
+    finally:
+        weighing.is_over = True
+        _open.difference_update(groups)
+
+
+def _check(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    """Raise ``ShardError`` if gradients of ``groups`` cannot be divided after they are reduced."""
     if not groups:
         raise ShardError(
             f"Expected a model with sharded modules, got none in {type(model).__name__}; apply "
@@ -72,9 +236,37 @@ def weigh(
         )
     for group in groups:
         group.check_awake("to weigh a loss")
-    contexts = dict.fromkeys(map(context_of, groups))
-    for context in contexts:
+        if group in _open:
+            raise ShardError(
+                f"Expected one scope of weigh() at a time, got {group.label} in another one; "
+                "add all microbatches to that"
+            )
+        hooked = [f"'{param.name}'" for param in group.params if has_hooks(param)]
+        if group.settings.reduction.hook is not None:
+            hooked.append(f"the reductions of {group.label}")
+        if hooked:
+            raise ShardError(
+                "Expected no hooks on gradients inside of weigh(), where they are sums, got one on "
+                f"{hooked[0]}; remove it, and step optimizers after the scope"
+            )
+    for context in dict.fromkeys(map(context_of, groups)):
         context.clean_up_if_failed()
-    if not torch.is_grad_enabled():
-        return Weighed()
-    return weigh_together([context.reductions for context in contexts]).add(weight, loss)
+
+
+def _as_scalar(name: str, given: torch.Tensor) -> torch.Tensor:
+    number = given.full_tensor() if isinstance(given, DTensor) else given
+    if number.numel() != 1 or number.is_complex():
+        raise ValueError(
+            f"Expected {name} to be one real number, got {number.dtype} of shape "
+            f"{list(number.shape)}"
+        )
+    if _torch.is_wrapper_subclass(number):
+        return torch.tensor(float(number), dtype=torch.float64)
+    return number.detach().reshape(())
+
+
+def _is_zero(grad: torch.Tensor | None) -> bool:
+    if grad is None:
+        return True
+    local = _torch.local_part(grad)
+    return not local.is_sparse and not any(bool(leaf.any()) for leaf in _torch.leaves(local))

@@ -78,6 +78,11 @@ def stream(**kwargs: Any) -> None:
     next(iter_full(**{"model": nn.Linear(4, 4), **kwargs}))
 
 
+def weighed(*args: Any) -> None:
+    with weigh(sharded()) as weighing:
+        weighing.add(*args)
+
+
 def told(**kwargs: Any) -> None:
     estimate(**{"build_model": nn.Identity, "mesh_shape": 2, "batch": torch.ones(1), **kwargs})
 
@@ -171,14 +176,14 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
         "norm_type to be a number, got str: 'two'",
     ),
     "model to weigh": (
-        lambda: any_weigh("model", 3),
+        lambda: any_weigh("model").__enter__(),
         "model to be an nn.Module, got str: 'model'",
     ),
-    "weight": (lambda: any_weigh(sharded(), "x"), "weight to be a number, got str: 'x'"),
-    "loss": (
-        lambda: any_weigh(sharded(), 3, "loss"),
-        "loss to be a number, got str: 'loss'",
+    "num_tokens": (
+        lambda: weighed("x", torch.ones(())),
+        "num_tokens to be a number, got str: 'x'",
     ),
+    "loss": (lambda: weighed(3, 0.5), "loss to be a tensor, got float: 0.5"),
     "model": (
         lambda: any_uneven(None, []),
         "model to be an nn.Module, got NoneType: None",

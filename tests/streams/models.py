@@ -115,6 +115,7 @@ class Training:
         after_backward: Called right behind each backward.
         has_subclasses: Whether the weights are of a tensor subclass with hooks around the gather.
         accumulates: Whether only every other iteration has a step of the optimizer.
+        weighs: Whether gradients are divided by the weights of the iteration.
     """
 
     replicas: int = 1
@@ -127,6 +128,7 @@ class Training:
     after_backward: Callable[[SimulatedDevice], object] = lambda _: None
     accumulates: bool = False
     has_subclasses: bool = False
+    weighs: bool = False
 
     @property
     def is_for_any_device(self) -> bool:
@@ -163,11 +165,14 @@ class Training:
                 random = torch.Generator().manual_seed(step)
                 x = torch.randn(3, WIDTH, generator=random)
                 with self.around(model, device, step):
-                    loss = model(x).square().mean()
-                    if simulated:
-                        loss.register_hook(partial(_end_where_it_began, device, device.current))
-                    loss.backward()
-                    self.after_backward(device)
+                    with weigh(model) if self.weighs else contextlib.nullcontext() as weighing:
+                        loss = model(x).square().mean()
+                        if weighing is not None:
+                            loss = weighing.add(torch.tensor(step + 1.0), loss)
+                        if simulated:
+                            loss.register_hook(partial(_end_where_it_began, device, device.current))
+                        loss.backward()
+                        self.after_backward(device)
                     if step % 2 == 1 or not self.accumulates:
                         optimizer.step()
                         optimizer.zero_grad()
@@ -397,29 +402,6 @@ def sometimes_without_sync(model: Any, device: SimulatedDevice, step: int) -> It
 
 
 @contextlib.contextmanager
-def weighed(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
-    """Weigh each iteration but the last."""
-    if step < 3:
-        weigh(model, torch.tensor(step + 1.0))
-    yield
-
-
-@contextlib.contextmanager
-def weighed_on_branches(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
-    """Weigh each iteration, in which both branches run or one alone."""
-    with first_both_then_one(model, device, step), weighed(model, device, step):
-        yield
-
-
-@contextlib.contextmanager
-def weighed_without_sync(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
-    """Weigh each iteration, and reduce every other time."""
-    model.set_requires_gradient_sync(step % 2 == 1)
-    weigh(model, torch.tensor(step + 1.0))
-    yield
-
-
-@contextlib.contextmanager
 def dropped(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
     """Drop a gather that is under way, and what a backward has launched."""
     model[1].unshard(async_op=True)
@@ -442,8 +424,6 @@ _OF_ANY_DEVICE = (
     sits_out,
     sometimes_without_all_reduce,
     sometimes_without_sync,
-    weighed,
-    weighed_without_sync,
     dropped,
 )
 
@@ -474,20 +454,9 @@ PROGRAMS: dict[str, Training] = {
     "sitting out, replicas": Training(replicas=2, prepare=sits_out),
     "sitting out, offload": Training(prepare=sits_out, options={"offload_policy": OFFLOAD}),
     "sitting out, kept": Training(prepare=sits_out, options={"reshard_after_forward": False}),
-    "weighed": Training(around=weighed, accumulates=True),
-    "weighed, bf16": Training(around=weighed, accumulates=True, options={"mp_policy": LOW}),
-    "weighed, replicas": Training(replicas=2, around=weighed, accumulates=True),
-    "weighed, now and then": Training(around=weighed_without_sync, accumulates=True),
-    "weighed, offload": Training(
-        around=weighed, accumulates=True, options={"offload_policy": OFFLOAD}
-    ),
-    "weighed, subclasses": Training(around=weighed, accumulates=True, has_subclasses=True),
-    "weighed, branches": Training(
-        prepare=branches,
-        around=weighed_on_branches,
-        after_backward=lambda device: _work_on(_streams(device)[0]),
-        accumulates=True,
-    ),
+    "weighed": Training(weighs=True),
+    "weighed, replicas": Training(replicas=2, weighs=True),
+    "weighed, offload": Training(weighs=True, options={"offload_policy": OFFLOAD}),
     "another stream": Training(around=on_another_stream, options={"mp_policy": LOW}),
     "gathered beside": Training(around=gathered_beside),
     "gathered beside, bf16": Training(around=gathered_beside, options={"mp_policy": LOW}),

@@ -84,7 +84,7 @@ def test_what_a_rank_that_a_model_has_left_begins_for_training() -> None:
     move(model, (), on_mesh(0))
     begun: dict[str, Callable[[], Any]] = {
         "to be explained": lambda: explain(model),
-        "to weigh a loss": lambda: weigh(model, 3),
+        "to weigh a loss": lambda: weigh(model).__enter__(),
         "for a loop of uneven()": lambda: next(iter(batches)),
     }
     if dist.get_rank() == 1:

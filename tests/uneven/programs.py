@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from composable_shard import (
     sit_out,
     weigh,
 )
-from composable_shard.core.weighing.microbatches import Weighed
+from composable_shard.errors import ShardError
 
 WIDTH = 5
 RATE = 0.1  # of learning
@@ -65,12 +66,12 @@ class Turn:
     Attributes:
         runs: For each rank the calls of towers that it computes; ``None`` if it has no batch.
         adds: For each rank whether it adds the zeros of what it sits out to its loss.
-        weights: For each rank what it says that its loss weighs; ``None`` if nothing is said.
+        weights: What the loss of each rank weighs, where a step is weighed.
     """
 
     runs: tuple[tuple[bool, ...] | None, ...]
     adds: tuple[bool, ...]
-    weights: tuple[float, ...] | None = None
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class StepSpec:
         clears: How gradients are cleared after it, of ``CLEARS``.
         clears_late: Whether that is done before the next backward, and after its forward.
         clips: Whether gradients are clipped.
+        weighs: Whether gradients are those of the mean by weights; what was there is cleared then.
     """
 
     turns: tuple[Turn, ...]
@@ -95,6 +97,7 @@ class StepSpec:
     clears: str = "none"
     clears_late: bool = False
     clips: bool = False
+    weighs: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,14 +219,13 @@ class Whole:
         self.forget()
 
     def forget(self) -> None:
-        self._is_weighed, self.weight, self.loss = False, 0.0, 0.0
-        self._divisor = 0.0
+        self.weight, self.loss = 0.0, 0.0
 
     def clear(self, how: str) -> None:
         if how == "not":
             for param in self.model.parameters():
                 if param.grad is not None:
-                    param.grad *= self._divisor
+                    param.grad *= self._program.num_ranks
             return
         self.model.zero_grad(set_to_none=how == "none")
         self.forget()
@@ -238,29 +240,22 @@ class Whole:
             if param.grad is not None:
                 param.add_(param.grad, alpha=-RATE)
 
-    def take_turn(self, turn: Turn, number: int, place: int) -> None:
+    def take_turn(self, turn: Turn, number: int, place: int, weighs: bool) -> None:
         for rank in range(self._program.num_ranks):
             if turn.runs[rank] is not None:
                 batch = batch_of(self._program, number, place, rank)
                 loss = loss_of(self.model, self._program, batch, turn.runs[rank], nothing)
-                loss.backward()
-                self.loss += loss.item() * (turn.weights is not None)
-        if turn.weights is not None:
-            self._is_weighed, self.weight = True, self.weight + sum(turn.weights)
+                weight = turn.weights[rank] if weighs else 1.0
+                (loss * weight).backward()
+                self.loss += loss.item() * weight
+                self.weight += weight
 
-    def drop_weightless(self) -> None:
-        """Clear what is of no weight, of which there is no mean."""
-        if self._is_weighed and not self.weight:
-            for param in self.model.parameters():
-                param.grad = None
-            self.forget()
-
-    def divide(self) -> None:
+    def divide(self, weighs: bool) -> None:
         """Make means of sums."""
-        self._divisor = self.weight if self._is_weighed else float(self._program.num_ranks)
+        divisor = self.weight if weighs else float(self._program.num_ranks)
         for param in self.model.parameters():
             if param.grad is not None:
-                param.grad /= self._divisor
+                param.grad /= divisor
 
 
 def check(program: Program) -> None:
@@ -270,8 +265,6 @@ def check(program: Program) -> None:
     model: Any = shard(copy.deepcopy(whole.model), program)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     to_clear: list[str] = []
-    weigh(model, 0)  # from here on all gradients are known, also of backwards that are not weighed
-    model.reset_iter_state()
 
     def clear() -> None:
         for how in to_clear:
@@ -288,27 +281,37 @@ def check(program: Program) -> None:
             if fails == "backward":  # of which some groups have been reduced
                 to_clear.append("none")
                 clear()
-        weighed: list[Weighed] = []
-        for place, turn in enumerate(step.turns):
-            synchronize(model, step.sync, is_last=place == len(step.turns) - 1)
-            with torch.set_grad_enabled(step.trains):
-                loss = forward(model, program, turn, number, place)
-            if not step.trains:
-                continue
-            if turn.weights is not None:
-                weighed.append(weigh(model, turn.weights[dist.get_rank()], loss))
+        weighs = step.weighs and step.trains
+        if weighs:
+            to_clear.append("none")
             clear()
-            loss.backward()
-            whole.take_turn(turn, number, place)
-            if is_reduced(step, program):
-                whole.drop_weightless()
-        if not step.trains:
+        is_empty = weighs and not any(any(turn.weights) for turn in step.turns)
+        expected = pytest.raises(ShardError, match="without tokens there is no mean")
+        with (
+            expected if is_empty else contextlib.nullcontext(),
+            weigh(model) if weighs else contextlib.nullcontext() as weighing,
+        ):
+            for place, turn in enumerate(step.turns):
+                synchronize(model, step.sync, is_last=place == len(step.turns) - 1)
+                with torch.set_grad_enabled(step.trains):
+                    loss = forward(model, program, turn, number, place)
+                if not step.trains:
+                    continue
+                if weighing is not None:
+                    loss = weighing.add(turn.weights[dist.get_rank()], loss)
+                clear()
+                loss.backward()
+                whole.take_turn(turn, number, place, weighs)
+            if step.trains and step.sync == "by hand":
+                model.synchronize_gradients()
+        if is_empty:
+            to_clear.append("none")
+            clear()
+        if is_empty or not step.trains:
             continue
-        if step.sync == "by hand":
-            model.synchronize_gradients()
-        expect_weighed(weighed, whole)
-        whole.drop_weightless()
-        whole.divide()
+        if weighing is not None:
+            expect_weighed(weighing, whole)
+        whole.divide(weighs)
         compare_gradients(whole.model, model, program, f"after step {number}")
         if step.clips:
             norms = [
@@ -333,17 +336,9 @@ def synchronize(model: Any, sync: str, *, is_last: bool) -> None:
     model.set_requires_all_reduce(sync != "not over replicas until the last" or is_last)
 
 
-def is_reduced(step: StepSpec, program: Program) -> bool:
-    """Tell whether gradients are reduced after each microbatch."""
-    is_each = step.sync == "not over replicas until the last" and program.num_replicas == 1
-    return is_each or step.sync == "each"
-
-
-def expect_weighed(weighed: list[Weighed], whole: Whole) -> None:
-    if weighed:
-        torch.testing.assert_close(weighed[-1].total, whole.weight, rtol=1e-12, atol=0.0)
-        mean = whole.loss / whole.weight if whole.weight else math.nan
-        torch.testing.assert_close(weighed[-1].loss, mean, rtol=1e-4, atol=0.0, equal_nan=True)
+def expect_weighed(weighing: Any, whole: Whole) -> None:
+    torch.testing.assert_close(weighing.total, whole.weight, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(weighing.loss, whole.loss / whole.weight, rtol=1e-4, atol=0.0)
 
 
 def fail(model: Any, program: Program, step: StepSpec, number: int) -> None:
@@ -357,8 +352,6 @@ def fail(model: Any, program: Program, step: StepSpec, number: int) -> None:
     try:
         turn = replace(step.turns[0], runs=((True,) * sum(model.num_calls),) * program.num_ranks)
         loss = forward(model, program, turn, number, 0)
-        if turn.weights is not None:
-            weigh(model, turn.weights[dist.get_rank()], loss)
         if step.fails == "backward":
             loss.backward()
         raise Failure
@@ -474,11 +467,9 @@ weights = st.one_of(
 def turn_of(
     runs: tuple[tuple[bool, ...] | None, ...],
     adds: tuple[bool, ...],
-    weights: tuple[float, ...] | None,
+    weights: tuple[float, ...],
 ) -> Turn:
     """Return a turn in which a rank without a batch weighs nothing."""
-    if weights is None:
-        return Turn(runs, adds)
     pairs = zip(runs, weights, strict=True)
     return Turn(runs, adds, tuple(0.0 if run is None else weight for run, weight in pairs))
 
@@ -499,7 +490,7 @@ def programs(draw: st.DrawFn) -> Program:
         turn_of,
         st.lists(st.one_of(st.none(), runs), **of_ranks).map(tuple),
         st.lists(st.booleans(), **of_ranks).map(tuple),
-        st.one_of(st.none(), st.lists(weights, **of_ranks).map(tuple)),
+        st.lists(weights, **of_ranks).map(tuple),
     )
     steps = st.builds(
         StepSpec,
@@ -510,6 +501,7 @@ def programs(draw: st.DrawFn) -> Program:
         clears=st.sampled_from(CLEARS),
         clears_late=st.booleans(),
         clips=st.sampled_from([False, False, True]),
+        weighs=st.booleans(),
     )
     known = Turn(((True,) * num_calls,) * num_ranks, (True,) * num_ranks)
     is_plain = not any(one.checkpoints or one.num_calls > 1 for one in specs)

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from composable_shard.core import sitting_out
 from composable_shard.core.hooks import ModuleHooks
-from composable_shard.core.weighing import tally
-from composable_shard.core.weighing.microbatches import Weights
 from composable_shard.testing import RankError, run_ranks
+from composable_shard.train.weighing import Weighing
 from uneven.programs import Program, StepSpec, TowerSpec, Turn, check, programs
 
 NUM_PARTS = 30
@@ -99,28 +98,10 @@ def test_a_program_that_was_wrong_once(name: str) -> None:
 # Faults -------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "the mean over ranks": Fault(
-        Weights, "_mark", "float(total) / param.mesh.num_ranks if total else 1.0", "1.0"
-    ),
-    "the ranks counted twice": Fault(Weights, "_mark", " / param.mesh.num_ranks", ""),
-    "a forgotten rank": Fault(tally, "_sum_of", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
-    "a forgotten microbatch": Fault(
-        tally.Tally, "say", "zip(*self._unsaid,", "zip(*self._unsaid[-1:],"
-    ),
-    "a loss of the wrong sign": Fault(tally.Tally, "say", "losses.sum()", "-losses.sum()"),
-    "means added to sums": Fault(Weights, "open", "_divide(kept)", ""),
-    "zeros that are not seen": Fault(Weights, "_forget_cleared", "if not is_kept:", "if False:"),
-    "gradients that are gone": Fault(
-        Weights, "_forget_cleared", "is_gone = any(", "is_gone = not any("
-    ),
-    "a total that is always forgotten": Fault(
-        Weights, "_forget_cleared", "if is_gone or (", "if True or ("
-    ),
-    "weights of a step that failed": Fault(Weights, "abandon", "self.forget()", "pass"),
-    "gradients without weight": Fault(Weights, "_mark", "param.sharded.grad = None", "pass"),
-    "divided too early": Fault(
-        Weights, "end_backward", "any(one.is_under_way for one in self.trees)", "False"
-    ),
+    "the mean over ranks": Fault(Weighing, "_divide", "param.mesh.num_ranks if", "1 if"),
+    "a forgotten rank": Fault(Weighing, "end", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
+    "a forgotten microbatch": Fault(Weighing, "add", "self._sums +=", "self._sums ="),
+    "a loss of the wrong sign": Fault(Weighing, "add", "weight * mean", "-weight * mean"),
     "a stale order": Fault(sitting_out, "_calls_like", "forward.called_last({module}) or", ""),
     "a group that is passed over": Fault(
         sitting_out, "_take_part", "in called.inner:", "in called.inner[1:]:"

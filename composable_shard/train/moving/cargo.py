@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,7 @@ from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.root import context_of
-from composable_shard.core.tree_reductions import Reductions
 from composable_shard.core.units import build_units
-from composable_shard.core.weighing.microbatches import Past, part, weigh_together
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.moving.ground import Cut, Ground, cut_of
@@ -66,8 +63,6 @@ class Told(NamedTuple):
         compositions: Of what the items are made that are tensor subclasses.
         orders: For each optimizer its parameters that have states, by their numbers in it, and the
             names of these, as they follow each other there.
-        weighed: What was weighed for gradients, if anything was: of which trees together, and what,
-            where parameters are their indices.
     """
 
     items: dict[Key, Item]
@@ -75,7 +70,6 @@ class Told(NamedTuple):
     settings: list[list[dict[str, Any]]]
     compositions: dict[Key, Composition]
     orders: list[dict[int, list[str]]]
-    weighed: list[tuple[list[int], Past, dict[int, tuple[Fraction, bool]]]]
 
     def facts(self) -> list[str]:
         """Describe what must be the same on all ranks that have the model."""
@@ -138,7 +132,7 @@ class Possession:
 
         Collective: of optimizers whose states lie with owners, see ``LayoutOptimizer.state_dict``.
         """
-        told, tensors = Told({}, {}, [], {}, [], self._weighed()), Tensors()
+        told, tensors = Told({}, {}, [], {}, []), Tensors()
 
         def add(key: Key, value: Any, param: int | None = None) -> None:
             if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim):
@@ -169,24 +163,6 @@ class Possession:
             settings = [dict(group) for group in optimizer.param_groups]
             told.settings.append([{**group, "params": []} for group in settings])
         return told, tensors
-
-    def _weighed(self) -> list[tuple[list[int], Past, dict[int, tuple[Fraction, bool]]]]:
-        """Return what was weighed for gradients; see :class:`Told`."""
-        found = []
-        for weights in dict.fromkeys(tree.weights for tree in self._trees()):
-            if weights is not None:
-                past = weights.past()
-                own = {
-                    index: past.totals[param]
-                    for index, param in enumerate(self.params)
-                    if param in past.totals
-                }
-                trees = [i for i, tree in enumerate(self._trees()) if tree.weights is weights]
-                found.append((trees, past._replace(totals={}), own))
-        return found
-
-    def _trees(self) -> list[Reductions]:
-        return [context.reductions for context in dict.fromkeys(map(context_of, self.groups))]
 
     def _order(
         self, stepped: Mapping[int, torch.Tensor], states: Mapping[torch.Tensor, dict[str, Any]]
@@ -387,12 +363,6 @@ class Possession:
             elif key[0] == "plain" and is_new:
                 values = told.compositions[key].made_of(self._what(key), tensors[key])
                 self._put_plain(str(key[1]), values)
-        trees = self._trees()
-        part(trees)
-        for places, past, totals in told.weighed:
-            weights = weigh_together([trees[place] for place in places])
-            own = {self.params[index]: total for index, total in totals.items()}
-            weights.go_on(past._replace(totals=own))
         for place, optimizer in enumerate(self._optimizers):
             self._settle_states(place, optimizer, told, tensors)
 
@@ -472,7 +442,6 @@ class Possession:
             sharded.local, sharded.place, sharded.spec = nothing, None, spec
         for group in self.groups:
             group.leave()
-        part(self._trees())
 
 
 def _states_of(optimizer: Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
