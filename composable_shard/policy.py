@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from composable_shard import _torch
 from composable_shard.arguments import check_dtype, check_type
 
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
@@ -85,13 +86,12 @@ class MixedPrecisionPolicy:
             param: The parameter, before it is sharded.
 
         Raises:
-            ValueError: If the override is neither a dtype that it may have nor ``None``.
+            ValueError: If the override is neither a dtype that it may have nor ``None``; if nobody
+                has said whether a frozen parameter of a class of its own holds values to be cast.
         """
         override = self.param_dtype_override_fn
-        if override is None:
-            return self
         try:
-            asked = override(param)
+            asked = None if override is None else override(param)
         except Exception as error:
             error.add_note(f"raised by param_dtype_override_fn for parameter '{name}'")
             raise
@@ -103,9 +103,25 @@ class MixedPrecisionPolicy:
                 f"Expected param_dtype_override_fn to return None, param_dtype ({self.param_dtype})"
                 f" or the parameter's own dtype ({param.dtype}) for parameter '{name}', got {got}"
             )
+        if asked is None:
+            self._check_not_packed(name, param)
+        if override is None:
+            return self
         is_cast = asked is not None and (asked.is_floating_point or asked.is_complex)
         dtype = asked if is_cast else self.param_dtype
         return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
+
+    def _check_not_packed(self, name: str, param: nn.Parameter) -> None:
+        """Refuse to cast what may be packed codes in a floating-point dtype."""
+        kind = _torch.class_in_memory(_torch.local_part(param))
+        cast = self.compute_dtype(param.dtype)
+        if kind is not None and not param.requires_grad and cast != param.dtype:
+            raise ValueError(
+                f"Expected frozen parameter '{name}' of class {kind.__name__} to be computed with "
+                f"in its own dtype {param.dtype}, got param_dtype {cast}, whose cast would spoil "
+                "packed values; store it in that dtype, or let param_dtype_override_fn return "
+                "the dtype of this parameter"
+            )
 
     def without_override(self) -> MixedPrecisionPolicy:
         """Return what holds for modules, whose inputs are cast, when parameters are resolved."""

@@ -116,9 +116,11 @@ def parameter_of(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
 
 def class_in_memory(tensor: torch.Tensor) -> type[torch.Tensor] | None:
     """Return the class of a tensor with memory like any other; ``None`` if torch's own, or else."""
-    kind = type(tensor)
-    is_of_torch = kind.__module__.partition(".")[0] == "torch"
-    return None if is_of_torch or is_subclass(tensor) else kind
+    return None if _is_of_torch(tensor) or is_subclass(tensor) else type(tensor)
+
+
+def _is_of_torch(tensor: torch.Tensor) -> bool:
+    return type(tensor).__module__.partition(".")[0] == "torch"
 
 
 def parameter_of_class(
@@ -178,6 +180,11 @@ def is_subclass(tensor: torch.Tensor) -> bool:
     """Tell whether a class decides itself what operations on ``tensor`` do."""
     plain = torch.Tensor.__torch_dispatch__
     return is_wrapper_subclass(tensor) or type(tensor).__torch_dispatch__ is not plain
+
+
+def is_subclass_of_user(tensor: torch.Tensor) -> bool:
+    """Tell the same, but for classes that torch makes by itself, such as fake tensors."""
+    return is_wrapper_subclass(tensor) or (is_subclass(tensor) and not _is_of_torch(tensor))
 
 
 def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

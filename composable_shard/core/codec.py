@@ -8,6 +8,7 @@ gradient.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from composable_shard import _torch
 from composable_shard.core.placement import DenseForm
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ExtensionError
+from composable_shard.policy import MixedPrecisionPolicy
 
 # The hooks by which a class says what it sends and how it comes back ------------------------------
 
@@ -62,7 +64,7 @@ def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
 def needs_extension(tensor: torch.Tensor) -> bool:
     """Tell whether a local shard cannot live in a flat bucket, which holds plain tensors."""
     brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
-    return brings_hooks or _torch.is_wrapper_subclass(tensor)
+    return brings_hooks or _torch.is_subclass_of_user(tensor)
 
 
 def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
@@ -159,6 +161,11 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
     flat: list[torch.Tensor] = []
     for tensor, codec in zip(tensors, codecs, strict=True):
         inner = [tensor] if codec is None else codec.parts(tensor)
+        if codec is None and _torch.is_subclass_of_user(tensor):
+            raise ExtensionError(
+                f"Expected {type(tensor).__name__} to say what it is made of, got no "
+                f"__tensor_flatten__; define {PRE} and {POST} on it"
+            )
         if any(part.shape != tensor.shape for part in inner):
             raise ExtensionError(
                 f"Expected the inner tensors of {type(tensor).__name__} to have its shape "
@@ -181,7 +188,12 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 
 
 def cut_shard(
-    name: str, whole: torch.Tensor, form: DenseForm, rank: int, device: torch.device
+    name: str,
+    whole: torch.Tensor,
+    form: DenseForm,
+    rank: int,
+    device: torch.device,
+    policy: MixedPrecisionPolicy,
 ) -> torch.Tensor:
     """Copy the shard of one rank out of a tensor subclass.
 
@@ -191,13 +203,24 @@ def cut_shard(
         form: How it is cut.
         rank: Whose shard.
         device: Where it belongs; one on the meta device stays there.
+        policy: The dtypes of the parameter.
 
     Raises:
-        ExtensionError: If the class cannot be cut that way, or copied.
+        ExtensionError: If the class cannot be cut that way, copied or gathered, or loses itself.
     """
     try:
-        shard = form.shard_of(whole, rank).detach()
-        copied = copied_shard(shard if shard.device.type == "meta" else shard.to(device))
+        shard = _of_class(whole, "split", form.shard_of(whole, rank))
+        shard = _of_class(whole, "detach", shard.detach())
+        viewed = shard
+        with contextlib.suppress(Exception):  # a class may do without, if it says so
+            viewed = shard.view(shard.shape)
+        _of_class(whole, "view", viewed)
+        if not has_extension(shard):
+            flatten([shard])
+            dtype = policy.compute_dtype(shard.dtype)
+            _of_class(whole, f"to({dtype})", shard.to(dtype))
+        copied = _torch.cloned(shard if shard.device.type == "meta" else shard.to(device))
+        return _of_class(whole, "new_zeros", copied)
     except Exception as error:
         is_ours = isinstance(error, ExtensionError)
         got = str(error) if is_ours else f"{type(error).__name__}: {error}"
@@ -207,8 +230,6 @@ def cut_shard(
             "shard it over a number of ranks that its class can be cut for, or pass it in "
             "ignored_params"
         ) from error
-    _check_keeps_hooks(name, whole, copied)
-    return copied
 
 
 def agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh]) -> None:
@@ -239,19 +260,16 @@ def agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh]
     raise ExtensionError(told) from failure
 
 
-def _check_keeps_hooks(name: str, whole: torch.Tensor, shard: torch.Tensor) -> None:
-    """Raise ``ExtensionError`` if the class of a parameter has hooks that its shard has lost."""
-    for hook in (PRE, GRAD_PRE):
-        is_of_class = hasattr(whole, hook) and hook not in whole.__dict__
-        if is_of_class and not hasattr(shard, hook):
-            kind = type(whole).__name__
-            raise ExtensionError(
-                f"Expected a shard of {name} to bring {hook} as {kind} does, got "
-                f"{type(shard).__name__}; let split and slice of {kind} return their own kind"
-            )
+def _of_class(whole: torch.Tensor, op: str, made: torch.Tensor) -> torch.Tensor:
+    """Return what an op has made of a parameter.
 
-
-def copied_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a local shard; one that brings the protocol without its own idea of a clone."""
-    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
-    return _torch.cloned(tensor) if brings_hooks else tensor.clone()
+    Raises:
+        ExtensionError: If it has lost a class that has hooks, or that decides what ops do.
+    """
+    kind = type(whole)
+    counts = _torch.is_subclass(whole) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
+    if counts and not isinstance(made, kind):
+        name = kind.__name__
+        got = type(made).__name__
+        raise ExtensionError(f"Expected {op} of {name} to return its own class, got {got}")
+    return made

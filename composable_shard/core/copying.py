@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.codec import copied_shard
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import (
     AccumulateHook,
@@ -89,7 +88,7 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
     param.remember_grad_dtype()
     if copied is None:
         with torch.inference_mode(False):
-            own = copied_shard(local)
+            own = _torch.cloned(local)
             spec = _torch.spec_with_dtype(param.spec, own.dtype)
             copied = _torch.parameter_of(_torch.from_local(own, spec), param.sharded.requires_grad)
     own = _torch.local_tensor(copied)

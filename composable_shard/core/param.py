@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.codec import has_extension
 from composable_shard.core.layout import ParamLayout
+from composable_shard.core.nested import tensors_stored_in
 from composable_shard.core.placement import (
     GradStage,
     ParamPlacement,
@@ -125,8 +126,9 @@ class Slot(NamedTuple):
 class Attributes:
     """What users set on one form of a parameter, ``param.tag = ...``, is there on the other.
 
-    Both forms have one dict, unless the other is a tensor subclass, which keeps inner tensors and
-    metadata in its own: what is not of the class is then copied when the forms change places.
+    Both forms have one dict, unless the other is a tensor subclass, which keeps what is its own in
+    its dict. What was set, changed or deleted on one of them is then carried over when the forms
+    change places.
 
     Args:
         sharded: The sharded form.
@@ -137,25 +139,42 @@ class Attributes:
         self._sharded, self._other = sharded, other
         self.are_shared = type(other) in (nn.Parameter, DTensor)
         self._of_class = {"_is_param", *other.__dict__}
+        self._carried: dict[str, object] = {}
         if self.are_shared:
             other.__dict__ = sharded.__dict__
         else:
             self.give()
 
     def give(self) -> None:
-        """Copy attributes of the sharded form to the other, which is registered now."""
-        self._copy(self._sharded, self._other)
+        """Carry changes of the sharded form to the other, which is registered now."""
+        self._carry(self._sharded.__dict__, self._other.__dict__)
 
     def take(self) -> None:
-        """Copy attributes of the other form to the sharded one, which is registered now."""
-        self._copy(self._other, self._sharded)
+        """Carry changes of the other form to the sharded one, which is registered now."""
+        found = self._other.__dict__.items()
+        self._carry({k: v for k, v in found if self._is_of_user(k, v)}, self._sharded.__dict__)
 
-    def _copy(self, source: nn.Parameter, target: nn.Parameter) -> None:
+    def _is_of_user(self, name: str, value: object) -> bool:
+        """Tell whether a user, and not the class, has set an attribute of the other form.
+
+        Unless users had set it before, what the class declares (``functools.cached_property``) and
+        what holds tensors, which were computed of what is gathered anew, counts as the class's.
+        """
+        if name in self._carried or name in self._sharded.__dict__:
+            return True
+        is_declared = hasattr(getattr(type(self._other), name, None), "__get__")
+        return not is_declared and next(tensors_stored_in(value, set()), None) is None
+
+    def _carry(self, source: dict[str, object], target: dict[str, object]) -> None:
         if self.are_shared:
             return
-        for name, value in source.__dict__.items():
-            if name not in self._of_class:
-                target.__dict__[name] = value
+        now = {name: value for name, value in source.items() if name not in self._of_class}
+        for name in self._carried.keys() - now.keys():
+            target.pop(name, None)
+        for name, value in now.items():
+            if name not in self._carried or self._carried[name] is not value:
+                target[name] = value
+        self._carried = now
 
 
 def attributes_of_user(param: nn.Parameter) -> dict[str, object]:

@@ -257,7 +257,7 @@ def _own_shards(
         meshes[param.placement.mesh] = None
         try:
             place = param.form, param.mesh.shard_rank, param.device
-            shards.append(cut_shard(param.name, whole, *place))
+            shards.append(cut_shard(param.name, whole, *place, param.policy))
         except ExtensionError as error:
             failure = failure or error
     if meshes:

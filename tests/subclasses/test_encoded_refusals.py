@@ -263,11 +263,12 @@ class ForgetfulGather(Forgets):
 def test_shards_that_lose_the_hooks_are_refused(kind: type[TwoTensor]) -> None:
     layer = nn.Linear(2, 4, bias=False)
     layer.weight = nn.Parameter(kind(torch.ones(4, 2), torch.ones(4, 2)))
-    hook = PRE if kind is Forgetful else "fsdp_pre_all_gather"
     with fake_ranks(2), pytest.raises(ExtensionError) as caught:
         fully_shard(layer)
     assert str(caught.value) == (
-        f"Expected a shard of weight to bring {hook} as {kind.__name__} does, got TwoTensor; let "
-        f"split and slice of {kind.__name__} return their own kind"
+        f"Expected parameter 'weight', a {kind.__name__} of shape [4, 2], to be cut into 2 shards "
+        f"along dim 0, got: Expected split of {kind.__name__} to return its own class, got "
+        "TwoTensor; shard it over a number of ranks that its class can be cut for, or pass it in "
+        "ignored_params"
     )
     assert type(layer) is nn.Linear

@@ -13,7 +13,7 @@ from nets import assert_same, average_gradients, full, own_input
 from on_ranks import on_ranks
 from torch import nn
 
-from composable_shard import fully_shard, unsharded
+from composable_shard import MixedPrecisionPolicy, fully_shard, unsharded
 
 WIDTH = 130
 
@@ -127,3 +127,34 @@ def test_so_is_a_full_copy() -> None:
     got.append(sharded(x))
     assert torch.equal(expected[0], got[0])
     assert torch.equal(expected[1], got[1])
+
+
+class Packed(nn.Parameter):
+    """Holds four bits for each weight in the bits of a floating-point dtype, as bitsandbytes."""
+
+
+def packed(policy: MixedPrecisionPolicy) -> tuple[nn.Module, torch.Tensor]:
+    model = nn.Linear(4, 4)
+    codes = torch.arange(32, dtype=torch.uint8).view(4, 8).view(torch.float16)
+    model.weight = Packed(codes, requires_grad=False)
+    return fully_shard(model, mp_policy=policy), codes
+
+
+@on_ranks(2)
+def test_codes_in_a_floating_point_dtype_are_not_cast() -> None:
+    low = torch.bfloat16
+    for override in (None, lambda param: None):
+        policy = MixedPrecisionPolicy(param_dtype=low, param_dtype_override_fn=override)
+        with pytest.raises(ValueError) as caught:
+            packed(policy)
+        assert str(caught.value) == (
+            "Expected frozen parameter 'weight' of class Packed to be computed with in its own "
+            "dtype torch.float16, got param_dtype torch.bfloat16, whose cast would spoil packed "
+            "values; store it in that dtype, or let param_dtype_override_fn return the dtype of "
+            "this parameter"
+        )
+    model, codes = packed(
+        MixedPrecisionPolicy(param_dtype=low, param_dtype_override_fn=lambda param: param.dtype)
+    )
+    model.unshard()  # type: ignore[operator]
+    assert torch.equal(model.weight.view(torch.uint8), codes.view(torch.uint8))
