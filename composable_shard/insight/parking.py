@@ -19,8 +19,7 @@ class ParkingExplanation:
     It is what is there now: gradients and states of optimizers come with the first step.
 
     Attributes:
-        device: Such as ``"cuda:0"``; ``"cpu"`` for the host.
-        goes_to: ``"a file"``, in the ``folder`` that ``parked`` is given, or ``"the host"``.
+        device: Such as ``"cuda:0"``. Memory of the host is not parked.
         parameters: Of shards, padding included, and of parameters that are not sharded.
         gradients: Of gradients, reduced or accumulated without sync.
         states: Of states of the optimizer.
@@ -29,7 +28,6 @@ class ParkingExplanation:
     """
 
     device: str
-    goes_to: str
     parameters: int
     gradients: int
     states: int
@@ -49,27 +47,25 @@ def explain_parking(
     return tuple(
         ParkingExplanation(
             device=device,
-            goes_to="a file" if is_on_host else "the host",
             parameters=memory.parameters,
             gradients=memory.gradients,
             states=memory.states,
             buffers=memory.buffers,
             left=memory.left,
         )
-        for device, is_on_host, memory in parkable(model, [] if optimizer is None else [optimizer])
+        for device, memory in parkable(model, [] if optimizer is None else [optimizer])
     )
 
 
 def parking_table(parking: Sequence[ParkingExplanation]) -> Table:
     """Show it as a table, with a row for each device."""
-    columns = ("of", "to", "parameters", "gradients", "states", "buffers", "freed", "left")
+    columns = ("of", "parameters", "gradients", "states", "buffers", "freed", "left")
     rows = tuple(
         (
             one.device,
-            one.goes_to,
             *map(nbytes_text, (one.parameters, one.gradients, one.states, one.buffers)),
             *map(nbytes_text, (one.nbytes, one.left)),
         )
         for one in parking
     )
-    return Table("Parking: bytes of this rank that parked() would free now", columns, rows, 2)
+    return Table("Parking: bytes of this rank that parked() would free now", columns, rows, 1)

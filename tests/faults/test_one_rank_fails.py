@@ -142,7 +142,10 @@ def without_slabs(model: nn.Sequential) -> nn.Sequential:
     if mailbox is not None and mailbox.shared.common is not None:
         mailbox.let_go()
         dist.barrier()  # all have let go of what others are to return
-        mailbox.return_free()
+        mailbox._take_back()
+        for file in (mailbox._own, mailbox.shared.slabs):
+            for slab in list(file._free) if file is not None else ():
+                file._return(slab)
         mailbox.shared.common._pieces._mapped.clear()
     dist.barrier()
     return model

@@ -263,10 +263,6 @@ TYPES: dict[str, tuple[Callable[[], object], str]] = {
         "module to be an nn.Module, got int: 3",
     ),
     "model to park": (lambda: open_parked(3), "model to be an nn.Module, got int: 3"),
-    "folder to park in": (
-        lambda: open_parked(sharded(), folder=3),
-        "folder to be a path or None, got int: 3",
-    ),
     "optimizer to park": (
         lambda: open_parked(sharded(), None),
         "optimizer to be a torch.optim.Optimizer or several, got NoneType: None",

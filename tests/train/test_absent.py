@@ -29,6 +29,7 @@ from composable_shard import (
     uneven,
     weigh,
 )
+from train.as_device import as_device
 from train.moved import on_mesh
 
 
@@ -67,7 +68,7 @@ def test_a_parked_model_is_neither_read_nor_written() -> None:
         file = Path(given[0]) / "model.safetensors"
         save_full(model, file)
         before = [shard.tensor.clone() for shard in local_shards(model)]
-        with parked(model, optimizer, folder=file.parent):
+        with as_device(), parked(model, optimizer):
             check(model, file, "parked; leave the context of parked() first")
         dist.barrier()
     for shard, value in zip(local_shards(model), before, strict=True):

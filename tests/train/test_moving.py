@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -46,6 +45,7 @@ from composable_shard.testing import RankError, run_ranks, stop_ranks
 from composable_shard.train.moving import cargo
 from composable_shard.train.moving.ground import Cut, Ground
 from composable_shard.train.moving.plan import COPIES_SENT, Piece, cut_box, pieces_of, rounds_of
+from train.as_device import as_device
 from train.moved import MiB, assert_same_bits, is_in, memory, on_mesh, return_unused, values
 
 # PURE ---------------------------------------------------------------------------------------------
@@ -432,7 +432,7 @@ def when_full(model: Odd, mesh: DeviceMesh) -> None:
 
 
 def when_parked(model: Odd, mesh: DeviceMesh) -> None:
-    with parked(model, folder=tempfile.gettempdir()):
+    with as_device(), parked(model):
         move(model, (), mesh)
 
 
@@ -570,7 +570,7 @@ def test_wrong_arguments() -> None:
 
 
 @on_ranks(2)
-def test_a_rank_without_the_model_says_so(tmp_path: Path) -> None:
+def test_a_rank_without_the_model_says_so() -> None:
     model = sharded(on_mesh(0, 1))
     optimizer = stock(model)
     train(model, optimizer, 0)
@@ -588,7 +588,7 @@ def test_a_rank_without_the_model_says_so(tmp_path: Path) -> None:
         (optimizer.step, "the root group in memory for a step of AdamW"),
         (lambda: unsharded(model).__enter__(), "the root group in memory for unsharded()"),
         (
-            lambda: parked(model, folder=tmp_path, process_group=alone).__enter__(),
+            lambda: parked(model, process_group=alone).__enter__(),
             "the root group in memory to be parked",
         ),
     ]

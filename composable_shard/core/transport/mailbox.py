@@ -222,15 +222,6 @@ class Mailbox:
             slab.is_held = False
             file.give_back(slab)
 
-    def return_free(self) -> int:
-        """Give memory that nobody reads back to the system; return how many bytes that is."""
-        self.refuse_fork()
-        self.let_go()
-        with self._lock:
-            self._take_back()
-            files = [file for file in (self._own, self.shared.slabs) if file is not None]
-            return sum(file.return_free() for file in files)
-
     def look(self, peer: Peer, key: Key) -> Entry | None:
         """Return what a peer has published for a collective, if it has."""
         self.refuse_fork()
@@ -450,18 +441,6 @@ def near_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the ranks within ``group`` with which this one shares memory. Collective: once."""
     mailbox = mailbox_of(group)
     return [] if mailbox is None else list(mailbox.peers)
-
-
-def return_free_slabs(group: dist.ProcessGroup) -> int:
-    """Give the memory back to the system in which this rank has published, and which nobody reads.
-
-    Returns:
-        How many bytes that is.
-
-    Collective: none.
-    """
-    mailbox = _mailboxes.get(group)
-    return 0 if mailbox is None else mailbox.return_free()
 
 
 def why_apart(group: dist.ProcessGroup) -> dict[int, str]:

@@ -233,13 +233,6 @@ class OwnFile:
             if self._num_uses - slab.last_use > IDLE_USES:
                 self._return(slab)
 
-    def return_free(self) -> int:
-        """Give the memory of all free slabs back to the system; return how many bytes that is."""
-        nbytes = sum(slab.nbytes for slab in self._free)
-        for slab in list(self._free):
-            self._return(slab)
-        return nbytes
-
     def _return(self, slab: Slab) -> None:
         self._free.remove(slab)
         _libc().madvise(slab.address, slab.nbytes, mmap.MADV_REMOVE)

@@ -8,12 +8,40 @@ give another memory, the whole buffer stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from composable_shard import _torch
-from composable_shard.train.parking.host_pages import Span
+
+
+class Span(NamedTuple):
+    """A range of addresses, ``start`` to ``end``."""
+
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is."""
+        return self.end - self.start
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Return the union of ranges, sorted; those that touch become one.
+
+    Example:
+        >>> merged([Span(4, 8), Span(0, 4), Span(2, 3), Span(9, 9)])
+        [Span(start=0, end=8)]
+    """
+    found: list[Span] = []
+    for span in sorted(span for span in spans if span.nbytes > 0):
+        if found and span.start <= found[-1].end:
+            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        else:
+            found.append(span)
+    return found
 
 
 class _Shown(list[torch.Tensor]):
@@ -82,10 +110,6 @@ class DeviceStorages:
         while self._left:
             self._left[-1].come_back()
             self._left.pop()
-
-    def close(self) -> None:
-        """Let go of the copies."""
-        self._left = []
 
 
 def _lies_in(part: _Shown, owner: _Shown) -> bool:
