@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
+from composable_shard import _torch
 from composable_shard.arguments import (
     check_int,
     check_type,
@@ -765,17 +766,26 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Do nothing: ranks may use different parameters, whatever is set.
+        """Set whether trainable parameters that no rank used get gradients of zeros.
+
+        By default their gradient stays ``None``, and the optimizer skips them. With zeros AdamW
+        decays them, for example, as FSDP2 does. Ranks may use different parameters either way.
+        A parameter that was never gathered gets none, nor does one of a class made of inner
+        tensors.
 
         Args:
-            reduce_scatter_unused_params: Accepted for those who come from FSDP2.
-            recurse: The same.
+            reduce_scatter_unused_params: The choice.
+            recurse: Whether to set it for all sharded modules below.
+
+        Memory: an unsharded gradient for each unused parameter while its group is reduced.
 
         Example:
             >>> model.set_reduce_scatter_unused_params(True)
+            >>> model(x).sum().backward()
         """
         checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        checked_bool("recurse", recurse)
+        for group in self._groups(recurse):
+            group.settings.reduction.fills_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -812,7 +822,8 @@ class FSDPModule(TorchFSDPModule):
 
         Args:
             hook: Gets a 1-D tensor, reduced over shards and replicas, to change in place.
-            stream: Where to run it; not with replicas, whose reduction has its own place.
+            stream: Where to run it; not with replicas, whose reduction has its own place. On the
+                CPU, which has no streams, it changes nothing.
 
         Raises:
             TypeError: If ``hook`` cannot be called, or ``stream`` is none.
@@ -826,16 +837,18 @@ class FSDPModule(TorchFSDPModule):
             [torch.Size([10])]
         """
         check_type("hook", hook, callable(hook), "callable")
-        is_stream = stream is None or callable(getattr(stream, "wait_stream", None))
-        check_type("stream", stream, is_stream, "a torch.Stream or None")
         group = self._group()
+        has_streams = _torch.has_streams(group.mesh.device)
+        needed = "stream_id" if has_streams else "wait_stream"  # torch.cpu.Stream is no torch.Stream
+        is_stream = stream is None or hasattr(stream, needed)
+        check_type("stream", stream, is_stream, "a torch.Stream or None")
         if stream is not None and any(mesh.num_replicas > 1 for mesh in group.channels):
             raise ValueError(
                 f"Expected no stream for {group.label}, which has replicas: their all-reduce "
                 "decides when the hook runs"
             )
         group.settings.reduction.hook = hook
-        group.settings.reduction.hook_stream = stream
+        group.settings.reduction.hook_stream = stream if has_streams else None
 
     # How tensors travel ---------------------------------------------------------------------
 

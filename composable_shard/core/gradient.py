@@ -35,6 +35,7 @@ class ReductionSettings:
         divisor: What the sum over all ranks is divided by; their number if ``None``.
         sums_only: Whether collectives only ever sum, and division is done beside them.
         all_reduces: Whether a reduction goes on over the replicas.
+        fills_unused: Whether parameters that no rank used get a gradient of zeros.
         hook: Called with each flat buffer of reduced gradients.
         hook_stream: Where the hook runs; on the compute stream if ``None``.
     """
@@ -42,6 +43,7 @@ class ReductionSettings:
     divisor: float | None = None
     sums_only: bool = False
     all_reduces: bool = True
+    fills_unused: bool = False
     hook: AllReduceHook | None = None
     hook_stream: torch.Stream | None = None
 

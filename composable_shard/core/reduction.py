@@ -398,6 +398,11 @@ class MeshGradients:
         for index, dtype in enumerate(held):
             if dtype is not None:
                 grads[index] = self.unreduced.with_earlier(params[index], grads[index])
+        if self._settings.fills_unused:
+            for index, param in enumerate(params):
+                is_plain = param.unsharded is not None and not param.is_subclass
+                if grads[index] is None and is_plain and param.sharded.requires_grad:
+                    grads[index] = torch.zeros_like(param.unsharded_local(), requires_grad=False)
         return grads
 
     def _start_parts(

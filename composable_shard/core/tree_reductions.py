@@ -244,10 +244,19 @@ class Reductions:
         """Launch the reductions of what backwards left, as far as is set.
 
         Collective: a reduction of each group that was not synchronized, but is to be; of the others
-        that are not averaged over replicas yet, but are to be.
+        that are not averaged over replicas yet, but are to be; of those that nobody ran, where they
+        get zeros.
         """
-        for group in dict.fromkeys([*self.unsynced, *reversed(self._unreplicated)]):
-            is_left = group in self._unsynced or group.settings.reduction.all_reduces
+        unused = [
+            group
+            for group in self.groups
+            if group.settings.reduction.fills_unused
+            and group not in self._launched
+            and any(param.unsharded is not None for param in group.params)
+        ]
+        for group in dict.fromkeys([*self.unsynced, *reversed(self._unreplicated), *unused]):
+            is_held = group in self._unreplicated and group not in self._unsynced
+            is_left = not is_held or group.settings.reduction.all_reduces
             if is_left and group.settings.requires_gradient_sync:
                 self.launch_at_end(group)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from nets import average_gradients, full
+from on_ranks import on_ranks
 from torch import nn
 
-from composable_shard import MixedPrecisionPolicy
+from composable_shard import MixedPrecisionPolicy, fully_shard
 from training.scenarios import Block, Do, Scenario, Stack, assert_same, loss_of
-from training.trees import WIDTH
+from training.trees import WIDTH, inputs_for
 
 Backward = Callable[..., None]
 
@@ -168,3 +171,42 @@ def rows_of_all_kinds(model: Any, x: torch.Tensor, backward: Backward) -> Any:
 def test_the_data_may_decide_which_parameters_are_used(do: Do, ranks: int) -> None:
     groups = ("blocks.0", "blocks.1", "blocks.2", "")
     assert_same(Scenario(routed, do, groups, num_steps=6), ranks)
+
+
+# Gradients of zeros for what no rank used -----------------------------------------------------
+
+
+class Partly(nn.Module):
+    """Uses its second layer in the first step alone, and its last one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.once, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        return self.used(self.once(x) if step == 0 else x)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_unused_parameters_decay_if_they_are_to_be_reduced(accumulates: bool) -> None:
+    torch.manual_seed(0)
+    plain = Partly()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.once)
+    fully_shard(model).set_reduce_scatter_unused_params(True)
+    optimizers = [torch.optim.AdamW(one.parameters(), 0.1, weight_decay=1.0) for one in (model, plain)]
+    for step in range(2):
+        for is_last in (False, True) if accumulates else (True,):
+            model.set_requires_gradient_sync(is_last)
+            for one in (model, plain):
+                one(inputs_for(step, dist.get_rank()), step).square().sum().backward()
+        for param in plain.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        average_gradients(plain.parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(full(model.get_parameter(name)), param, msg=name)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshes.compare import Oracle, gradient_differences, step_differences
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
@@ -71,7 +72,7 @@ def three_at_once(module: FSDPModule) -> None:
     module.set_reduce_scatter_max_input_buffers(3)
 
 
-def without_effect(module: FSDPModule) -> None:
+def with_zeros_for_unused(module: FSDPModule) -> None:
     module.set_reduce_scatter_unused_params(True)
 
 
@@ -83,7 +84,7 @@ CHOICES: list[Choose] = [
     apart_and_back,
     sums,
     three_at_once,
-    without_effect,
+    with_zeros_for_unused,
 ]
 
 
@@ -164,6 +165,14 @@ def replicas_by_hand() -> list[str]:
     oracle.take()
     oracle.reduce()
     return gradient_differences(dict(model.named_parameters()), oracle)
+
+
+@on_ranks(1)
+def test_a_hook_on_a_stream_of_the_cpu_runs_in_place() -> None:
+    model = fully_shard(nn.Linear(2, 1, bias=False))
+    model.set_all_reduce_hook(lambda grads: grads.mul_(3), stream=torch.cpu.Stream())
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[3.0, 6.0]]
 
 
 def test_an_all_reduce_hook_makes_replicas() -> None:
