@@ -839,7 +839,7 @@ class FSDPModule(TorchFSDPModule):
         check_type("hook", hook, callable(hook), "callable")
         group = self._group()
         has_streams = _torch.has_streams(group.mesh.device)
-        needed = "stream_id" if has_streams else "wait_stream"  # torch.cpu.Stream is no torch.Stream
+        needed = "stream_id" if has_streams else "wait_stream"  # torch.cpu.Stream has the latter
         is_stream = stream is None or hasattr(stream, needed)
         check_type("stream", stream, is_stream, "a torch.Stream or None")
         if stream is not None and any(mesh.num_replicas > 1 for mesh in group.channels):

@@ -61,9 +61,31 @@ def is_partial(grad: torch.Tensor | None) -> TypeGuard[DTensor]:
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
+def settled(param: ShardedParam, *, keeps_partial: bool = True) -> torch.Tensor | None:
+    """Return the gradient; redistribute one of placements that autograd has chosen.
+
+    A penalty on sharded parameters may leave a gradient that is replicated, or partial.
+
+    Args:
+        param: The parameter.
+        keeps_partial: Whether one that still has to be averaged stays as it is.
+
+    Collective: none, but that of DTensor for a partial gradient of autograd's.
+    """
+    grad, placement = param.sharded.grad, param.placement
+    if not isinstance(grad, DTensor) or grad.placements == placement.sharded:
+        return grad
+    if keeps_partial and grad.placements in (placement.unreduced, placement.unreplicated):
+        return grad
+    with torch.no_grad():
+        grad = grad.redistribute(placements=placement.sharded)
+    assign_grad(param.sharded, grad)
+    return grad
+
+
 def unreduced(param: ShardedParam) -> torch.Tensor | None:
     """Return the local sum of a gradient that is not reduced at all, if that is what there is."""
-    grad = param.sharded.grad
+    grad = settled(param)
     if not is_partial(grad) or _is_unreplicated(param, grad):
         return None
     return _torch.local_tensor(grad)
@@ -71,7 +93,7 @@ def unreduced(param: ShardedParam) -> torch.Tensor | None:
 
 def unreplicated(param: ShardedParam) -> torch.Tensor | None:
     """Return the local shard of a gradient that is not yet averaged over the replicas."""
-    grad = param.sharded.grad
+    grad = settled(param)
     if not is_partial(grad) or not _is_unreplicated(param, grad):
         return None
     return _torch.local_tensor(grad)
@@ -79,7 +101,7 @@ def unreplicated(param: ShardedParam) -> torch.Tensor | None:
 
 def reduced(param: ShardedParam) -> torch.Tensor | None:
     """Return the local shard of a gradient that is reduced."""
-    grad = param.sharded.grad
+    grad = settled(param)
     return None if grad is None or is_partial(grad) else _torch.local_tensor(grad)
 
 
@@ -132,7 +154,8 @@ def to_reduce_and_held(
         grads = list(map(_grad_of, leaves))
         if all(is_trained) and not any(map(_is_something, grads)):
             return list(params), [None] * len(params)
-        held = [g.dtype if g is not None and is_partial(g) else None for g in grads]
+    grads = [settled(param) for param in params]
+    held = [g.dtype if g is not None and is_partial(g) else None for g in grads]
     takes_in = [one or param.is_unsynced for one, param in zip(is_trained, params, strict=True)]
     return list(compress(params, takes_in)), list(compress(held, takes_in))
 
@@ -150,6 +173,7 @@ def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
         shard: On its device, in the dtype that was asked of its gradients.
     """
     sharded = param.sharded
+    settled(param, keeps_partial=False)
     grad: torch.Tensor = _torch.from_local(shard, param.spec_of_grad("sharded", shard.dtype))
     if not _torch.has_grad_hooks(sharded):
         _add(sharded, grad)

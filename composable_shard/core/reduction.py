@@ -29,6 +29,7 @@ from composable_shard.core.gradient import (
     note_unsynced,
     refuse_sparse,
     set_unreplicated,
+    settled,
     take_all_unsharded,
     to_reduce,
     to_reduce_and_held,
@@ -398,11 +399,10 @@ class MeshGradients:
         for index, dtype in enumerate(held):
             if dtype is not None:
                 grads[index] = self.unreduced.with_earlier(params[index], grads[index])
-        if self._settings.fills_unused:
-            for index, param in enumerate(params):
-                is_plain = param.unsharded is not None and not param.is_subclass
-                if grads[index] is None and is_plain and param.sharded.requires_grad:
-                    grads[index] = torch.zeros_like(param.unsharded_local(), requires_grad=False)
+        for index, param in enumerate(params if self._settings.fills_unused else ()):
+            is_gathered = param.unsharded is not None and not param.is_subclass
+            if grads[index] is None and is_gathered and param.sharded.requires_grad:
+                grads[index] = torch.zeros_like(param.unsharded_local(), requires_grad=False)
         return grads
 
     def _start_parts(
@@ -562,7 +562,11 @@ class MeshGradients:
         for param, shard in self._rebuilt(plan, chosen, shards, dtypes):
             if not is_held:
                 deliver(param, shard)
-            elif (present := unreplicated(param)) is None:
+                continue
+            if unreplicated(param) is None:  # what autograd has written since the launch
+                settled(param, keeps_partial=False)
+                hold_for_replicas(param)
+            if (present := unreplicated(param)) is None:
                 set_unreplicated(param, shard)
             else:
                 present.add_(shard.to(present.device))

@@ -247,14 +247,12 @@ class Reductions:
         that are not averaged over replicas yet, but are to be; of those that nobody ran, where they
         get zeros.
         """
-        unused = [
-            group
-            for group in self.groups
-            if group.settings.reduction.fills_unused
-            and group not in self._launched
-            and any(param.unsharded is not None for param in group.params)
-        ]
-        for group in dict.fromkeys([*self.unsynced, *reversed(self._unreplicated), *unused]):
+        left = dict.fromkeys([*self.unsynced, *reversed(self._unreplicated)])
+        for group in self.groups:
+            is_unused = group.settings.reduction.fills_unused and group not in self._launched
+            if is_unused and any(param.unsharded is not None for param in group.params):
+                left[group] = None
+        for group in left:
             is_held = group in self._unreplicated and group not in self._unsynced
             is_left = not is_held or group.settings.reduction.all_reduces
             if is_left and group.settings.requires_gradient_sync:

@@ -196,7 +196,9 @@ def test_unused_parameters_decay_if_they_are_to_be_reduced(accumulates: bool) ->
     model: Any = copy.deepcopy(plain)
     fully_shard(model.once)
     fully_shard(model).set_reduce_scatter_unused_params(True)
-    optimizers = [torch.optim.AdamW(one.parameters(), 0.1, weight_decay=1.0) for one in (model, plain)]
+    optimizers = [
+        torch.optim.AdamW(one.parameters(), 0.1, weight_decay=1.0) for one in (model, plain)
+    ]
     for step in range(2):
         for is_last in (False, True) if accumulates else (True,):
             model.set_requires_gradient_sync(is_last)
