@@ -159,8 +159,9 @@ def resolve_mesh(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``mesh`` has another number of axes, lacks names or those asked for, is one
-            of devices that this process does not have, or this rank is not in it.
+        ValueError: If ``mesh`` has another number of axes, lacks names or those asked for, has
+            names that contradict their use, is one of devices that this process does not have, or
+            this rank is not in it.
     """
     if mesh is None:
         mesh = _default_mesh()
@@ -183,9 +184,22 @@ def resolve_mesh(
             f"Expected a 2-D mesh to name its axes (replicate, shard), got none: {mesh}; "
             "pass mesh_dim_names to init_device_mesh"
         )
+    _check_axis_names(mesh)
     if mesh.ndim == 1:
         return _shard_mesh(mesh, shard_axis=0)
     return _shard_mesh(mesh, shard_axis=1, replicate_axis=0)
+
+
+def _check_axis_names(mesh: DeviceMesh) -> None:
+    """Refuse a last axis that is named after replicas, and a first of two named after shards."""
+    names = [name.lower() for name in mesh.mesh_dim_names or ("",)]
+    shards, replicates = ([word in name for name in names] for word in ("shard", "replic"))
+    if replicates[-1] > shards[-1] or shards[0] > shards[-1]:
+        raise ValueError(
+            "Expected a mesh of the axes (replicate, shard), or of one that shards, got axes named "
+            f"{mesh.mesh_dim_names}; pass the axes in this order, or name what each is for by "
+            "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
+        )
 
 
 def _from_names(mesh: DeviceMesh, dims: object) -> ShardMesh:

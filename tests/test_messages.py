@@ -283,6 +283,29 @@ CASES_OF_FOUR: list[tuple[Callable[[], object], type[Exception], str]] = [
         "Expected a 2-D mesh to name its axes (replicate, shard), got none: DeviceMesh((2, 2), "
         "'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh",
     ),
+    *(
+        (
+            lambda names=names: fully_shard(linear(), mesh=square(*names)),
+            ValueError,
+            "Expected a mesh of the axes (replicate, shard), or of one that shards, got axes named "
+            f"{names}; pass the axes in this order, or name what each is for by "
+            "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)",
+        )
+        for names in (("shard", "replicate"), ("dp_shard", "tp"), ("data", "dp_replicate"))
+    ),
+    (
+        lambda: fully_shard(linear(), mesh=square()["replicate"]),
+        ValueError,
+        "Expected a mesh of the axes (replicate, shard), or of one that shards, got axes named "
+        "('replicate',); pass the axes in this order, or name what each is for by "
+        "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)",
+    ),
+    (
+        lambda: fully_shard(nn.Sequential(nn.LazyLinear(4))),
+        ValueError,
+        "Expected parameter '0.weight' of LazyLinear to have a shape, got an uninitialized one; "
+        "run a forward of the model before fully_shard",
+    ),
     (
         lambda: fully_shard(linear(), mesh=square(), dp_mesh_dims="shard"),  # type: ignore[arg-type]
         TypeError,

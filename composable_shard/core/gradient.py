@@ -172,8 +172,12 @@ def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
         param: The parameter.
         shard: On its device, in the dtype that was asked of its gradients.
     """
-    sharded = param.sharded
-    settled(param, keeps_partial=False)
+    sharded, present = param.sharded, settled(param, keeps_partial=False)
+    if present is not None and _torch.local_part(present).shape != shard.shape:
+        raise ShardError(
+            f"Expected a gradient of local shape {list(shard.shape)} in .grad of '{param.name}', "
+            f"got {list(_torch.local_part(present).shape)}; assign what has the rows of this rank"
+        )
     grad: torch.Tensor = _torch.from_local(shard, param.spec_of_grad("sharded", shard.dtype))
     if not _torch.has_grad_hooks(sharded):
         _add(sharded, grad)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
 from composable_shard.core.codec import agree_on_shards, cut_shard, needs_extension
@@ -144,6 +145,11 @@ def plan_params(
     planned = []
     for param, slots in managed.params.items():
         name = managed.names[param]
+        if is_lazy(param):
+            raise ValueError(
+                f"Expected parameter '{name}' of {type(slots[0].module).__name__} to have a shape, "
+                "got an uninitialized one; run a forward of the model before fully_shard"
+            )
         placement, own_mesh = _placement_of(name, param, shard_placement_fn)
         over = mesh
         if own_mesh is not None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -25,13 +27,18 @@ from composable_shard.arguments import (
     checked_list,
     checked_number,
 )
+from composable_shard.core.hooks import owner_of
 from composable_shard.core.param import sharded_form
+from composable_shard.core.ties import owner_of_sharded
+from composable_shard.core.transport.failures import announce, watched
 from composable_shard.errors import ShardError
 from composable_shard.train.gradients import alike, check_scalable, pending
 
 # The norm of gradients that lie on any mix of meshes, and scaling them by it ----------------------
 
 _Ranks = tuple[int, ...]
+_DOING = "taking the norm of gradients"
+_NUM_NAMED = 3  # parameters whose gradients are not finite
 
 
 @torch.no_grad()
@@ -58,6 +65,8 @@ def clip_grad_norm(
     if not grads:
         return torch.tensor(0.0)
     check_scalable(grads, "clipping")
+    for param, grad in zip(owners, grads, strict=True):
+        _check_local_shape(param, grad)
     one_by_one = foreach is False
     norms = _Norms(order, _norm_dtype(grads), _communication_device(grads), one_by_one)
     norms.add([grad for grad in grads if not pending(grad)])
@@ -66,8 +75,10 @@ def clip_grad_norm(
             norms.add([_reduced(param, cast(DTensor, grad))])
     total = norms.total()
     if error_if_nonfinite and not total.isfinite():
+        names = _first_not_finite(owners, norms)
+        among = f", because of the gradients of {', '.join(names)}" if names else ""
         raise ShardError(
-            f"Expected gradients of a finite norm of order {order}, got {total.item()}; "
+            f"Expected gradients of a finite norm of order {order}, got {total.item()}{among}; "
             "set error_if_nonfinite=False to scale them by it all the same"
         )
     scale_grads(grads, torch.clamp(limit / (total + 1e-6), max=1.0), one_by_one)
@@ -122,13 +133,21 @@ class _Norms:
             gathered = _torch.empty(  # [ranks, norms]
                 len(ranks), message.numel(), dtype=message.dtype, device=message.device
             )
-            _torch.all_gather_rows(gathered, message, group)
+            with watched(group, _DOING):
+                _torch.all_gather_rows(gathered, message, group)
             combined = torch.linalg.vector_norm(gathered, self._p, dim=0).to(self._device)
             parts = combined.split([len(part) for part in own])
             for axes, part in zip(open_axes, parts, strict=True):
                 self._join(axes - {ranks}, [part])
         (everything,) = self._parts.values()
         return torch.linalg.vector_norm(everything, self._p)
+
+    def alone(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the gradient of one parameter. Collective: see :meth:`total`."""
+        norms = _Norms(self._p, self._dtype, self._device, one_by_one=True)
+        grad = cast(torch.Tensor, param.grad)
+        norms.add([_reduced(param, cast(DTensor, grad)) if pending(grad) else grad])
+        return norms.total()
 
     def _register(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> frozenset[_Ranks]:
         """Name axes by their ranks: those of two meshes may be the same."""
@@ -179,6 +198,38 @@ class _Norms:
 
 
 # One gradient ---------------------------------------------------------------------------------
+
+
+def _name_of(param: torch.Tensor) -> str:
+    owner = owner_of_sharded(param) if isinstance(param, nn.Parameter) else None
+    group = None if owner is None else owner_of(owner.slots[0].module)
+    if owner is None or group is None:
+        return f"a parameter of shape {list(param.shape)}"
+    return f"'{owner.name}' of {group.label}"
+
+
+def _check_local_shape(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Raise ``ShardError`` if a gradient is laid out as its parameter and has another local shape.
+
+    Collective: none; it is announced to the ranks that wait for this one.
+    """
+    if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
+        return
+    own, got = (list(_torch.local_tensor(tensor).shape) for tensor in (param, grad))
+    if own == got or (param.device_mesh, param.placements) != (grad.device_mesh, grad.placements):
+        return
+    error = ShardError(
+        f"Expected a gradient of local shape {own} for {_name_of(param)}, got {got}; assign what "
+        "has the rows of this rank, such as distribute_tensor returns"
+    )
+    announce(map(param.device_mesh.get_group, range(param.device_mesh.ndim)), _DOING, error)
+    raise error
+
+
+def _first_not_finite(params: Sequence[torch.Tensor], norms: _Norms) -> list[str]:
+    """Name the first parameters whose gradients are not finite. Collective: see _Norms.total."""
+    found = (_name_of(param) for param in params if not norms.alone(param).isfinite())
+    return list(islice(found, _NUM_NAMED))
 
 
 def _reduced(param: torch.Tensor, grad: DTensor) -> DTensor:
@@ -267,7 +318,8 @@ def clip_grad_norm_(
         precision overflows in the result at most.
 
     Raises:
-        ShardError: On all ranks, if the norm is not finite and ``error_if_nonfinite``.
+        ShardError: On all ranks, if the norm is not finite and ``error_if_nonfinite``; it names the
+            first parameters with such gradients. If a gradient has the local shape of another rank.
         ValueError: If ``max_norm`` is negative or NaN, or a flag no bool. If a gradient is
             ``Partial`` with a reduction that cannot be scaled (product), or this rank is not on the
             mesh of one.

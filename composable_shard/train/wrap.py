@@ -52,7 +52,8 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
     Raises:
         TypeError: If ``policy`` is none of these, or its function returns something else, or from
             ``fully_shard``.
-        ValueError: If the budget is not positive, or from ``fully_shard``.
+        ValueError: If classes or a function pick no module, if the budget is not positive, or from
+            ``fully_shard``.
 
     Collective: none.
     Memory: that of ``fully_shard`` for one group at a time.
@@ -112,6 +113,12 @@ def _choose(
             )
         if answer is not False and _has_forward(inner):
             chosen[inner] = answer if isinstance(answer, dict) else {}
+    if not chosen and not any(map(is_taken, module.modules())):
+        classes = ", ".join(dict.fromkeys(type(inner).__name__ for inner in module.modules()))
+        raise ValueError(
+            f"Expected policy to pick a module that has a forward, got none of the classes in the "
+            f"model: {classes}; call fully_shard for a single group"
+        )
     return chosen
 
 

@@ -34,7 +34,8 @@ ALL_RANKS = (
 )
 AWAY = (
     "; rank {} waits in none of the library's: it may be in another collective (full_tensor() or a "
-    "full state dict on some ranks only, one of your own), be busy, or have stopped. " + ALL_RANKS
+    "full state dict on some ranks only, one of your own), be busy, or have stopped; ranks whose "
+    "batches end at different steps iterate by composable_shard.uneven(). " + ALL_RANKS
 )
 WHEREABOUTS = AWAY.format(BAD)
 

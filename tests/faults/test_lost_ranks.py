@@ -39,6 +39,8 @@ pytestmark = pytest.mark.usefixtures("sharing")
 KILLED = "RuntimeError: The process ended during the call, exit code -9"
 REFUSED = "Expected a process group without failures, got one that had failed before: {}"
 GATHERING, REDUCING = "gathering group '1'", "reducing the gradients of group '0'"
+BATCHES = "ranks whose batches end at different steps iterate by composable_shard.uneven()"
+ENDED = f"the end of its process; {BATCHES}"
 BOTH_WAYS = pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
 READING = pytest.mark.parametrize(
     "apart", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["reading", "sending"]
@@ -75,7 +77,7 @@ def test_a_rank_that_was_killed_before_a_collective_is_named_by_all(
         if apart:
             assert text.startswith(blames(rank, act, "the error '"))
         else:
-            assert text == blames(rank, act, "the end of its process")
+            assert text == blames(rank, act, ENDED)
 
 
 def killed_within(act: str) -> None:
@@ -91,7 +93,7 @@ def killed_within(act: str) -> None:
 def test_what_a_rank_has_published_outlives_it_and_the_next_collective_names_it(act: str) -> None:
     said = failures(killed_within, 2, act, apart=False)
     following = REDUCING if act != REDUCING else "gathering group '0'"
-    assert said == {0: blames(0, following, "the end of its process"), BAD: KILLED}
+    assert said == {0: blames(0, following, ENDED), BAD: KILLED}
 
 
 def stalled(act: str, count: int, stall: Callable[[], None]) -> None:

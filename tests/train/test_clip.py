@@ -415,7 +415,8 @@ def with_grad(value: torch.Tensor) -> nn.Parameter:
 # Errors --------------------------------------------------------------------------------------
 
 NON_FINITE = (
-    "Expected gradients of a finite norm of order {}, got {}; "
+    "Expected gradients of a finite norm of order {}, got {}, because of the gradients "
+    "of 'norm.weight' of group 'blocks.0', 'out.bias' of the root group; "
     "set error_if_nonfinite=False to scale them by it all the same"
 )
 PRODUCT = (
@@ -437,7 +438,8 @@ def non_finite(order: float, value: float, method: bool, error: bool) -> tuple[f
     model = shard_net(Net(1))
     model(own_input()).sum().backward()
     if dist.get_rank() == dist.get_world_size() - 1:
-        model.blocks[0].norm.weight.grad.to_local()[-1] = value
+        for param in (model.blocks[0].norm.weight, model.out.bias):
+            param.grad.to_local()[-1] = value
     before = [param.grad.to_local().clone() for param in model.parameters()]
     try:
         if method:
@@ -463,6 +465,67 @@ def test_a_norm_that_is_not_finite_raises_on_all_ranks(
     failure = caught.value.agreed()
     assert failure.type_name.endswith("ShardError")
     assert failure.message == NON_FINITE.format(order, value)
+
+
+def test_of_many_gradients_that_are_not_finite_the_first_are_named() -> None:
+    params = [with_grad(torch.full((2,), math.inf)) for _ in range(5)]
+    with pytest.raises(ShardError) as caught:
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    names = ", ".join(["a parameter of shape [2]"] * 3)
+    assert f"got inf, because of the gradients of {names}; set" in str(caught.value)
+    huge = [with_grad(torch.full((1,), 3e38)) for _ in range(2)]
+    with pytest.raises(ShardError, match=r"of order 1\.0, got inf; set"):
+        clip_grad_norm_(huge, 1.0, 1.0, error_if_nonfinite=True)
+
+
+def wrong_local_shape(rank: int | None, again: Callable[[Any], object]) -> None:
+    """Some rank, or each of them, has a gradient with a row too much."""
+    model = shard_net(Net(1))
+    model(own_input()).sum().backward()
+    weight = model.blocks[0].down.weight
+    if rank in (None, dist.get_rank()):
+        grad = torch.ones(4, weight.to_local().shape[1])
+        weight.grad = DTensor.from_local(
+            grad, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+        )
+    again(model)
+
+
+def clip_again(model: Any) -> None:
+    clip_grad_norm_(model.parameters(), 1.0)
+
+
+def accumulate_again(model: Any) -> None:
+    model(own_input()).sum().backward()
+
+
+CLIPPED = (
+    "Expected a gradient of local shape [3, 13] for 'down.weight' of group 'blocks.0', got "
+    "[4, 13]; assign what has the rows of this rank, such as distribute_tensor returns"
+)
+ACCUMULATED = (
+    "Expected a gradient of local shape [3, 13] in .grad of 'down.weight', got [4, 13]; assign "
+    "what has the rows of this rank"
+)
+
+
+@pytest.mark.parametrize(
+    ("again", "text"), [(clip_again, CLIPPED), (accumulate_again, ACCUMULATED)]
+)
+def test_a_gradient_of_a_wrong_local_shape_names_its_parameter(again: Any, text: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(wrong_local_shape, 2, None, again)
+    assert caught.value.agreed().message == text
+
+
+def test_a_gradient_of_a_wrong_local_shape_on_one_rank_is_an_error_on_all() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(wrong_local_shape, 2, 1, clip_again, timeout=30)
+    first, second = caught.value.failures
+    assert second.message == CLIPPED
+    doing = "failed while taking the norm of gradients"
+    assert first.message.startswith(f"Rank 0 {doing}: ")
+    assert f"rank 1 {doing}: ShardError: {CLIPPED}" in first.message
 
 
 def test_a_norm_that_is_not_finite_scales_as_in_torch() -> None:

@@ -56,7 +56,6 @@ def is_block(module: nn.Module) -> bool:
             (Block, nn.LayerNorm),
             [[""], ["blocks.0"], ["blocks.0.norm"], ["blocks.1"], ["blocks.1.norm"]],
         ),
-        ((nn.ModuleList, nn.Conv1d), [[""]]),  # a container, and what there is not
         (Net, [[""]]),
         (lambda module: {}, None),  # a dict picks, whatever is in it
         (lambda module: True, None),
@@ -72,6 +71,22 @@ def test_what_is_picked(policy: Any, names: list[list[str]] | None) -> None:
         ]
         assert apply_fully_shard(model, policy) is model
         assert names_of(model) == expected
+
+
+@pytest.mark.parametrize("policy", [(nn.ModuleList, nn.Conv1d), lambda module: False])
+def test_a_policy_that_picks_nothing_is_refused(policy: Any) -> None:
+    with fake_ranks(2):
+        model = Net(2)
+        with pytest.raises(ValueError) as caught:
+            apply_fully_shard(model, policy)
+        assert str(caught.value) == (
+            "Expected policy to pick a module that has a forward, got none of the classes in the "
+            "model: Net, Linear, ModuleList, Block, LayerNorm; call fully_shard for a single group"
+        )
+        assert groups_of(model) == []
+        fully_shard(model.blocks[0])
+        apply_fully_shard(model, policy)
+        assert names_of(model) == [[""], ["blocks.0"]]
 
 
 def test_what_is_sharded_already_stays() -> None:
