@@ -39,6 +39,14 @@ def all_gather_flat(
     return cast(dist.Work, getattr(group, _ALL_GATHER)(*_as_real(outputs, inputs)))
 
 
+def all_gather_single(
+    output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup
+) -> dist.Work:
+    """All-gather one tensor into another, in a launch that is not coalesced."""
+    (output,), (own,) = _as_real([output], [own])
+    return cast(dist.Work, group._allgather_base(output, own))
+
+
 def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather ``own`` [numel] of all ranks into ``output`` [ranks, numel], and wait for it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -61,12 +61,12 @@ class Inputs:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Look at the inputs of all collectives that are launched inside."""
-        gather, scatter = _torch.all_gather_flat, _torch.reduce_scatter_flat
+        gather, scatter = _torch.all_gather_single, _torch.reduce_scatter_flat
         reduce, exchange = dist.all_reduce, dist.all_to_all_single
 
-        def all_gather(outputs: Any, inputs: Any, *rest: Any) -> Any:
-            self.look_at("all-gather", *inputs)
-            return gather(outputs, inputs, *rest)
+        def all_gather(output: Any, own: Any, **more: Any) -> Any:
+            self.look_at("all-gather", own)
+            return gather(output, own, **more)
 
         def reduce_scatter(outputs: Any, inputs: Any, *rest: Any) -> Any:
             self.look_at("reduce-scatter", *inputs)
@@ -81,7 +81,7 @@ class Inputs:
             return exchange(output, source, **more)
 
         with (
-            mock.patch.object(_torch, "all_gather_flat", all_gather),
+            mock.patch.object(_torch, "all_gather_single", all_gather),
             mock.patch.object(_torch, "reduce_scatter_flat", reduce_scatter),
             mock.patch.object(dist, "all_reduce", all_reduce),
             mock.patch.object(dist, "all_to_all_single", all_to_all),

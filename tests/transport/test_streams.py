@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,22 +23,62 @@ from composable_shard.core import group as group_module
 from composable_shard.core import hooks
 from composable_shard.core.hooks import owner_of
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.collectives import Memory
 from composable_shard.core.transport.pending import compute_stream
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import run_ranks
 
 
+CUDA = torch.device("cuda", 0)
+
+
 def chosen() -> list[list[str]]:
     mesh = resolve_mesh(init_device_mesh("cpu", (2,)))
-    on_device = dataclasses.replace(mesh, device=torch.device("cuda", 0))
+    on_device = dataclasses.replace(mesh, device=CUDA)
     channels = [Channel(one) for one in (mesh, on_device)]
     return [[type(c).__name__ for c in (one.all_gather, one.reduce_scatter)] for one in channels]
 
 
 def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
     direct = ["DirectAllGather", "DirectReduceScatter"]
-    coalesced = ["CoalescedAllGather", "CoalescedReduceScatter"]
-    assert run_ranks(chosen, 2) == [[direct, coalesced]] * 2
+    assert run_ranks(chosen, 2) == [[direct, ["EachAllGather", "CoalescedReduceScatter"]]] * 2
+
+
+def launched() -> list[set[str]]:
+    """Return the all-gathers of c10d that each way to gather launches, two groups in flight."""
+    mesh, names = resolve_mesh(init_device_mesh("cpu", (2,))), set[str]()
+    every = [name for name in dir(dist.ProcessGroup) if "gather" in name]
+    ways = [Channel(mesh), *(Channel(dataclasses.replace(mesh, device=CUDA)) for _ in range(2))]
+    ways[2].use_memory(Memory(lambda shape, dtype, _: torch.empty(tuple(shape), dtype=dtype)))
+    found = []
+    for channel in ways:
+        names.clear()
+        with contextlib.ExitStack() as stack:
+            for name in every:
+                real = getattr(dist.ProcessGroup, name)
+                noted = functools.partialmethod(note, names, name, real)
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, noted))
+            inputs = [[torch.full((n,), 1.0 + n * dist.get_rank()) for n in (3, 5)]] * 2
+            outputs = [[torch.empty(2 * n) for n in (3, 5)] for _ in range(2)]
+            works = [channel.gather(*pair) for pair in zip(outputs, inputs, strict=True)]
+            for work in itertools.chain(*works):
+                work.wait()
+        for tensor, n in zip(itertools.chain(*outputs), (3, 5, 3, 5), strict=True):
+            assert torch.equal(tensor, torch.tensor([1.0, 1.0 + n]).repeat_interleave(n))
+        found.append(set(names))
+    return found
+
+
+def note(group: Any, names: set[str], name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
+    names.add(name)
+    return real(group, *args, **kwargs)
+
+
+def test_gloo_launches_no_coalesced_all_gather() -> None:
+    """Two of them in flight on one process group corrupt memory."""
+    for found in run_ranks(launched, 2):
+        assert not any("coalesced" in name for names in found for name in names)
+        assert found[1:] == [{"_allgather_base"}] * 2  # the first sends from rank to rank
 
 
 # Custom communication -------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from composable_shard.core.transport.collectives import (
     CoalescedReduceScatter,
     CustomAllGather,
     CustomReduceScatter,
+    EachAllGather,
     EachGather,
     GatherLaunch,
     Memory,
@@ -89,7 +90,7 @@ class Channel:
             self._gather = DirectGather()
         else:
             self._gather = EachGather()
-            self.all_gather = CoalescedAllGather()
+            self.all_gather = EachAllGather() if backend == "gloo" else CoalescedAllGather()
             self.reduce_scatter = CoalescedReduceScatter(reads_padding=may_read_padding(device))
 
     def use_all_gather(self, comm: AllGather) -> None:

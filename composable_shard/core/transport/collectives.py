@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -137,15 +138,24 @@ def may_read_padding(device: torch.device) -> bool:
     return _torch.has_streams(device)
 
 
+class EachAllGather(AllGatherLaunch):
+    """One c10d launch for each tensor.
+
+    Hazard: two coalesced all-gathers in flight on one process group of gloo write its memory at the
+    same time, and corrupt it. Guard: this. Test: ``test_gloo_launches_no_coalesced_all_gather``.
+    """
+
+    def launch(
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int
+    ) -> list[Waitable]:
+        return list(map(partial(_torch.all_gather_single, group=group), outputs, inputs))
+
+
 class CoalescedAllGather(AllGatherLaunch):
     """One c10d launch for all tensors."""
 
     def launch(
-        self,
-        outputs: Tensors,
-        inputs: Tensors,
-        group: dist.ProcessGroup,
-        tag: int,
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int
     ) -> list[Waitable]:
         if len({tensor.dtype for tensor in inputs}) > 1:
             outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
@@ -176,12 +186,7 @@ class CoalescedReduceScatter(ReduceScatterLaunch):
         return _torch.average_is_supported(_torch.backend_name(group, device))
 
     def launch(
-        self,
-        outputs: Tensors,
-        inputs: Tensors,
-        group: dist.ProcessGroup,
-        op: Any,
-        tag: int,
+        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
     ) -> list[Waitable]:
         return [_torch.reduce_scatter_flat(outputs, inputs, group, op)]
 
@@ -397,7 +402,7 @@ class AllGatherIn(_In, AllGather):
     ) -> Waitable | None:
         self._register(output_tensor, input_tensor, group=group)
         return _waited_unless(
-            async_op, _torch.all_gather_flat([output_tensor], [input_tensor], group)
+            async_op, _torch.all_gather_single(output_tensor, input_tensor, group)
         )
 
 
