@@ -44,7 +44,7 @@ def all_gather_single(
 ) -> dist.Work:
     """All-gather one tensor into another, in a launch that is not coalesced."""
     (output,), (own,) = _as_real([output], [own])
-    return cast(dist.Work, group._allgather_base(output, own))
+    return group._allgather_base(output, own)
 
 
 def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -28,7 +28,6 @@ from composable_shard.core.transport.pending import compute_stream
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import run_ranks
 
-
 CUDA = torch.device("cuda", 0)
 
 

@@ -18,13 +18,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.transport.failures import (
-    OUT_OF_BATCHES,
-    failure_in,
-    lost,
-    mismatch,
-    refuse_lost,
-)
+from composable_shard.core.transport.failures import ENDED, failure_in, lost, mismatch, refuse_lost
 from composable_shard.core.transport.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
 from composable_shard.core.transport.shared_memory import View
 
@@ -170,7 +164,7 @@ class HostCollective:
                 if failure is not None:
                     got = f"word that {failure}"
                 elif peer.ends_within(0):
-                    got = f"the end of its process; {OUT_OF_BATCHES}"
+                    got = ENDED
                 elif now - start > (time_out := _torch.timeout_of(self._group)):
                     got = f"no sign of it within the time-out of {time_out:.0f} s"
             if seen := look():  # also what was there when it ended

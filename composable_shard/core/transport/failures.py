@@ -146,7 +146,8 @@ def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
 
 # What ranks tell each other -----------------------------------------------------------------------
 
-OUT_OF_BATCHES = "ranks whose batches end at different steps iterate by composable_shard.uneven()"
+_UNEVEN = "ranks whose batches end at different steps iterate by composable_shard.uneven()"
+ENDED = f"the end of its process; {_UNEVEN}"
 _PATIENCE = 1.0  # seconds that a wait may last before others are asked
 _ANSWER = 2.0  # seconds until an error is raised without what the others say
 _FAILED, _WAITS = "failed", "waits"  # keys: of whether anybody has said so, and who
@@ -229,7 +230,7 @@ class _Board:
             told.append(
                 f"rank {', '.join(names)} waits in none of the library's: it may be in another "
                 "collective (full_tensor() or a full state dict on some ranks only, one of your "
-                f"own), be busy, or have stopped; {OUT_OF_BATCHES}"
+                f"own), be busy, or have stopped; {_UNEVEN}"
             )
         return "; ".join(told)
 
