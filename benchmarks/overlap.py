@@ -2,7 +2,7 @@
 
 Run `python benchmarks/overlap.py`. One process is rank 0 of 8, whose collectives do nothing, and
 the CPU counts as a device with streams, on which both libraries give out their work as they would
-on a GPU (`composable_shard.testing.simulated_device`). Shown for the third step, without optimizer:
+on a GPU (`tests/support/simulated_device.py`). Shown for the third step, without optimizer:
 
 - *launches*: kernels and copies beyond those of the plain module;
 - *collectives*: of gathers and reductions;
@@ -17,8 +17,10 @@ on a GPU (`composable_shard.testing.simulated_device`). Shown for the third step
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,8 +32,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import fake_ranks
-from composable_shard.testing.happens_before import Work
-from composable_shard.testing.simulated_device import Activity, SimulatedDevice
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # as a program it is not there
+
+from support.happens_before import Work
+from support.simulated_device import Activity, SimulatedDevice
 
 NUM_RANKS = 8
 NUM_BLOCKS = 8

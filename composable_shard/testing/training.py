@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard.api import fully_shard
-from composable_shard.arguments import check_flags, check_value, checked_number
+from composable_shard.arguments import check_value, checked_number
 from composable_shard.module import FSDPModule
 from composable_shard.policy import MixedPrecisionPolicy
 from composable_shard.testing.oracle import Build, Comparison, MakeOptimizer, Unsharded, new_model
@@ -30,11 +30,11 @@ from composable_shard.testing.programs import (
     shard_tree,
 )
 from composable_shard.testing.ranks import run_ranks
-from composable_shard.testing.simulated_device import SimulatedDevice, unnoticed
 
 # One rank's part in following a program with a sharded model and with its oracle ------------------
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
+Within = Callable[[], contextlib.AbstractContextManager[list[str] | None]]
 Result = TypeVar("Result")
 
 
@@ -49,7 +49,7 @@ class Plan:
     mesh: tuple[int, ...] | None = None
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     tolerance: float | None = None
-    simulates_device: bool = False
+    within: Within = contextlib.nullcontext
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,10 +88,9 @@ class Rehearsal:
         getattr(self, f"_{step}")()
         found = self._found
         self._found = []
-        with unnoticed():
-            found += self.comparison.grads(self._sharded_params)
-            found += self.comparison.params(self._sharded_params)
-            found += self.comparison.buffers(self.model)
+        found += self.comparison.grads(self._sharded_params)
+        found += self.comparison.params(self._sharded_params)
+        found += self.comparison.buffers(self.model)
         if step == "step" and not self.comparison.is_exact:
             self._start_from_the_same()
         self.num_steps += 1
@@ -130,8 +129,7 @@ class Rehearsal:
     def _losses(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         sharded = self._loss(self.model, self.rank)
         unsharded = [self._loss(model, rank) for rank, model in enumerate(self.oracle.models)]
-        with unnoticed():
-            self._found += self.comparison.loss(sharded, unsharded[self.rank])
+        self._found += self.comparison.loss(sharded, unsharded[self.rank])
         return sharded, unsharded
 
     def _loss(self, model: nn.Module, rank: int) -> torch.Tensor:
@@ -322,7 +320,7 @@ def assert_trains_like_unsharded(
     loss: Loss | None = None,
     optimizer: MakeOptimizer = SGD,
     tolerance: float | None = None,
-    simulates_device: bool = False,
+    within: Within = contextlib.nullcontext,
     timeout: float = 60.0,
     **options: Any,
 ) -> None:
@@ -352,8 +350,8 @@ def assert_trains_like_unsharded(
             divides by the gradient's size (Adam) turns the rounding of gradients near zero into
             steps of full length, so expect differences from three ranks on.
         tolerance: How much may differ, relative to the largest element, instead of the above.
-        simulates_device: Whether each rank trains on a `SimulatedDevice`, where what is done on
-            streams in no certain order counts as a difference.
+        within: Makes a context in which each rank trains. If it gives a list, the texts that are in
+            the list when the context has ended count as differences.
         timeout: Seconds after which the ranks are killed.
         options: Further arguments of every `fully_shard`, such as `reshard_after_forward`.
 
@@ -373,7 +371,6 @@ def assert_trains_like_unsharded(
     if tolerance is not None:
         fits = 0 <= checked_number("tolerance", tolerance) < math.inf
         check_value("tolerance", tolerance, fits, "to be a finite number of at least 0")
-    check_flags(simulates_device=simulates_device)
     num_ranks = _num_ranks(world_size, mesh)
     is_tree = isinstance(build, TreeSpec)
     if loss is None and not is_tree:
@@ -386,7 +383,7 @@ def assert_trains_like_unsharded(
         mesh,
         policy or MixedPrecisionPolicy(),
         tolerance,
-        simulates_device,
+        within,
         options,
     )
     failure = _rehearse(plan, steps, num_ranks, timeout)
@@ -400,7 +397,7 @@ def assert_trains_like_unsharded(
         "loss": loss,
         "optimizer": None if optimizer is SGD else optimizer,
         "tolerance": tolerance,
-        "simulates_device": simulates_device or None,
+        "within": None if within is contextlib.nullcontext else within,
         **options,
     }
     shown = {key: value for key, value in given.items() if value is not None}
@@ -460,12 +457,9 @@ class _StepFailure(RuntimeError):
 
 def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[_Difference]:
     """Follow a program on this rank; a rank goes on where it differs, as the others do."""
-    if not plan.simulates_device:
-        return _differences(plan, steps)
-    with SimulatedDevice() as device:
+    with plan.within() as said:
         found = _differences(plan, steps)
-    faults = [_Difference(len(steps) - 1, dist.get_rank(), fault) for fault in device.faults]
-    return [*found, *faults]
+    return [*found, *(_Difference(len(steps) - 1, dist.get_rank(), text) for text in said or ())]
 
 
 def _differences(plan: Plan, steps: tuple[Step, ...]) -> list[_Difference]:

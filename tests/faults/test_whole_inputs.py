@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from nets import Net, own_input, shard_net
 from subclasses.lossless import Lossless, as_type
+from support.simulated_device import SimulatedDevice, unnoticed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -27,7 +28,6 @@ from composable_shard.core import bucket, reduction
 from composable_shard.core.gradient_bucket import GradBucket
 from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES
 from composable_shard.testing import run_ranks
-from composable_shard.testing.simulated_device import SimulatedDevice, unnoticed
 from faults.poisoned import WIDTH, Block, batch_of, placement, train_and_compare
 
 NBYTES = PACKED_ALIGNMENT_NBYTES

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -215,6 +217,23 @@ def test_the_program_of_gradients_that_are_kept_shrinks_to_two_steps() -> None:
         )
 
     assert "    ['backward', 'zero_grad'],\n" in shrunk(trains)
+
+
+@contextlib.contextmanager
+def finding() -> Iterator[list[str]]:
+    found: list[str] = []
+    yield found
+    found += [f"a fault that is known at the end of rank {dist.get_rank()}"]
+
+
+def test_what_a_context_finds_is_a_difference() -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_trains_like_unsharded(linear, ["backward"], loss=linear_loss, within=finding)
+    assert_found(
+        str(caught.value),
+        "step 1 of 1, 'backward'",
+        [f"rank {rank}: a fault that is known at the end of rank {rank}" for rank in range(2)],
+    )
 
 
 # What is refused ------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.simulated_device import SimulatedDevice, Stream
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
@@ -26,7 +27,6 @@ from composable_shard import (
     sit_out,
     weigh,
 )
-from composable_shard.testing.simulated_device import SimulatedDevice, Stream
 
 WIDTH = 24
 NUM_BLOCKS = 4

@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
+from support.simulated_device import SimulatedDevice
 
 from composable_shard.core.transport.channel import Channel
 from composable_shard.testing import fake_ranks
-from composable_shard.testing.simulated_device import SimulatedDevice
 from streams.models import LOW, NUM_BLOCKS, WIDTH, Training
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from composable_shard.testing.happens_before import Block, Memory, Order, Span
+from support.happens_before import Block, Memory, Order, Span
 
 COMPUTE, OTHER = "compute", "another stream"
 FREED = Span(0, 8)

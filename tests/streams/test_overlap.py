@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.simulated_device import SimulatedDevice
 
 from composable_shard._torch import poisoned_memory
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks
-from composable_shard.testing.simulated_device import SimulatedDevice
 from streams.models import NUM_BLOCKS, OFFLOAD, WIDTH, Training
 
 overlap = importlib.import_module("overlap")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+from support.simulated_device import Stream
 
 from composable_shard.core import reduction
 from composable_shard.core.group import ParamGroup, Unsharding
@@ -22,7 +23,6 @@ from composable_shard.core.transport.pending import Pending, UsedStreams
 from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.core.tree import Tree
 from composable_shard.testing import fake_ranks
-from composable_shard.testing.simulated_device import Stream
 from streams.models import PROGRAMS
 
 HERE = contextlib.nullcontext()

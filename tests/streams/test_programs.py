@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
+from support.simulated_device import on_simulated_device
 from training.cases import Case, cases, reproducible
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -18,19 +19,19 @@ from streams.models import PROGRAMS
 def test_any_tree_follows_any_program_under_any_policy(
     case: Case, policy: MixedPrecisionPolicy
 ) -> None:
-    case.check(simulates_device=True, policy=policy, timeout=60)
+    case.check(within=on_simulated_device, policy=policy, timeout=60)
 
 
 @reproducible(16)
 @given(cases(differs=True))
 def test_any_tree_of_which_ranks_use_different_parameters_follows_any_program(case: Case) -> None:
-    case.check(simulates_device=True, timeout=60)
+    case.check(within=on_simulated_device, timeout=60)
 
 
 @reproducible(12)
 @given(cases())
 def test_any_offloaded_tree_follows_any_program(case: Case) -> None:
-    case.check(simulates_device=True, offload_policy=CPUOffloadPolicy(), timeout=60)
+    case.check(within=on_simulated_device, offload_policy=CPUOffloadPolicy(), timeout=60)
 
 
 def train_twice(program: str) -> tuple[list[str], list[bool]]:

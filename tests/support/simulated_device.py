@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from composable_shard import _torch
 from composable_shard.core.transport import host, pending
-from composable_shard.testing.happens_before import HOST, Block, Clock, Memory, Order, Span, Work
+from composable_shard.testing.oracle import Comparison
+from support.happens_before import HOST, Block, Clock, Memory, Order, Span, Work
 
 _CPU = torch.device("cpu")
 COMPUTE = "the compute stream"
@@ -478,6 +479,22 @@ def unnoticed() -> Iterator[None]:
         yield
     finally:
         device.is_paused = was_paused
+
+
+@contextlib.contextmanager
+def on_simulated_device() -> Iterator[list[str]]:
+    """Let `assert_trains_like_unsharded` train on a simulated device, whose faults are differences.
+
+    Comparisons do not count as work of the device.
+    """
+    faults: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for name in ("grads", "params", "buffers", "loss"):
+            beside = unnoticed()(getattr(Comparison, name))
+            stack.enter_context(mock.patch.object(Comparison, name, beside))
+        with SimulatedDevice() as device:
+            yield faults
+        faults += device.faults
 
 
 _entered: SimulatedDevice | None = None
