@@ -97,7 +97,7 @@ def test_the_example_of_a_subclass_passes_the_kit_and_learns(
 ) -> None:
     run_main_block("custom_subclass")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Int8Rows: all 13 checks pass"
+    assert lines[0] == "Int8Rows: all 14 checks pass"
     losses = [re.fullmatch(r"rank (\d): loss (\S+) at first, (\S+) at last", x) for x in lines[-2:]]
     for rank, match in enumerate(losses):
         assert match is not None and int(match[1]) == rank

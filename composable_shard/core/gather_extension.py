@@ -283,8 +283,8 @@ class ExtensionGather:
                 f"Expected the unsharded tensor of {param.name} to have shape "
                 f"{list(expected)}, got {list(tensor.shape)} from {type(tensor).__name__}"
             )
-        unsharded = param.create_unsharded(fitting)
-        self._out, self._returned = tensor if is_padded else unsharded, list(inner)
+        param.create_unsharded(fitting)
+        self._out, self._returned = tensor if is_padded else param.unsharded_local(), list(inner)
         buffers, shard = _storages_of(self._buffers), _storages_of([param.local])
         besides = {
             number: one

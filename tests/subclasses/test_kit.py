@@ -18,7 +18,8 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 Hook = Callable[..., Any]
 CHECKS = [
     *("hooks", "sent", "shard", "gathered", "out"),
-    *("training", "fewer ranks", "offload", "mixed precision", "meta device"),
+    *("training", "fewer ranks", "offload", "mixed precision", "tensor parallel"),
+    "meta device",
     *("sharded state dict", "full state dict", "deepcopy"),
 ]
 
@@ -45,7 +46,7 @@ def test_a_right_subclass_keeps_every_promise(arguments: dict[str, Any]) -> None
     report = check_extension(make, **arguments)
     assert [finding.check for finding in report] == CHECKS
     assert report.ok and report.failures == ()
-    assert str(report).startswith("TwoTensor: all 13 checks pass\n  ok    hooks: Both hooks exist")
+    assert str(report).startswith("TwoTensor: all 14 checks pass\n  ok    hooks: Both hooks exist")
 
 
 def pre_with_all_arguments(

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable_shard._torch import leaves, waited
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard._torch import leaves, local_tensor, waited
 from composable_shard.testing.extension_kit.hooks import (
     GRADIENT_CHECKS,
     HOOK_CHECKS,
@@ -113,6 +115,26 @@ def meta_device(subject: Subject, shape: Shape) -> None:
     _expect_forward(subject, shape, model, "after initialisation from the meta device")
 
 
+def tensor_parallel(subject: Subject, shape: Shape) -> None:
+    """Within a DTensor of two ranks (tensor parallelism) it is gathered, and filled again."""
+    if dist.get_world_size() % 2:
+        return
+    ranks = dist.get_world_size() // 2, 2
+    mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("data", "model"))
+    layer, batch = subject.model(shape)[0], subject.batch(shape, _dtype(subject))
+    weight = layer.get_parameter("weight").detach()
+    alike = DTensor.from_local(weight, mesh["model"], [Replicate()], run_check=False)
+    layer.weight = nn.Parameter(alike, requires_grad=subject.trains)
+    module = fully_shard(layer, mesh=mesh["data"])
+    with torch.no_grad():
+        expected = plain(subject.compute(batch, subject.tensor(shape)))
+        for _ in range(2):
+            module.unshard()  # type: ignore[operator]
+            found = plain(subject.compute(batch, local_tensor(layer.get_parameter("weight"))))
+            subject.expect_alike(found, expected, "the same outputs within a DTensor")
+            module.reshard()  # type: ignore[operator]
+
+
 def sharded_state_dict(subject: Subject, shape: Shape) -> None:
     """A sharded state dict survives saving and loading, into a model of other values."""
     file = io.BytesIO()
@@ -166,6 +188,7 @@ MODEL_CHECKS = (
     fewer_ranks,
     offload,
     mixed_precision,
+    tensor_parallel,
     meta_device,
     sharded_state_dict,
     full_state_dict,
