@@ -99,8 +99,9 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
     if names:
         warnings.warn(
             f"Expected all trainable parameters to be sharded or ignored, got {names}, added after "
-            "fully_shard, which each rank trains by itself; add them before it, or pass them as "
-            "ignored_params if their gradients are averaged elsewhere",
+            "fully_shard, which each rank trains by itself; add them before it, shard new "
+            "adapters of a sharded base alone, or pass them as ignored_params if their gradients "
+            "are averaged elsewhere",
             stacklevel=2,
         )
 

@@ -75,7 +75,7 @@ def check_not_taken(modules: Iterable[nn.Module]) -> None:
         if is_taken(module):
             raise ValueError(
                 f"Expected a module that is not sharded, got {kind}, which fully_shard was "
-                "applied to before"
+                "applied to before; shard what was added to it, such as new adapters, alone"
             )
         if not any(isinstance(param, DTensor) for param in module.parameters()):
             continue
@@ -171,7 +171,8 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
         raise ValueError(
             f"Expected parameter '{name}' to be sharded by one fully_shard call, got the sharded "
             f"parameter '{owner.name}' of another group; shard inner modules before outer ones, "
-            "and tie parameters before either"
+            "tie parameters before either, and where a sharded base was wrapped shard the new "
+            "adapters alone"
         )
     if param.device.type not in ("meta", "cpu", mesh.device.type):
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.errors import ExtensionError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,15 +22,36 @@ _NUM_FACTORS = 2**18
 _FACTOR_OF_PIECES = 0x9E3779B97F4A7C15
 
 
-def full_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full values of a DTensor in memory of their own, on the device of compute."""
+def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the full values of a DTensor in memory of their own, on the device of compute.
+
+    Args:
+        tensor: The DTensor; a plain tensor is copied.
+        name: What messages call it.
+
+    Raises:
+        ExtensionError: If it is of a class that cannot be made whole, or would be another one then.
+    """
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     mesh, placements, local = tensor.device_mesh, tensor.placements, _torch.local_tensor(tensor)
     whole = cast(DTensor, tensor.detach())
     if local.device.type != mesh.device_type:
         whole = distributed(local.detach().to(mesh.device_type), tensor, placements)
-    full = whole.full_tensor()
+    kind, counts = type(local), _torch.is_subclass_of_user(local)
+    try:
+        full, cause = whole.full_tensor(), None
+        got = "" if not counts or isinstance(full, kind) else type(full).__name__
+    except Exception as error:
+        if not counts:
+            raise
+        got, cause = f"{type(error).__name__}: {error}", error
+    if got:
+        raise ExtensionError(
+            f"Expected {name}, a {kind.__name__}, to have the ops by which DTensor makes a full "
+            f"tensor of its shards, got {got}; its hooks gather it for forward alone, as "
+            "module.unshard() does"
+        ) from cause
     is_local = all(p.is_replicate() or mesh.size(axis) == 1 for axis, p in enumerate(placements))
     # The inner tensors of a subclass may still be under way: copying waits for them.
     return full.clone() if is_local or _torch.is_wrapper_subclass(full) else full

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -106,11 +105,12 @@ class FullParams:
                 )
         watch_optimizers()
         with torch.inference_mode(False), torch.no_grad():
-            grads = [param.grad for param in self._slots if self._with_grads]
-            fulls = iter(self._kept([*self._slots, *(g for g in grads if g is not None)]))
+            present = {p: p.grad for p in self._slots if self._with_grads and p.grad is not None}
+            names = [str(self._slots[param][0]) for param in (*self._slots, *present)]
+            fulls = iter(self._kept([*self._slots, *present.values()], names))
             of_params = [next(fulls) for _ in self._slots]
-            of_grads = [None if grad is None else next(fulls) for grad in grads]
-            kept = zip_longest(self._slots.items(), of_params, of_grads)
+            of_grads = [next(fulls) if param in present else None for param in self._slots]
+            kept = zip(self._slots.items(), of_params, of_grads, strict=True)
             for (param, slots), full, grad in kept:
                 if full is None:
                     continue
@@ -215,14 +215,16 @@ class FullParams:
 
     # Which rank has the full values ---------------------------------------------------------
 
-    def _kept(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _kept(
+        self, tensors: Sequence[torch.Tensor], names: Sequence[str]
+    ) -> list[torch.Tensor | None]:
         """Return the full values of parameters and gradients, where this rank is to have them.
 
         Collective: a gather for each bucket of them, and a reduction of what is pending.
         """
         device = torch.device("cpu") if self._to_cpu else None
         sharded = cast(Sequence[DTensor], tensors)
-        return full_copies(sharded, first_only=self._rank0_only, device=device)
+        return full_copies(sharded, names, first_only=self._rank0_only, device=device)
 
     def _full(
         self,
@@ -239,7 +241,7 @@ class FullParams:
         if is_subclass is None:
             is_subclass = _torch.is_wrapper_subclass(_torch.local_tensor(param))
         if is_subclass:  # only a gather knows what it is made of
-            full = full_copy(param).to(dtype)
+            full = full_copy(param, str(self._slots[param][0])).to(dtype)
         else:
             full = _torch.empty(*param.shape, dtype=dtype, device=mesh.device_type)
         if _is_first(mesh):
@@ -362,6 +364,7 @@ def unsharded(
             parameters, on all ranks alike; for a forward with gradients within; at the end with
             ``rank0_only`` and ``writeback``, if another rank has left by an exception.
         MaterializationError: If parameters are on the meta device.
+        ExtensionError: If a tensor subclass lacks the ops by which DTensor makes it whole.
 
     Collective: one all-gather of each bucket of 64 MiB of parameters, and of gradients with
         ``with_grads``; a gather to the first rank with ``rank0_only``. None for the writeback, but

@@ -42,7 +42,8 @@ def test_a_parameter_that_is_added_later_is_warned_of_once() -> None:
         assert late(model) == [
             "Expected all trainable parameters to be sharded or ignored, got ['0.scale', "
             "'2.weight'], added after fully_shard, which each rank trains by itself; add them "
-            "before it, or pass them as ignored_params if their gradients are averaged elsewhere"
+            "before it, shard new adapters of a sharded base alone, or pass them as ignored_params "
+            "if their gradients are averaged elsewhere"
         ]
 
 

@@ -178,8 +178,9 @@ def test_tying_a_sharded_parameter_is_refused() -> None:
             fully_shard(model)
         assert str(caught.value) == (
             "Expected parameter '1.weight' to be sharded by one fully_shard call, got the sharded "
-            "parameter 'weight' of another group; shard inner modules before outer ones, and tie "
-            "parameters before either"
+            "parameter 'weight' of another group; shard inner modules before outer ones, tie "
+            "parameters before either, and where a sharded base was wrapped shard the new "
+            "adapters alone"
         )
 
 
@@ -190,8 +191,9 @@ def test_an_outer_module_before_an_inner_one_is_refused() -> None:
             fully_shard(model[0])
         assert str(caught.value) == (
             "Expected parameter 'weight' to be sharded by one fully_shard call, got the sharded "
-            "parameter '0.weight' of another group; shard inner modules before outer ones, and tie "
-            "parameters before either"
+            "parameter '0.weight' of another group; shard inner modules before outer ones, tie "
+            "parameters before either, and where a sharded base was wrapped shard the new "
+            "adapters alone"
         )
 
 

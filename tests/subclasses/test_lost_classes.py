@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from composable_shard import ExtensionError, MixedPrecisionPolicy, fully_shard
+from composable_shard import ExtensionError, MixedPrecisionPolicy, fully_shard, unsharded
 from composable_shard.testing import run_threads
 
 aten = torch.ops.aten
@@ -136,3 +136,49 @@ def shard_of_quantized() -> list[object]:
 
 def test_a_class_that_keeps_itself_is_sharded_in_its_bytes() -> None:
     assert run_threads(shard_of_quantized, 2) == [["Quantized", torch.uint8, 2, True]] * 2
+
+
+class Hooked(Quantized):
+    """Knows no collectives but by its hooks."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.codes,), None
+
+    def fsdp_post_all_gather(
+        self, arrived: Any, metadata: Any, dtype: Any, *, out: Any = None
+    ) -> Any:
+        return (type(self)(arrived[0], self.scale), arrived) if out is None else None
+
+
+class Strict(Hooked):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func.overloadpacket not in cls.KEEPS:
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def opened(kind: type[Quantized]) -> str:
+    model = nn.Linear(4, 4, bias=False)
+    codes = torch.ones(4, 4, dtype=torch.uint8)
+    weight = model.weight = nn.Parameter(kind(codes, 0.5), requires_grad=False)
+    fully_shard(model)
+    sharded = model.weight
+    with pytest.raises(ExtensionError) as caught, unsharded(model):
+        pass
+    assert model.weight is sharded and weight is not sharded
+    model.unshard()  # type: ignore[operator]
+    assert torch.equal(model.weight.codes, codes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Hooked, Strict])
+def test_what_has_hooks_alone_has_no_full_tensor(kind: type[Quantized]) -> None:
+    texts = run_threads(opened, 2, kind)
+    got = "Tensor" if kind is Hooked else "TypeError: Multiple dispatch failed"
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(
+        f"Expected 'weight' of FSDPLinear, a {kind.__name__}, to have the ops by which DTensor "
+        f"makes a full tensor of its shards, got {got}"
+    )
+    assert texts[0].endswith("; its hooks gather it for forward alone, as module.unshard() does")

@@ -182,7 +182,8 @@ def converted(
     found: dict[int, torch.Tensor | None] = {}
     if kind is StateDictType.FULL_STATE_DICT:
         sharded = {id(value): value for value in values if isinstance(value, DTensor)}
-        fulls = full_copies(list(sharded.values()), first_only=is_rank0_only(config), device=device)
+        names, first_only = ["a value of the state dict"] * len(sharded), is_rank0_only(config)
+        fulls = full_copies(list(sharded.values()), names, first_only=first_only, device=device)
         found.update(zip(sharded, fulls, strict=True))
     elif kind is StateDictType.LOCAL_STATE_DICT:
         found = {id(v): _torch.local_tensor(v).detach() for v in values if isinstance(v, DTensor)}

@@ -532,7 +532,7 @@ class Bucket:
             message.wait()
         for one in self._planned:
             if one.is_whole_by_class:
-                full = full_copy(one.entry.tensor)
+                full = full_copy(one.entry.tensor, one.name)
                 if self.arrives:
                     self._whole[one] = full
 
@@ -564,12 +564,17 @@ BUCKET_NBYTES = 64 * 2**20
 
 
 def full_copies(
-    tensors: Sequence[DTensor], *, first_only: bool = False, device: torch.device | None = None
+    tensors: Sequence[DTensor],
+    names: Sequence[str],
+    *,
+    first_only: bool = False,
+    device: torch.device | None = None,
 ) -> list[torch.Tensor | None]:
     """Return full tensors in memory of their own, in the order of their DTensors.
 
     Args:
         tensors: The DTensors; all ranks of their meshes give the same ones.
+        names: What messages call them.
         first_only: Whether only the first rank of each mesh gets them; the others get ``None``.
         device: Where they are to be; that of the mesh if absent.
 
@@ -578,8 +583,8 @@ def full_copies(
     Memory: all of them where they are kept; besides, a bucket on its way.
     """
     planned = [
-        Planned((str(index),), Entry((str(index),), tensor), tensor.dtype, make_plain=None)
-        for index, tensor in enumerate(tensors)
+        Planned((name,), Entry((name,), tensor), tensor.dtype, make_plain=None)
+        for name, tensor in zip(names, tensors, strict=True)
     ]
     routes, found = Routes(), dict[Planned, torch.Tensor]()
     meshes = [tensor.device_mesh for tensor in tensors] if first_only else []
