@@ -61,7 +61,8 @@ def fully_shard(
         module: A module, or a list of modules that form one group.
         mesh: 1-D mesh to shard over, or 2-D mesh ``(replicate, shard)`` with names, whose rows each
             hold all shards; all ranks if absent, on the current accelerator or else the CPU.
-            Starts the default process group from the environment if there is none.
+            Starts the default process group from the environment if there is none; without a
+            launcher, this process is the only rank, and a warning says so.
         reshard_after_forward: Whether unsharded parameters are freed after forward and gathered
             again for backward. ``None`` means ``True`` but for the root, whose parameters are
             needed at once. A number that divides that of the shards keeps them sharded over as
