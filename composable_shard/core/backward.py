@@ -96,8 +96,8 @@ class GroupRun:
         syncs = group.settings.requires_gradient_sync and group.mesh.num_ranks > 1
         if syncs and group.pending_nodes is self.pending and not group.is_held:
             raise ShardError(
-                f"Expected a backward into the parameters of {group.label}, got torch.autograd.grad "
-                "by them, whose gradients are of this rank alone; call loss.backward() and read "
+                f"Expected a backward into the parameters of {group.label}, got torch.autograd."
+                "grad by them, whose gradients are of this rank alone; call loss.backward() and read "
                 ".grad, or set_requires_gradient_sync(False) to get those of this rank"
             )
 
