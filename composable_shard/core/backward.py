@@ -97,8 +97,8 @@ class GroupRun:
         if syncs and group.pending_nodes is self.pending and not group.is_held:
             raise ShardError(
                 f"Expected a backward into the parameters of {group.label}, got torch.autograd."
-                "grad by them, whose gradients are of this rank alone; call loss.backward() and read "
-                ".grad, or set_requires_gradient_sync(False) to get those of this rank"
+                "grad by them, whose gradients are of this rank alone; call loss.backward() and "
+                "read .grad, or set_requires_gradient_sync(False) to get those of this rank"
             )
 
     def compute_again(self) -> None:
