@@ -7,7 +7,7 @@ keeps.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from inspect import signature
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction, signature
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -61,7 +61,8 @@ def fully_shard(
         module: A module, or a list of modules that form one group.
         mesh: 1-D mesh to shard over, or 2-D mesh ``(replicate, shard)`` with names, whose rows each
             hold all shards; all ranks if absent, on the current accelerator or else the CPU.
-            Starts the default process group from the environment if there is none.
+            Starts the default process group from the environment if there is none; without a
+            launcher, this process is the only rank, and a warning says so.
         reshard_after_forward: Whether unsharded parameters are freed after forward and gathered
             again for backward. ``None`` means ``True`` but for the root, whose parameters are
             needed at once. A number that divides that of the shards keeps them sharded over as
@@ -254,7 +255,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Raises:
         TypeError: If ``module`` is no module, or ``method_name`` no string.
-        ValueError: If the module is sharded and has no such method.
+        ValueError: If the module is sharded and has no such method, or it is a generator or a
+            coroutine, which would compute after the parameters are freed.
 
     Collective: none here; those of a forward when the method is called.
     Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
@@ -286,4 +288,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"Expected {type(module).__name__} to have a method '{method_name}', got none; "
             "register a method that it has"
         )
+    if any(is_later(getattr(module, method_name)) for is_later in _COMPUTE_LATER):
+        raise ValueError(
+            f"Expected method '{method_name}' of {type(module).__name__} to return what it has "
+            "computed, got a generator or coroutine, which computes when the parameters are freed; "
+            "register the method that it calls for each item"
+        )
     register_forward_method(module, method_name)
+
+
+_COMPUTE_LATER = isgeneratorfunction, isasyncgenfunction, iscoroutinefunction

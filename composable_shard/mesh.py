@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -263,17 +264,29 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+# Of launchers: of several processes none may take itself for the only one.
+_LAUNCHED = {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
+
 _started: list[tuple[dist.ProcessGroup, int]] = []  # and the process that did
 
 
 def start_process_group() -> None:
     """Start the default process group from the environment, unless there is one.
 
-    The library ends what it has started: see ``end_process_groups``.
+    Without a launcher, as in a notebook, this process is the only rank. The library ends what it
+    has started: see ``end_process_groups``.
     """
     if not dist.is_initialized():
+        alone: dict[str, Any] = {}
+        if _LAUNCHED.isdisjoint(os.environ):
+            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            warnings.warn(
+                "Expected a launcher such as torchrun, got a process without RANK and WORLD_SIZE, "
+                "which trains alone, as one rank; start it by torchrun --nproc-per-node N for more",
+                stacklevel=2,
+            )
         with _torch.gloo_of_one_worker():
-            dist.init_process_group()
+            dist.init_process_group(**alone)
         assert dist.group.WORLD is not None
         _started[:] = [(dist.group.WORLD, os.getpid())]
 

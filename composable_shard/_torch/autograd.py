@@ -77,11 +77,17 @@ def will_run(node: Node) -> bool:
         return False
 
 
-def num_to_run(nodes: Sequence[Node]) -> int:
-    """Count those of ``nodes`` that the running backward will execute."""
+def num_to_run(nodes: Sequence[Node], on_leaves: Callable[[], object] = bool) -> int:
+    """Count those of ``nodes`` that the running backward will execute.
+
+    Args:
+        nodes: What to count.
+        on_leaves: Called if some are leaves of ``autograd.grad``, which returns their gradients.
+    """
     try:
         return sum(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # some are leaves of autograd.grad
+    except RuntimeError:
+        on_leaves()
         return sum(map(will_run, nodes))
 
 

@@ -84,7 +84,22 @@ class GroupRun:
     def enter(self, backward: int) -> None:
         """Count the accumulations that are part of a backward."""
         self.pending.pop(_INNER, None)
-        self.pending[backward] = _torch.num_to_run(self._group.units.all.accumulators)
+        accumulators = self._group.units.all.accumulators
+        self.pending[backward] = _torch.num_to_run(accumulators, self._refuse_leaves)
+
+    def _refuse_leaves(self) -> None:
+        """Raise if ``autograd.grad`` would return gradients that should be reduced.
+
+        Those within a forward, and of parameters that the user has unsharded, are the user's.
+        """
+        group = self._group
+        syncs = group.settings.requires_gradient_sync and group.mesh.num_ranks > 1
+        if syncs and group.pending_nodes is self.pending and not group.is_held:
+            raise ShardError(
+                f"Expected a backward into the parameters of {group.label}, got torch.autograd."
+                "grad by them, whose gradients are of this rank alone; call loss.backward() and "
+                "read .grad, or set_requires_gradient_sync(False) to get those of this rank"
+            )
 
     def compute_again(self) -> None:
         """Note that a checkpoint computes the group again.

@@ -4,10 +4,8 @@ A foreach or fused optimizer changes a DTensor without moving any version counte
 on the parameter tells that an earlier gather is stale. Every ``torch.optim.Optimizer`` calls a
 global hook after its step; the groups of its parameters are told.
 
-An optimizer must have the sharded parameters. One that is given unsharded ones, which modules hold
-between a forward and its backward, is given the sharded ones in their place. One that has got hold
-of others (originals that have been replaced, copies of ``unsharded()``) would train nothing; it is
-refused before its step.
+An optimizer must have the sharded parameters. One that has others (unsharded ones, originals that
+have been replaced, copies of ``unsharded()``) would train nothing; it is refused before its step.
 
 The other way round, the gradients of sharded parameters that ``zero_grad`` of a module clears, and
 that ``backward(inputs=...)`` asks for, are looked for where they are.
@@ -59,30 +57,9 @@ def watch_optimizers() -> None:
     """Have all optimizers checked and corrected from now on; called before anything is gathered."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    _correct_new_groups()
     _clear_sharded_gradients_too()
     _accumulate_into_unsharded()
     _torch.let_foreach_zero_any_placement()
-
-
-def _correct_new_groups() -> None:
-    """Let new parameter groups of all optimizers hold sharded parameters.
-
-    A step would be too late: until then ``zero_grad`` and gradient scalers pass over gradients of
-    the parameters that the optimizer has not got.
-    """
-    add = Optimizer.add_param_group
-
-    @functools.wraps(add)
-    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        params = param_group.get("params") if isinstance(param_group, dict) else None
-        if isinstance(params, torch.Tensor):
-            param_group["params"] = [sharded_form(params)]
-        elif params is not None and not isinstance(params, set):
-            param_group["params"] = [_sharded_entry(entry) for entry in params]
-        add(self, param_group)
-
-    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def _clear_sharded_gradients_too() -> None:
@@ -134,13 +111,6 @@ def _in_graph(entry: Any) -> Any:
     """Return the unsharded parameter that computes for a sharded one; any other entry itself."""
     param = owner_of_sharded(entry) if isinstance(entry, nn.Parameter) else None
     return entry if param is None or param.unsharded is None else param.unsharded
-
-
-def _sharded_entry(entry: Any) -> Any:
-    """Replace the parameter of an entry: a tensor, or a name and a tensor."""
-    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor):
-        return entry[0], sharded_form(entry[1])
-    return sharded_form(entry) if isinstance(entry, torch.Tensor) else entry
 
 
 class _Params:

@@ -487,15 +487,18 @@ class ShardedParam:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
             self._is_watched = True
 
+    def found(self, form: nn.Parameter | None) -> nn.Parameter | None:
+        """Return what stands in its places: ``form``, or what has replaced that in any of them."""
+        return next((one for slot in self.slots if (one := slot.get()) is not form), form)
+
     def is_intact(self) -> bool:
         """Tell whether module and DTensor still hold what this object put there."""
-        return (
-            self.slots[0].get() is self.sharded and _torch.local_tensor(self.sharded) is self.local
-        )
+        is_there = self.found(self.sharded) is self.sharded
+        return is_there and _torch.local_tensor(self.sharded) is self.local
 
     def misfit(self) -> str | None:
         """Tell what stands in its place instead of a shard of it; ``None`` if there is one."""
-        current = self.slots[0].get()
+        current = self.found(self.sharded)
         if current is None:
             return f"none for '{self.name}'"
         if not isinstance(current, DTensor):
@@ -513,7 +516,7 @@ class ShardedParam:
 
     def recover(self) -> None:
         """Take over what replaced ours and fits (loading, ``to``, ...)."""
-        current = self.slots[0].get()
+        current = self.found(self.sharded)
         assert current is not None
         if current is not self.sharded:
             self.hold(current)

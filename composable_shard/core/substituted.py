@@ -39,8 +39,9 @@ def find_substitution(group: ParamGroup) -> Substitution:
         return Substitution.NOTHING
     others, gone = [], []
     for param in group.params:
-        current = param.slots[0].get()
-        if current is (param.unsharded if is_unsharded else param.sharded):
+        form = param.unsharded if is_unsharded else param.sharded
+        current = param.found(form)
+        if current is form:
             continue
         if current is None:
             if is_unsharded:  # else the gather that follows refuses it, and tells the other ranks
@@ -87,7 +88,7 @@ def _register(param: ShardedParam, is_unsharded: bool) -> None:
 def holds_shards(group: ParamGroup) -> bool:
     """Tell whether sharded parameters, ours or assigned ones, stand in all places of ``group``."""
     return group.units.all.are_registered(unsharded=False) or all(
-        isinstance(param.slots[0].get(), DTensor) for param in group.params
+        isinstance(param.found(param.sharded), DTensor) for param in group.params
     )
 
 

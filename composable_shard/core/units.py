@@ -66,7 +66,8 @@ class ParamSet:
         counted = (*self._sharded, *self._locals)
         self._counted = [tensor for tensor in counted if not tensor.is_inference()]
         self._unsharded = [p.unsharded for p in params if p.unsharded is not None]
-        self._places = _torch.storage_numbers(self._unsharded)
+        self._in_memory = (*self._sharded, *self._unsharded)
+        self._places = _torch.storage_numbers(self._in_memory)
         freed = [param for param in params if not param.shares_storage]
         readable: list[torch.Tensor] = [
             param.unsharded for param in freed if param.unsharded is not None
@@ -76,7 +77,6 @@ class ParamSet:
             _torch.storage_number(leaf) for tensor in readable for leaf in _torch.leaves(tensor)
         }
         self.readable = [tensor for tensor in readable if not tensor.is_inference()]
-        self._first_places = [(param.slots[0].module, param.slots[0].attribute) for param in params]
         self.is_created = len(self._unsharded) == len(params)
         self._put_sharded = _pairs(params, self._sharded)
         self._put_unsharded = _pairs(params, self._unsharded) if self.is_created else []
@@ -132,21 +132,26 @@ class ParamSet:
 
     def are_registered(self, *, unsharded: bool) -> bool:
         """Tell whether the parameters, in the form asked for, stand in their first places."""
-        found = [module._parameters.get(attribute) for module, attribute in self._first_places]
-        return all(map(is_, found, self._unsharded if unsharded else self._sharded))
+        put = self._put_unsharded if unsharded else self._put_sharded
+        return all([slot[0]._parameters.get(slot[1]) is tensor for slot, tensor in put])
 
     def are_intact(self) -> bool:
-        """Tell whether modules and DTensors still hold what was put there."""
-        locals_ = _torch.local_tensors(self._sharded)
-        return self.are_registered(unsharded=False) and all(map(is_, locals_, self._locals))
-
-    def are_filled_by_gathers(self) -> bool:
-        """Tell whether the unsharded parameters lie where they were made.
+        """Tell whether modules and DTensors still hold what was put there, in the same memory.
 
         While they are registered, ``param.data = ...``, or a conversion of a module in which they
         are, gives them other memory.
         """
-        return _torch.storage_numbers(self._unsharded) == self._places
+        locals_ = _torch.local_tensors(self._sharded)
+        is_there = self.are_registered(unsharded=False) and all(map(is_, locals_, self._locals))
+        return is_there and _torch.storage_numbers(self._in_memory) == self._places
+
+    def with_other_data(self) -> list[str]:
+        """Return the names of those to whose sharded form ``param.data = ...`` was done."""
+        return [
+            param.name
+            for param, place in zip(self._params, self._places, strict=False)
+            if _torch.storage_number(param.sharded) != place and param.is_intact()
+        ]
 
     def register_sharded(self) -> None:
         """Put the sharded parameters into their modules."""
@@ -319,7 +324,7 @@ class GroupUnits:
             ShardError: If what replaced some is no shard of them. Nothing is taken over then.
             MaterializationError: If parameters are not on the device of compute.
         """
-        intact = self.all.are_intact() and self.all.are_filled_by_gathers()
+        intact = self.all.are_intact()
         if self._was_refreshed and intact:
             return False
         if self._was_refreshed and _torch.current_backward() != -1:
@@ -358,6 +363,9 @@ class GroupUnits:
 
     def _check_replaced(self, label: str) -> None:
         misfits = [text for param in self.params if (text := param.misfit()) is not None]
+        misfits += [
+            f"a new .data, which DTensor ignores, for '{n}'" for n in self.all.with_other_data()
+        ]
         if misfits:
             raise ShardError(
                 f"Expected the parameters of {label} as fully_shard made them, got "

@@ -29,13 +29,13 @@ BAD = 1  # the rank on which a fault is
 WIDTH = 8
 X = torch.ones(2, WIDTH)
 ALL_RANKS = (
-    "All ranks must call the same collectives, in the same order; docs/hangs.md says how to find "
-    "the one that does not"
+    "All ranks must run evaluation, generation, saving and the same branches; docs/hangs.md says "
+    "how to find the rank that does not"
 )
 AWAY = (
-    "; rank {} waits in none of the library's: it may be in another collective (full_tensor() or a "
-    "full state dict on some ranks only, one of your own), be busy, or have stopped; ranks whose "
-    "batches end at different steps iterate by composable_shard.uneven(). " + ALL_RANKS
+    "; rank {} waits in no collective of the library: it may be in another (dist.barrier(), "
+    "full_tensor(), a full state dict), be busy, or have stopped; ranks whose batches end at "
+    "different steps iterate by composable_shard.uneven(). " + ALL_RANKS
 )
 WHEREABOUTS = AWAY.format(BAD)
 

@@ -126,6 +126,26 @@ model(torch.ones(2, 8)).sum().backward()
     assert "CommunicationError: Rank 0 failed while " in first[2]
 
 
+ALONE = """
+import copy, os, torch
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+from torch import nn
+from composable_shard import fully_shard
+model = nn.Linear(8, 8)
+sharded = fully_shard(copy.deepcopy(model))
+for one in (model, sharded):
+    one(torch.arange(16.0).view(2, 8)).square().sum().backward()
+assert torch.equal(sharded.weight.grad.full_tensor(), model.weight.grad)
+"""
+
+
+def test_a_process_without_a_launcher_trains_alone(warm: Warm, tmp_path: Path) -> None:
+    ((code, _, errors),) = warm.run(tmp_path, ALONE, 1)
+    assert code == 0
+    assert "got a process without RANK and WORLD_SIZE, which trains alone, as one rank; " in errors
+
+
 def work(is_done: Callable[[], bool]) -> threading.Thread:
     """Start a thread that looks to the system like a worker of gloo, and runs without the lock."""
 

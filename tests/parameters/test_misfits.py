@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.func import functional_call
 
 from composable_shard import ShardError, fully_shard
-from composable_shard.testing import run_ranks
+from composable_shard.testing import RankError, run_ranks
 
 __all__ = ["sharing"]
 
@@ -46,6 +46,31 @@ def like(model: nn.Sequential, shape: tuple[int, ...], *placements: Placement) -
 def of_another_mesh(model: nn.Sequential) -> nn.Parameter:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("others",))
     return nn.Parameter(distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)]))
+
+
+def set_data(used: bool, reshard: bool | None) -> None:
+    """Set ``.data`` of a sharded parameter, as SAM and averages of weights are often written."""
+    model = fully_shard(make()[1], reshard_after_forward=reshard)
+    x = torch.ones(2, 4)
+    if used:
+        model(x).sum().backward()
+    model.weight.data = model.weight.data
+    model(x).sum().backward()
+    model.weight.data = model.weight.data + 1
+    model(x)
+
+
+@pytest.mark.parametrize(("used", "reshard"), [(False, None), (True, True), (True, False)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_new_data_of_a_sharded_parameter_is_refused(
+    ranks: int, used: bool, reshard: bool | None
+) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(set_data, ranks, used, reshard)
+    assert caught.value.agreed().message == (
+        "Expected the parameters of the root group as fully_shard made them, got a new .data, "
+        f"which DTensor ignores, for 'weight'{REMEDY}"
+    )
 
 
 MISFITS: dict[str, tuple[Callable[[nn.Sequential], nn.Parameter], str]] = {

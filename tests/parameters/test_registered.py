@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -650,118 +650,6 @@ def test_an_edit_beside_kept_memory_counts_in_the_next_forward() -> None:
 # Optimizers that were given unsharded parameters -----------------------------------------------
 
 
-class Lion(torch.optim.Optimizer):
-    """A rule of one's own, as users write them: in place, one parameter at a time."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["average"] = torch.zeros_like(param)
-                update = state["average"].lerp(param.grad, 0.1)
-                param.add_(update.sign(), alpha=-group["lr"])
-                state["average"].lerp_(param.grad, 0.01)
-
-
-def lambdas(model: nn.Module) -> Iterable[Any]:
-    return [{"params": list(model.inp.parameters())}, {"params": model.blocks.parameters()}]
-
-
-MAKE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
-    "sgd_foreach": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, foreach=True),
-    "adamw_foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True),
-    "adamw_fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
-    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), initial_accumulator_value=0.1),
-    "lion": lambda m: Lion(m.parameters()),
-    "named": lambda m: torch.optim.AdamW(m.named_parameters(), lr=0.01),
-    "one": lambda m: torch.optim.SGD([{"params": m.out.weight}, *lambdas(m)], lr=0.1),
-}
-
-
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("when", ["before backward", "after forward", "unshard"])
-@pytest.mark.parametrize("kind", MAKE)
-@on_ranks("num_ranks")
-def test_an_optimizer_made_of_unsharded_parameters_trains_the_sharded(
-    kind: str, when: str, reshard: Reshard
-) -> None:
-    reference, model = two_nets(1, reshard_after_forward=reshard)
-    assert len(list(model.parameters())) == len(list(reference.parameters()))
-    optimizers = []
-    for one in (model, reference):
-        if when == "unshard" and one is model:
-            for module in (model, *model.blocks):
-                module.unshard()
-        loss = loss_of(one, 9) if when in ("before backward", "after forward") else None
-        optimizers.append(MAKE[kind](one))
-        if when == "before backward":
-            assert loss is not None
-            loss.backward()
-        optimizers[-1].zero_grad()
-    ours = [param for group in optimizers[0].param_groups for param in group["params"]]
-    assert all(isinstance(param, DTensor) for param in ours)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
-    for step in range(4):
-        for one, optimizer, schedule in zip((model, reference), optimizers, schedules, strict=True):
-            loss_of(one, step).backward()
-            if one is reference:
-                average_gradients(one.parameters())
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    assert set(optimizers[0].state) <= set(ours)
-    model.reshard()
-    for (name, param), expected in zip(
-        model.named_parameters(), reference.parameters(), strict=True
-    ):
-        torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_a_scaler_sees_the_gradients_of_an_optimizer_made_after_a_dry_run() -> None:
-    """A gradient scaler reads the gradients before the step, and sees those of the root too."""
-    reference, model = two_nets(1)
-    results = []
-    for one in (model, reference):
-        loss_of(one, 9)
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-        for step in range(2):
-            scaler.scale(loss_of(one, step)).backward()
-            if one is reference:
-                average_gradients(one.parameters())
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        results.append([full(param) for param in one.parameters()])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def in_two_groups() -> str:
-    """The same parameter in both forms, in two groups of one optimizer, is refused as by torch."""
-    _, model = two_nets(1)
-    sharded = model.out.weight
-    loss_of(model)
-    with pytest.raises(ValueError, match="more than one parameter group") as caught:
-        torch.optim.SGD([{"params": [sharded]}, {"params": [model.out.weight]}], lr=0.1)
-    return str(caught.value)
-
-
-def test_both_forms_of_a_parameter_are_the_same_to_an_optimizer() -> None:
-    assert len(set(run_ranks(in_two_groups, 2))) == 1
-
-
 def filled_by_hand(how: str) -> None:
     _, model = two_nets(1)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -769,6 +657,15 @@ def filled_by_hand(how: str) -> None:
         loss = loss_of(model)
         optimizer.param_groups[0]["params"] = list(model.parameters())
         loss.backward()
+    elif how == "dry run":
+        loss_of(model)
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        loss_of(model).backward()
+    elif how == "unshard":
+        model.unshard()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.reshard()
+        loss_of(model).backward()
     else:
         with unsharded(model):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -776,10 +673,15 @@ def filled_by_hand(how: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize(("how", "num"), [("groups", 4), ("context", 10)])
-def test_an_optimizer_that_cannot_be_corrected_is_refused(how: str, num: int) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "num"), [("groups", 4), ("context", 10), ("dry run", 4), ("unshard", 4)]
+)
+def test_an_optimizer_with_unsharded_parameters_is_refused(
+    num_ranks: int, how: str, num: int
+) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(filled_by_hand, 2, how)
+        run_ranks(filled_by_hand, num_ranks, how)
     failure = caught.value.agreed()
     assert failure.type_name == ShardError.__name__
     assert failure.message == (

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from meshes.compare import Oracle, step_differences
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composable_shard import ShardError, fully_shard
 from composable_shard.core.group import group_of
@@ -219,3 +219,39 @@ def test_tied_parameters_stay_tied() -> None:
         assert copied.inner.head.weight is not model.inner.head.weight
         copied(torch.tensor([1, 2])).sum().backward()
         assert copied.inner.head.weight.grad is not None and model.inner.head.weight.grad is None
+
+
+def replaced(place: str, kind: str, used: bool) -> tuple[str, torch.Tensor]:
+    """Replace a tied weight under one of its names; return the error, or what the module gives."""
+    torch.manual_seed(0)
+    model = fully_shard(Inner())
+    tokens = torch.tensor([1, 2, 3])
+    if used:
+        model(tokens).sum().backward()
+    values = torch.arange(VOCABULARY * WIDTH).view(VOCABULARY, WIDTH).cos()
+    new = nn.Parameter(values)
+    if kind == "sharded":
+        new = nn.Parameter(distribute_tensor(values, model.head.weight.device_mesh, [Shard(0)]))
+    model.get_submodule(place).weight = new
+    try:
+        output = model(tokens)
+    except ShardError as error:
+        return str(error), torch.empty(0)
+    torch.manual_seed(0)
+    expected = Inner()
+    with torch.no_grad():
+        expected.head.weight.copy_(values)
+    torch.testing.assert_close(output, expected(tokens))
+    assert model.head.weight is model.embedding.weight
+    return "", output.detach()
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("place", ["embedding", "head"])
+def test_a_tied_weight_is_replaced_under_any_of_its_names(place: str, used: bool) -> None:
+    with fake_ranks(1):
+        assert replaced(place, "sharded", used)[0] == ""
+        assert replaced(place, "plain", used)[0] == (
+            "Expected the parameters of the root group as fully_shard made them, got others for "
+            "['embedding.weight']; change values by load_state_dict or in place"
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from nets import Net, two_nets
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.testing import run_ranks
+from composable_shard import ShardError, fully_shard
+from composable_shard.testing import RankError, run_ranks
 
 Chooses = Callable[[Net], list[nn.Parameter]]
 
@@ -79,6 +82,49 @@ def test_chosen_parameters_get_the_gradients_of_the_unsharded_model(
 @pytest.mark.parametrize("before", [True, False], ids=["chosen-before", "chosen-after-forward"])
 def test_torch_autograd_backward_takes_them_too(before: bool) -> None:
     run_ranks(train_chosen, 2, blocks_of, True, True, before)
+
+
+def differentiated(reshard: bool | None, **kwargs: Any) -> None:
+    """Ask ``autograd.grad`` for the parameters; training goes on as if nobody had."""
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 3)
+    model = fully_shard(copy.deepcopy(reference), reshard_after_forward=reshard)
+    x = torch.ones(2, 4)
+    try:
+        torch.autograd.grad(model(x).square().sum(), list(model.parameters()), **kwargs)
+    finally:
+        for one in (model, reference):
+            one(x).square().sum().backward()
+        for (name, grad), expected in zip(
+            gradients(model).items(), gradients(reference).values(), strict=True
+        ):
+            torch.testing.assert_close(grad, expected, msg=name)
+
+
+BY_GRAD = [{}, {"allow_unused": True}, {"materialize_grads": True}]
+
+
+@pytest.mark.parametrize("kwargs", BY_GRAD)
+def test_autograd_grad_by_parameters_that_stay_unsharded_is_refused(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(differentiated, 2, None, **kwargs)
+    failure = caught.value.agreed()
+    assert failure.exception_type is ShardError
+    assert failure.message == (
+        "Expected a backward into the parameters of the root group, got torch.autograd.grad by "
+        "them, whose gradients are of this rank alone; call loss.backward() and read .grad, or "
+        "set_requires_gradient_sync(False) to get those of this rank"
+    )
+
+
+@pytest.mark.xfail(
+    strict=True, reason="torch runs no node and no hook for sharded parameters: None or zeros"
+)
+@pytest.mark.parametrize("kwargs", BY_GRAD[1:])
+def test_autograd_grad_by_sharded_parameters_is_refused(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(differentiated, 2, True, **kwargs)
+    assert "torch.autograd.grad" in caught.value.agreed().message
 
 
 def choose_inputs() -> tuple[float, list[bool]]:

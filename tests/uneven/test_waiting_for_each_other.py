@@ -108,6 +108,13 @@ def play(orders: list[list[str]], at: list[int], num_moves: int = 1000) -> list[
 # Ranks --------------------------------------------------------------------------------------------
 
 
+PARTED = (
+    "Expected all ranks to run the same, got rank {} {} and rank {} {}: evaluation, "
+    "generation or saving on some ranks only, or a branch that only some ranks take; run it on all "
+    "ranks, or call sit_out(module) where a rank has nothing for a module"
+)
+
+
 class Towers(nn.Module):
     """A trunk, and a tower that not every batch needs."""
 
@@ -155,13 +162,29 @@ def test_a_module_that_one_rank_leaves_out(
     assert {failure.exception_type for failure in failures} == {CommunicationError}
     last = num_ranks - 1
     text, vision = "gathering group 'text'", "gathering group 'vision.0'"
-    first = [f"rank {last} waits while {text} and has not come to {vision}"]
-    first += [
-        f"rank {rank} waits while {vision} and has not come to {text}" for rank in range(last)
-    ]
+    parted = {PARTED.format(rank, vision, last, text) for rank in range(last)}
     for failure in failures:  # each has found it, or has heard of it from one that has
-        assert any(
-            f"{one}: ranks do not run the same modules; one that has nothing for a module that "
-            "others run calls composable_shard.sit_out(module) in its place" in failure.message
-            for one in first
-        ), failure.message
+        start, _, found = failure.message.partition(": ")
+        assert start.startswith(f"Rank {failure.rank} failed while ")
+        assert found in parted
+
+
+def evaluate_on_rank_0() -> None:
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4)))
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4))
+
+
+def test_evaluation_on_rank_0_alone_is_one_sentence_on_all_ranks() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(evaluate_on_rank_0, 2, timeout=45)
+    ops = "gathering group '1'", "reducing the gradients of group '1'"
+    assert [failure.message for failure in caught.value.failures] == [
+        f"Rank {rank} failed while {op}: {PARTED.format(0, ops[0], 1, ops[1])}"
+        for rank, op in enumerate(ops)
+    ]

@@ -49,7 +49,7 @@ def lost(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
         got: What came instead.
     """
     rank = dist.get_process_group_ranks(group)[peer]
-    error = ShardError(f"Expected rank {rank} to take part in a collective, got {got}")
+    error = ShardError(_bare(f"Expected rank {rank} to take part in a collective, got {got}"))
     _losses.setdefault(group, str(error))
     return error
 
@@ -92,6 +92,14 @@ def named(error: RuntimeError, op: str) -> RuntimeError:
         return error
     kind = RankMismatchError if isinstance(error, RankMismatchError) else CommunicationError
     return kind(f"{said}{op}: {error}")
+
+
+_PARTED = "Expected all ranks to run the same, got "
+
+
+def _bare(text: str) -> str:
+    """Return only the sentence of a rank that found a deadlock, if a text ends with one."""
+    return text[max(text.rfind(_PARTED), 0) :]
 
 
 # Ranks that wait for each other. Pure -------------------------------------------------------------
@@ -228,9 +236,9 @@ class _Board:
             names = [str(rank) for rank in away[:_NUM_TOLD]]
             names += [f"{len(away) - _NUM_TOLD} more"] if len(away) > _NUM_TOLD else []
             told.append(
-                f"rank {', '.join(names)} waits in none of the library's: it may be in another "
-                "collective (full_tensor() or a full state dict on some ranks only, one of your "
-                f"own), be busy, or have stopped; {_UNEVEN}"
+                f"rank {', '.join(names)} waits in no collective of the library: it may be in "
+                "another (dist.barrier(), full_tensor(), a full state dict), be busy, or have "
+                f"stopped; {_UNEVEN}"
             )
         return "; ".join(told)
 
@@ -278,6 +286,7 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             "wait for it, are told so (on gloo), or raise when their time-out has passed"
         )
     reason = str(error).partition("\n")[0][:2000]
+    reason = reason.removeprefix(f"Rank {dist.get_rank()} failed while {op}: ")
     for group in dict.fromkeys(groups):
         board = None if group is None else _board_of(group)
         if board is not None:
@@ -385,7 +394,7 @@ class watched:
             with contextlib.suppress(ValueError):
                 _waits.remove(self)
             if self._is_said:
-                ask(functools.partial(self.board.take_back, _WAITS))
+                ask(functools.partial(self._take_back, self.board))
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
             told = self.explain(error)
             _losses.setdefault(self._group, str(told))
@@ -403,19 +412,20 @@ class watched:
         has_waited = self._start > 0  # the launch of a collective fails without
         is_late = has_waited and any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
         ask(functools.partial(self._ask, board, is_late), _ANSWER)
-        _, _, own = str(error).partition(" failed while ")
+        own = str(error).removeprefix(f"Rank {dist.get_rank()} failed while {self._op}: ")
         if not self._answer or self._answer in own or own in self._answer:
             return error  # nothing new: it is the cause, or another rank says the same
-        return CommunicationError(f"{error}; {self._answer}")
+        bare = _bare(text := f"{error}; {self._answer}")
+        return CommunicationError(text) if bare == text else named(ShardError(bare), self._op)
 
     def _ask(self, board: _Board, is_late: bool) -> None:
-        failure = self.failure or board.failure()
+        failure = self.failure or board.failure() or self._deadlock(board)
         if failure is not None:
             self._answer = failure
         elif is_late:
             self._answer = (
-                f"{board.whereabouts()}. All ranks must call the same collectives, in the same "
-                "order; docs/hangs.md says how to find the one that does not"
+                f"{board.whereabouts()}. All ranks must run evaluation, generation, saving and the "
+                "same branches; docs/hangs.md says how to find the rank that does not"
             )
 
     def look(self) -> None:
@@ -426,37 +436,44 @@ class watched:
         if self.failure is not None or now < self._start + _PATIENCE or now < self._looked + pause:
             return
         self._looked = now
-        launches = _launches.get(self._group)
-        launched = {} if launches is None else dict(launches.counts)
-        own = Wait(self._op, self._key, self._number, launched)
         if not self._is_said:
             self._is_said = True
-            board.say(_WAITS, json.dumps(own))
+            board.say(_WAITS, json.dumps(self._own()))
         failure = board.failure()
-        is_sure = failure == self._seen
-        if failure is None and (failure := self._deadlock(board, own)) is not None:
-            is_sure = True
+        is_sure = failure is None or failure == self._seen
+        if failure is None and now >= self._looked_at_waits + len(board.ranks) ** 2 / _LOAD:
+            self._looked_at_waits = now
+            failure = self._deadlock(board)
         if failure is not None and is_sure and self in _waits:
             self.failure = failure
             board.break_connections()
         self._seen = failure
         if self not in _waits:
+            self._take_back(board)
+
+    def _take_back(self, board: _Board) -> None:
+        """Wait no more; a deadlock stays said, for the other ranks to find it too."""
+        if _PARTED not in (self.failure or ""):
             board.take_back(_WAITS)
 
-    def _deadlock(self, board: _Board, own: Wait) -> str | None:
+    def _own(self) -> Wait:
+        launches = _launches.get(self._group)
+        launched = {} if launches is None else dict(launches.counts)
+        return Wait(self._op, self._key, self._number, launched)
+
+    def _deadlock(self, board: _Board) -> str | None:
         """Return who waits for this rank while it waits for them, if anybody does."""
-        pause = len(board.ranks) ** 2 / _LOAD
-        if not own.number or self._looked < self._looked_at_waits + pause:
+        if not self._number:
             return None
-        self._looked_at_waits = self._looked
-        waits = board.waits()
-        rank = never_comes(dist.get_rank(), {**waits, dist.get_rank(): own})
+        waits, this = board.waits(), dist.get_rank()
+        rank = never_comes(this, {**waits, this: self._own()})
         if rank is None:
             return None
+        first, second = sorted([(rank, waits[rank].op), (this, self._op)])
         return (
-            f"rank {rank} waits while {waits[rank].op} and has not come to {own.op}: ranks do not "
-            "run the same modules; one that has nothing for a module that others run calls "
-            "composable_shard.sit_out(module) in its place"
+            f"{_PARTED}rank {first[0]} {first[1]} and rank {second[0]} {second[1]}: evaluation, "
+            "generation or saving on some ranks only, or a branch that only some ranks take; run "
+            "it on all ranks, or call sit_out(module) where a rank has nothing for a module"
         )
 
 
