@@ -95,7 +95,8 @@ class Exchange:
         self._work, self._sent = None, self._sent.new_empty(0)
 
     def write(self, into: list[list[torch.Tensor]]) -> None:
-        """Write what has arrived from each rank where it belongs."""
+        """Wait for what arrives from each rank, and write it where it belongs."""
+        self.wait()
         _unpack(self._received, [tensor for place in self._places for tensor in into[place]])
         self._received = self._received.new_empty(0)
 

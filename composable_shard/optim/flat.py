@@ -25,7 +25,17 @@ from composable_shard.arguments import check_flags, check_type
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.optim.numbers import Numbers
 from composable_shard.optim.plan import GroupSteps
-from composable_shard.optim.stepping import Factory, Param, States
+from composable_shard.optim.stepping import (
+    Factory,
+    Param,
+    States,
+    counts_of,
+    load_states,
+    loss_of,
+    only_makes_states,
+    put_together,
+    taken_apart,
+)
 
 # Which optimizers treat each element by itself: known, or said, never guessed --------------------
 
@@ -110,12 +120,16 @@ class FlatSteps(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step as the class of the stock optimizer does. Collective: none."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
+        makes_states = only_makes_states(self)
         self._flat.step()
+        self.__dict__[_MADE] = counts_of(self.state) if makes_states else {}
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states, with the dtypes that they have. Collective: none."""
+        load_states(super().load_state_dict, state_dict, self.__dict__.pop(_MADE, {}))
+        self.num_tensors()  # now, from what is loaded: others may go on to step that
 
     @property
     def _flat(self) -> _Steps:
@@ -133,7 +147,7 @@ class FlatSteps(Optimizer):
         return _new, (_stock_class(self),), self.__getstate__()
 
 
-_STEPS = "_composable_shard_flat"
+_STEPS, _MADE = "_composable_shard_flat", "_composable_shard_made"
 
 
 def flat_states(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -228,7 +242,8 @@ class _Member:
             return not isinstance(state, torch.Tensor) or state.ndim == 0
         one, other = _torch.spec_of(state), _torch.spec_of(self.param)
         is_alike = one.mesh == other.mesh and one.placements == other.placements
-        return is_alike and state.shape == self.param.shape
+        is_plain = not _torch.is_subclass(_torch.local_tensor(state))
+        return is_alike and is_plain and state.shape == self.param.shape
 
 
 def _member(param: torch.Tensor, index: int, group: dict[str, Any]) -> _Member:
@@ -653,14 +668,15 @@ class _Steps:
         if not isinstance(value, torch.Tensor):
             return value, value
         place: torch.Tensor | Numbers
-        if value.shape == run.tensor.shape:
+        if value.shape == run.tensor.shape and not _torch.is_subclass(value):
             place = self._buffer(first, name, value.dtype)
             own = place[run.start : run.end]
         elif value.ndim:
             raise TypeError(
-                f"Expected states of {self._kind.__name__} to be numbers, or as large as "
-                f"what is stepped, got {name!r} of shape {tuple(value.shape)} for "
-                f"{tuple(run.tensor.shape)}; it does not treat every element by itself"
+                f"Expected states of {self._kind.__name__} to be numbers, or plain tensors as "
+                f"large as what is stepped, got {name!r} of class {type(value).__name__} and shape "
+                f"{tuple(value.shape)} for {tuple(run.tensor.shape)}; it does not treat every "
+                "element by itself, so let Owned step whole tensors by it"
             )
         else:
             place = self._numbers_of(name, value)
@@ -738,7 +754,7 @@ class FlatShards:
     """
 
     def __init__(self, params: Sequence[Param], factory: Factory) -> None:
-        self.params = params
+        self.params, self._factory = params, factory
         stock = factory([{"params": [param.tensor for param in params]}])
         self.optimizer = flat(stock, elementwise=True)
 
@@ -766,13 +782,19 @@ class FlatShards:
 
     def save(self) -> list[States]:
         """Return the states of each parameter, sharded like it."""
-        return [dict(self.optimizer.state.get(param.tensor, {})) for param in self.params]
+        saved = self.optimizer.state_dict()["state"]
+        return [taken_apart(saved.get(place, {})) for place in range(len(self.params))]
 
     def load(self, loaded: Sequence[States]) -> None:
         """Take states as :meth:`save` returns them."""
-        self.optimizer.state = defaultdict(dict)
-        for param, states in zip(self.params, loaded, strict=True):
-            for name, state in states.items():
-                is_like = param.is_like(name, state)
-                value = param.as_sharded(param.local_of(state)) if is_like else state
-                self.optimizer.state[param.tensor][name] = value
+        saved = self.optimizer.state_dict()
+        saved["state"] = {}
+        for place, (param, states) in enumerate(zip(self.params, loaded, strict=True)):
+            shown = {
+                name: param.as_sharded(param.local_of(v)) if param.is_like(name, v) else v
+                for name, v in states.items()
+            }
+            if states:
+                like = param.local().new_zeros(1)
+                saved["state"][place] = put_together(shown, self._factory, like)
+        self.optimizer.load_state_dict(saved)

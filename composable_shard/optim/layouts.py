@@ -7,11 +7,11 @@ steps it there as a plain tensor, and the updated rows travel back. No rank gath
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,14 +37,19 @@ from composable_shard.optim.blocks import (
 )
 from composable_shard.optim.exchange import Ranks
 from composable_shard.optim.flat import ELEMENTWISE, FlatShards, FlatSteps
-from composable_shard.optim.plan import Action, BucketPlan, GroupSteps, LayoutSteps, schedule
+from composable_shard.optim.plan import BucketPlan, GroupSteps, LayoutSteps, schedule
 from composable_shard.optim.stepping import (
+    Counts,
     Factory,
     OwnedBucket,
     Param,
     States,
     Told,
+    counts_of,
     joined,
+    load_states,
+    loss_of,
+    only_makes_states,
     stand_in,
 )
 
@@ -193,7 +198,7 @@ def sort_by_layout(
         names.setdefault(sharded_form(registered), []).append(name)
     for fits in layouts:
         if isinstance(fits, str) and not any(
-            fnmatchcase(name, fits) for several in names.values() for name in several
+            does_fit(fits, several, param) for param, several in names.items()
         ):
             raise ValueError(f"Expected '{fits}' to fit names of parameters, got none that it fits")
     chosen: list[list[Param]] = [[] for _ in layouts]
@@ -273,11 +278,11 @@ def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[st
             f"{type(optimizer).__name__}, which may need whole tensors; use Owned, or say "
             "is_elementwise=True"
         )
-    return _values(optimizer)
+    return _values(optimizer.param_groups[0])
 
 
-def _values(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 # The optimizer ------------------------------------------------------------------------------------
@@ -297,8 +302,6 @@ class LayoutOptimizer(Optimizer):
         ]
         super().__init__(groups, {})
         self._is_made = True
-        self._shards: dict[int, FlatShards] = {}
-        self._buckets: list[tuple[int, OwnedBucket]] = []
         self.choose_owners()
 
     def choose_owners(self) -> None:
@@ -307,19 +310,27 @@ class LayoutOptimizer(Optimizer):
         Collective: see :func:`with_layout`.
         """
         self.forget_owners()
-        ranks_of, self._owners = _RanksOfMeshes(), Owners[Ranks]()
+        self._owners = Owners[Ranks]()
+        known: dict[DeviceMesh | torch.device, Ranks] = {}
         for place, (layout, params) in enumerate(self._rules):
             if isinstance(layout, Sharded):
                 self._shards[place] = FlatShards(params, layout.optimizer)
                 continue
-            lying = [(ranks_of(param), param.spread()) for param in params]
+            lying = []
+            for param in params:
+                key = param.tensor.device if param.mesh is None else param.mesh
+                known[key] = known.get(key) or ranks_of(param)  # makes a process group, once
+                lying.append((known[key], param.spread()))
             for ranks, blocks in self._owners.buckets(layout, params, lying, self._bucket_nbytes):
                 bucket = OwnedBucket(params, blocks, ranks, layout.optimizer)
                 self._buckets.append((place, bucket))
 
     def forget_owners(self) -> None:
         """Let go of all stock optimizers and their states. Collective: none."""
-        self._shards, self._buckets, self.state = {}, [], defaultdict(dict)
+        self.state = defaultdict(dict)
+        self._shards: dict[int, FlatShards] = {}
+        self._buckets: list[tuple[int, OwnedBucket]] = []
+        self._only_makes_states, self._made = False, Counts()
 
     def __reduce__(self) -> Any:
         """Refuse copies and pickles, which would lack what owners have."""
@@ -347,18 +358,16 @@ class LayoutOptimizer(Optimizer):
 
         Collective: two all-to-alls for each bucket of which anything moves.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
+        self._only_makes_states, self._made = only_makes_states(self), Counts()
         self._give_values()
         actions = schedule(len(self._buckets))
         for action, index in islice(actions, 1):
-            self._do(action, index)
+            getattr(self._buckets[index][1], action)()
         for shards in self._shards.values():
             shards.step()
         for action, index in actions:
-            self._do(action, index)
+            getattr(self._buckets[index][1], action)()
         self._take_values()
         self._note_states()
         return loss
@@ -374,18 +383,6 @@ class LayoutOptimizer(Optimizer):
                 groups.append(plan_group(layout, params, buckets))
         return LayoutSteps(tuple(groups), self._owners.loads)
 
-    def _do(self, action: Action, index: int) -> None:
-        bucket = self._buckets[index][1]
-        match action:
-            case "launch":
-                bucket.launch()
-            case "arrive":
-                bucket.arrive()
-            case "compute":
-                bucket.compute()
-            case "finish":
-                bucket.finish()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the states, sharded like the parameters.
 
@@ -393,6 +390,7 @@ class LayoutOptimizer(Optimizer):
         all-to-all for each bucket.
         """
         live, self.state = self.state, self.sharded_states()
+        self._made = counts_of(self.state) if self._only_makes_states else {}
         try:
             return super().state_dict()
         finally:
@@ -403,48 +401,53 @@ class LayoutOptimizer(Optimizer):
 
         Collective: an all-to-all for each bucket.
         """
-        super().load_state_dict(state_dict)
+        states = state_dict["state"]
+        if states and not any(states.values()) and self._has_states():
+            raise ShardError(
+                "Expected states of parameters, got a state dict that has none; torch cannot "
+                "read a flattened one (flatten_optimizer_state_dict=True) into an optimizer of "
+                "with_layout, so save it without that option"
+            )
+        load_states(super().load_state_dict, state_dict, self._made)
+        self._only_makes_states = False
         self.take_states(self.state)
+
+    def _has_states(self) -> bool:
+        """Tell whether any stock optimizer has states, on any rank. Collective: see state_dict."""
+        told = [states for bucket in self._told() for states in bucket.values()]
+        return any(told) or any(any(one.optimizer.state.values()) for one in self._shards.values())
 
     def take_states(self, loaded: Mapping[torch.Tensor, States]) -> None:
         """Take what :meth:`sharded_states` returned. Collective: see load_state_dict."""
         self.state = defaultdict(dict)
-        for place, (_, params) in enumerate(self._rules):
-            states: list[States] = [loaded.get(param.tensor, {}) for param in params]
-            if place in self._shards:
-                self._shards[place].load(states)
-            for owner, bucket in self._buckets:
-                if owner == place:
-                    bucket.load(states)
+        for _, part in self._parts():
+            part.load([loaded.get(param.tensor, {}) for param in part.params])
         self._note_states(loaded)
 
     def stock_optimizers(self) -> list[Optimizer]:
         """Return the optimizers that step the tensors of this rank, and have their states."""
-        return [optimizer for _, optimizer in self._stock()]
+        return [part.optimizer for _, part in self._parts()]
 
-    def _stock(self) -> list[tuple[int, Optimizer]]:
-        """Return all stock optimizers, each with the place of its group."""
-        shards = [(place, shards.optimizer) for place, shards in self._shards.items()]
-        return shards + [(place, bucket.optimizer) for place, bucket in self._buckets]
+    def _parts(self) -> list[tuple[int, FlatShards | OwnedBucket]]:
+        """Return what is stepped by one stock optimizer each, with the place of its group."""
+        return [*self._shards.items(), *self._buckets]
 
     def _give_values(self) -> None:
-        for place, optimizer in self._stock():
-            group = self.param_groups[place]
-            optimizer.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
+        for place, part in self._parts():
+            part.optimizer.param_groups[0].update(_values(self.param_groups[place]))
 
     def _take_values(self) -> None:
-        for place, optimizer in self._stock():
-            self.param_groups[place].update(_values(optimizer))
+        for place, part in self._parts():
+            self.param_groups[place].update(_values(part.optimizer.param_groups[0]))
 
     def _note_states(self, loaded: Mapping[torch.Tensor, States] | None = None) -> None:
         """Let ``state`` have what has been stepped: functions of torch ask whether there is any.
 
         All ranks must answer the same, whatever they own.
         """
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None if loaded is None else param in loaded:
-                    self.state[param]  # a defaultdict
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if param.grad is not None if loaded is None else param in loaded:
+                self.state[param]  # a defaultdict
 
     def sharded_states(self) -> defaultdict[torch.Tensor, States]:
         """Return the states of each parameter, sharded like it. Collective: see state_dict."""
@@ -452,11 +455,11 @@ class LayoutOptimizer(Optimizer):
         for place, shards in self._shards.items():
             found[place] = shards.save()
         all_told = self._told()
-        unlike: defaultdict[int, set[tuple[int, str]]] = defaultdict(set)
+        like = [Counter[tuple[int, str | None]]() for _ in self._rules]
         for (place, bucket), told in zip(self._buckets, all_told, strict=True):
-            unlike[place] |= bucket.unlike(told)
+            like[place].update(bucket.like_blocks(told))
         for (place, bucket), told in zip(self._buckets, all_told, strict=True):
-            bucket.save(told, unlike[place], found[place])
+            bucket.save(told, like[place], found[place])
         saved: defaultdict[torch.Tensor, States] = defaultdict(dict)
         for (_, params), several in zip(self._rules, found, strict=True):
             for param, states in zip(params, several, strict=True):
@@ -467,12 +470,10 @@ class LayoutOptimizer(Optimizer):
     def _told(self) -> list[dict[int, dict[str, Told]]]:
         """Return, of each bucket, what all owners tell of their states."""
         told = [bucket.tell() for _, bucket in self._buckets]
-        by_ranks: dict[Ranks, list[int]] = {}
-        for index, (_, bucket) in enumerate(self._buckets):
-            by_ranks.setdefault(bucket.ranks, []).append(index)
-        for ranks, indices in by_ranks.items():
+        for ranks in dict.fromkeys(bucket.ranks for _, bucket in self._buckets):
             if ranks.group is None:
                 continue
+            indices = [i for i, (_, bucket) in enumerate(self._buckets) if bucket.ranks == ranks]
             own = [told[index] for index in indices]
             heard = gather_objects(own, ranks.group, "telling which states optimizers have")
             for position, index in enumerate(indices):
@@ -537,19 +538,6 @@ class Owners(Generic[Mesh]):
             itemsizes = [params[block.param].tensor.itemsize for block in owned]
             found += [(mesh, bucket) for bucket in cut_buckets(owned, itemsizes, nbytes)]
         return found
-
-
-class _RanksOfMeshes:
-    """The ranks of each mesh, whose process group is made once."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[DeviceMesh | torch.device, Ranks] = {}
-
-    def __call__(self, param: Param) -> Ranks:
-        key = param.tensor.device if param.mesh is None else param.mesh
-        if key not in self._ranks:
-            self._ranks[key] = ranks_of(param)
-        return self._ranks[key]
 
 
 def ranks_of(param: Param) -> Ranks:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from composable_shard import _torch
+from composable_shard.core.codec import codec_of
 from composable_shard.errors import ShardError
 from composable_shard.optim.blocks import Block, Box, Route, Spread, route_of, spread_over, whole
 from composable_shard.optim.exchange import (
@@ -173,14 +176,12 @@ class Told:
         shape: Its shape; ``None`` for what is no tensor, or a scalar one.
         dtype: Its dtype.
         value: What is no tensor, or a scalar on the CPU.
-        is_on_host: Whether a scalar is on the CPU.
         refused: The type of what cannot be saved in shards.
     """
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     value: Any = None
-    is_on_host: bool = True
     refused: str | None = None
 
     @staticmethod
@@ -189,7 +190,7 @@ class Told:
         if isinstance(state, torch.Tensor):
             if state.ndim:
                 return Told(tuple(state.shape), state.dtype)
-            return Told(value=state.cpu().clone(), is_on_host=state.device.type == "cpu")
+            return Told(value=state.cpu().clone())
         if state is None or isinstance(state, (bool, int, float, str)):
             return Told(value=state)
         return Told(refused=type(state).__name__)
@@ -219,6 +220,7 @@ class OwnedBucket:
             index: _strides(params[self._routes[index].block.param].tensor, self._routes[index])
             for index in self._owned
         }
+        self._factory = factory
         self.optimizer = factory([{"params": list(self._owned.values())}])
         self._values: list[tuple[int, Move]] = []
         self._grads: list[Move] = []
@@ -248,7 +250,8 @@ class OwnedBucket:
 
     def arrive(self) -> None:
         """Have values and gradients whole at their owners."""
-        _wait(self._exchange)
+        if self._exchange is not None:
+            self._exchange.wait()  # lets go of what was sent, before there is room for whole blocks
         values = [(index, self._with_whole(index, move)) for index, move in self._values]
         pairs = zip(self._values, self._grads, strict=True)
         grads = [self._with_whole(index, move) for (index, _), move in pairs]
@@ -272,7 +275,6 @@ class OwnedBucket:
 
     def finish(self) -> None:
         """Have the updated rows in the local shards."""
-        _wait(self._exchange)
         arrive_at_shards(self.ranks, self._exchange, [move for _, move in self._values])
         self._values, self._exchange = [], None
 
@@ -292,34 +294,39 @@ class OwnedBucket:
     def tell(self) -> dict[int, dict[str, Told]]:
         """Return what this rank has to tell the others of the states of its blocks."""
         return {
-            index: {name: Told.of(state) for name, state in self.optimizer.state[tensor].items()}
-            for index, tensor in self._owned.items()
-            if tensor in self.optimizer.state
+            index: {name: Told.of(state) for name, state in states.items()}
+            for index, states in self._states().items()
         }
 
-    def unlike(self, told: dict[int, dict[str, Told]]) -> set[tuple[int, str]]:
-        """Return the states of parameters that have another shape than a block, by name."""
-        return {
-            (self._routes[index].block.param, name)
-            for index, facts in told.items()
-            for name, fact in facts.items()
-            if fact.shape != self._routes[index].block.shape
-        }
+    def _states(self) -> dict[int, States]:
+        """Return the states of the blocks that this rank owns, as their optimizer saves them."""
+        saved = self.optimizer.state_dict()["state"]
+        places = enumerate(self._owned)
+        return {index: taken_apart(saved[place]) for place, index in places if place in saved}
+
+    def like_blocks(self, told: dict[int, dict[str, Told]]) -> list[tuple[int, str | None]]:
+        """Return parameter and name of each state of the shape of its block; None for the block."""
+        return [
+            (route.block.param, name)
+            for route, facts in ((self._routes[index], facts) for index, facts in told.items())
+            for name in (None, *facts)
+            if name is None or facts[name].shape == route.block.shape
+        ]
 
     def save(
         self,
         told: dict[int, dict[str, Told]],
-        unlike: set[tuple[int, str]],
+        like: Counter[tuple[int, str | None]],
         saved: Sequence[States],
     ) -> None:
         """Add the states of the blocks to those of their parameters; see ``launch_to_shards``.
 
         Args:
             told: What all owners tell.
-            unlike: See the method, of all buckets of the rule.
+            like: How often each is among :meth:`like_blocks` of all buckets of the rule.
             saved: The states of each parameter of the rule, whose blocks may be in many buckets.
         """
-        moves: list[Move] = []
+        own_states, moves = self._states(), list[Move]()
         for index in sorted(told):
             block = self._routes[index].block
             param, states = self.params[block.param], saved[block.param]
@@ -330,16 +337,16 @@ class OwnedBucket:
                         f"'{name}', a {fact.refused}, which cannot be saved in shards"
                     )
                 if fact.shape is None:
-                    states[f"{name}[{block.number}]"] = _value(fact, self.ranks.device)
+                    states[f"{name}[{block.number}]"] = fact.value
                     continue
-                state, is_like = self._state(index, name), (block.param, name) not in unlike
+                state = own_states.get(index, {}).get(name)
+                is_like = like[block.param, name] == like[block.param, None]
                 key = name if is_like else f"{name}[{block.number}]"
                 if key not in states:
                     states[key] = self._new_state(param, fact, is_like)
                 route = self._routes[index] if is_like else self._own_route(index, fact.shape)
                 moves.append(Move(route, _local(states[key]), state))
         exchange = launch_to_shards(self.ranks, moves)
-        _wait(exchange)
         arrive_at_shards(self.ranks, exchange, moves)
 
     def load(self, loaded: Sequence[States]) -> None:
@@ -348,29 +355,32 @@ class OwnedBucket:
         Args:
             loaded: Of each parameter of the rule.
         """
-        self.optimizer.state.clear()
-        moves = []
+        moves, found = list[Move](), defaultdict[int, States](dict)
         for index, route in enumerate(self._routes):
             param, states = self.params[route.block.param], loaded[route.block.param]
-            found: States = {}
             for key, state in sorted(states.items()):
                 name, number = _name_and_number(key)
                 if number not in (None, route.block.number):
                     continue
                 if number is None and param.is_like(name, state):
-                    move = self._with_whole(index, Move(route, param.local_of(state).clone()))
+                    moves.append(
+                        self._with_whole(index, Move(route, param.local_of(state).clone()))
+                    )
                 elif isinstance(state, torch.Tensor) and state.ndim:
-                    move = self._move_of_own_shape(index, state)
+                    moves.append(self._move_of_own_shape(index, state))
                 else:
-                    found[name] = state.clone() if isinstance(state, torch.Tensor) else state
+                    found[index][name] = state.clone() if isinstance(state, torch.Tensor) else state
                     continue
-                found[name] = move.whole
-                moves.append(move)
-            if route.is_owner and states:
-                self.optimizer.state[self._owned[index]] = found
+                found[index][name] = moves[-1].whole
         exchange = launch_to_owners(self.ranks, moves)
-        _wait(exchange)
         arrive_at_owners(self.ranks, exchange, moves)
+        states_of = {
+            place: put_together(found[index], self._factory, tensor)
+            for place, (index, tensor) in enumerate(self._owned.items())
+            if index in found
+        }
+        whole = {**self.optimizer.state_dict(), "state": states_of}
+        load_states(self.optimizer.load_state_dict, whole, {})
 
     def _new_state(self, param: Param, fact: Told, is_like: bool) -> torch.Tensor:
         """Return what the ranks are about to have of a state, sharded like the parameter."""
@@ -385,24 +395,16 @@ class OwnedBucket:
         route, block = self._own_route(index, state.shape), None
         if route.is_owner:
             block = torch.empty(state.shape, dtype=state.dtype, device=self.ranks.device)
-        if not isinstance(state, DTensor):
-            return Move(route, part_of(state, route.block.spread.boxes[self.ranks.rank]), block)
-        return Move(route, _local(state), block)
-
-    def _state(self, index: int, name: str) -> torch.Tensor | None:
-        owned = self._owned.get(index)
-        return None if owned is None else self.optimizer.state[owned][name]
+        own = route.block.spread.boxes[self.ranks.rank]
+        return Move(
+            route, _local(state) if isinstance(state, DTensor) else part_of(state, own), block
+        )
 
     def _own_route(self, index: int, shape: Sequence[int]) -> Route:
         """Return how a state of another shape than its block's travels: a tensor of its own."""
         block = self._routes[index].block
         spread = self.params[block.param].spread(shape)
         return route_of(replace(block, box=whole(shape), spread=spread), self.ranks.rank)
-
-
-def _wait(exchange: Exchange | None) -> None:
-    if exchange is not None:
-        exchange.wait()
 
 
 def stand_in(param: torch.Tensor, box: Box, device: torch.device) -> torch.Tensor:
@@ -436,19 +438,138 @@ def _name_and_number(key: str) -> tuple[str, int | None]:
 
 def joined(states: States) -> States:
     """Give a value that is the same for all blocks of a parameter its plain name."""
-    found: States = {}
+    values = defaultdict[str, States](dict)
     for key, state in states.items():
-        name, number = _name_and_number(key)
-        is_value = not isinstance(state, torch.Tensor) or not state.ndim
-        if number is None or not is_value:
-            found[key] = state
-            continue
-        others = [other for k, other in states.items() if _name_and_number(k)[0] == name]
-        found[name if all(other == state for other in others) else key] = state
+        if not isinstance(state, torch.Tensor) or not state.ndim:
+            values[_name_and_number(key)[0]][key] = state
+    for name, several in values.items():
+        first, *others = several.values()
+        if all(other == first for other in others):
+            states = {name if k in several else k: v for k, v in states.items()}
+    return states
+
+
+# States as optimizers save and load them ----------------------------------------------------------
+
+
+def taken_apart(states: States) -> States:
+    """Return states without dicts and wrapper subclasses: what they contain, by names with dots."""
+    found: States = {}
+    for name, state in states.items():
+        codec = codec_of(state) if isinstance(state, torch.Tensor) else None
+        if codec is not None:
+            state = dict(zip(codec.names, codec.parts(state), strict=True))
+        inner = taken_apart(state) if isinstance(state, dict) else None
+        found |= {name: state} if inner is None else {f"{name}.{n}": v for n, v in inner.items()}
     return found
 
 
-def _value(fact: Told, device: torch.device) -> Any:
-    if isinstance(fact.value, torch.Tensor) and not fact.is_on_host:
-        return fact.value.to(device)
-    return fact.value
+def put_together(parts: States, factory: Factory, like: torch.Tensor) -> States:
+    """Undo :func:`taken_apart`, as the states of a first step are composed.
+
+    Args:
+        parts: What was returned.
+        factory: Makes the optimizer.
+        like: Has the shape, dtype and device of what is stepped.
+    """
+    if not any("." in name for name in parts):
+        return parts
+    first = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    first.grad = torch.zeros_like(first)
+    optimizer = factory([{"params": [first]}])
+    with torch.random.fork_rng([] if first.device.type == "cpu" else [first.device]):
+        optimizer.step()
+    return _composed(parts, optimizer.state_dict()["state"][0])
+
+
+def _composed(parts: States, like: States) -> States:
+    found = dict(parts)
+    for name, state in like.items():
+        codec = codec_of(state) if isinstance(state, torch.Tensor) else None
+        begin = f"{name}."
+        own = {key.removeprefix(begin): v for key, v in parts.items() if key.startswith(begin)}
+        if own and (codec is not None or isinstance(state, dict)):
+            found = {key: part for key, part in found.items() if not key.startswith(begin)}
+            found[name] = _composed(own, state) if codec is None else codec.rebuild(own)
+    return found
+
+
+Counts = dict[torch.Tensor, int]
+"""Numbers among states, and the versions that they had."""
+
+
+def only_makes_states(optimizer: Optimizer) -> bool:
+    """Tell whether this step is one by which functions of torch make the states of an optimizer."""
+    groups = optimizer.param_groups
+    if optimizer.state or any(group.get("lr", 1) for group in groups):
+        return False
+    grads = (param.grad for group in groups for param in group["params"])
+    return not any(_local(grad).any() for grad in grads if grad is not None)
+
+
+def _numbers(states: States) -> list[torch.Tensor]:
+    return [value for value in states.values() if type(value) is torch.Tensor and not value.ndim]
+
+
+def counts_of(all_states: Mapping[torch.Tensor, States]) -> Counts:
+    """Return the numbers among states as they are now."""
+    return {v: v._version for states in all_states.values() for v in _numbers(states)}
+
+
+def load_states(
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    made: Counts,
+) -> None:
+    """Load a state dict, with the dtypes that the states have.
+
+    The way of torch's ``Optimizer`` casts them to those of the parameters; here it loads all but
+    the states. An optimizer that has a way of its own takes that.
+
+    Args:
+        load: The method ``load_state_dict`` of an optimizer.
+        state_dict: What it loads.
+        made: The numbers of states that :func:`only_makes_states` tells of. Those that come back
+            untouched are of parameters of which nothing was loaded; they stay without states.
+    """
+    optimizer: Optimizer = load.__self__  # type: ignore[attr-defined]
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    own = ((group, param) for group in optimizer.param_groups for param in group["params"])
+    params = dict(zip(keys, own, strict=False))
+    all_states = dict(state_dict["state"])
+    for key, states in state_dict["state"].items():
+        numbers = _numbers(states)
+        if numbers and all(made.get(number) == number._version for number in numbers):
+            del all_states[key]
+    taken = defaultdict[Any, Any](dict)
+
+    def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        for key, states in given["state"].items():
+            group, param = params.get(key, ({}, None))
+            if param is None:
+                taken[key] = states
+                continue
+            on_host = () if group.get("fused") or group.get("capturable") else ("step",)
+            for name, state in states.items():
+                is_moved = isinstance(state, torch.Tensor) and name not in on_host
+                taken[param][name] = state.to(param.device) if is_moved else state
+        return {**given, "state": {}}
+
+    def put(_: Optimizer) -> None:
+        optimizer.__setstate__({"state": taken})
+
+    hooks = []
+    if load.__func__ is Optimizer.load_state_dict:  # type: ignore[attr-defined]
+        hooks.append(optimizer.register_load_state_dict_pre_hook(take))  # behind those of users
+        hooks.append(optimizer.register_load_state_dict_post_hook(put, prepend=True))  # before them
+    try:
+        load({**state_dict, "state": all_states})
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Compute what the closure of a step returns."""
+    with torch.enable_grad():
+        return None if closure is None else closure()

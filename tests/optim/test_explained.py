@@ -250,7 +250,7 @@ def test_estimates_are_what_is_explained_on_as_many_ranks(shape: tuple[int, int]
             param.grad = torch.zeros_like(param)
         with mock.patch.object(dist, "all_to_all_single", send_nothing):
             optimizer.step()
-        states = [state for _, one in optimizer._stock() for state in one.state.values()]
+        states = [state for one in optimizer.stock_optimizers() for state in one.state.values()]
         kept = sum(local(tensor).nbytes for state in states for tensor in state.values())
     assert told is not None and result.optimizer is not None
     assert result.optimizer.groups[0] == told.groups[0]

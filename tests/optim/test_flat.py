@@ -343,8 +343,9 @@ def test_states_that_are_not_elementwise_are_refused() -> None:
         with pytest.raises(TypeError) as caught:
             train(net, optimizer, range(1))
     text = (
-        r"Expected states of Factored to be numbers, or as large as what is stepped, got 'row' of "
-        r"shape \(3,\) for \(\d+,\); it does not treat every element by itself"
+        r"Expected states of Factored to be numbers, or plain tensors as large as what is stepped, "
+        r"got 'row' of class Tensor and shape \(3,\) for \(\d+,\); it does not treat every element "
+        r"by itself, so let Owned step whole tensors by it"
     )
     assert re.fullmatch(text, str(caught.value))
 
