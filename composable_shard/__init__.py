@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from composable_shard.train.clip import clip_grad_norm_
     from composable_shard.train.grad_scaler import ShardedGradScaler
+    from composable_shard.train.init import init_sharded
     from composable_shard.train.moving.move import move
     from composable_shard.train.parking.parked import parked
     from composable_shard.train.synchronize import sync_module_states
@@ -65,6 +66,7 @@ __all__ = [
     "estimate",
     "explain",
     "fully_shard",
+    "init_sharded",
     "iter_full",
     "load_sharded",
     "local_shards",
@@ -101,6 +103,7 @@ _MODULES = {
     "policy": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
     "train.clip": ("clip_grad_norm_",),
     "train.grad_scaler": ("ShardedGradScaler",),
+    "train.init": ("init_sharded",),
     "train.moving.move": ("move",),
     "train.parking.parked": ("parked",),
     "train.synchronize": ("sync_module_states",),

@@ -35,6 +35,11 @@ def tensors_of(*values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Return nested containers with another tensor in the place of each."""
+    return tree_map_only(torch.Tensor, function, values)
+
+
 def without_memory(values: Any) -> Any:
     """Return nested containers with an uninitialized tensor for each; for use among fake ones."""
     return tree_map_only(torch.Tensor, _like, values)

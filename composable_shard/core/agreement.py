@@ -7,6 +7,7 @@ first: one number each, and the whole description only if the numbers differ.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -41,8 +42,8 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
     Raises:
         RankMismatchError: On all ranks, with the first difference to rank 0.
 
-    Collective: one all-reduce of 24 bytes for each process group of more than one rank; more only
-        if it raises.
+    Collective: one all-reduce of 40 bytes for each process group of more than one rank; another for
+        what was sharded on the meta device; more only if it raises.
     """
     channels = [(group, channel) for group in groups for channel in group.channels.values()]
     process_groups: dict[dist.ProcessGroup, list[tuple[ParamGroup, Channel]]] = {}
@@ -52,23 +53,58 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
             process_groups.setdefault(ranks, []).append((group, channel))
     for ranks, members in process_groups.items():
         facts = [line for group, channel in members for line in _facts(group, channel.mesh)]
-        tag = _agree(ranks, members[0][1].mesh.device, facts, len(members))
+        filled = [
+            (group.label, param)
+            for group, channel in members
+            for param in group.params
+            if param.began_on_meta and param.mesh == channel.mesh
+            if channel.mesh.shard_group is ranks and _local_of(param).device.type == "cpu"
+        ]
+        tag = _agree(ranks, members[0][1].mesh.device, facts, len(members), filled)
         for place, (_, channel) in enumerate(members):
             if channel.mesh.shard_group is ranks:
                 channel.set_tag(tag + place)
 
 
-def _agree(ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num_tags: int) -> int:
+_Filled = list[tuple[str, ShardedParam]]
+"""Parameters that users have filled as shards, with what messages call their groups."""
+
+
+def _agree(
+    ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num_tags: int, filled: _Filled
+) -> int:
     """Compare ``facts`` over ``ranks``; return the first of ``num_tags`` tags for all of them."""
     global _last_tag
     op = "comparing the model with that of the other ranks"
     with watched(ranks, op):
-        is_same, (last,) = compare("\n".join(facts), ranks, device, _last_tag)
+        numbers = (_last_tag, len(filled), -len(filled))
+        is_same, (last, most, fewest) = compare("\n".join(facts), ranks, device, *numbers)
     if not is_same:
         heard = gather_objects(facts, ranks, op)
         raise_first_difference(heard, range(ranks.size()), "model")
     _last_tag = max(_last_tag, last + num_tags)
+    if 0 < most == -fewest:
+        _warn_of_same_rows(ranks, device, filled)
     return last + 1
+
+
+def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _Filled) -> None:
+    """Warn if all ranks hold the same random numbers, as those do that fill shards by one seed."""
+    digests = []
+    for _, param in filled:
+        values = _local_of(param).flatten()[:64].tolist()
+        is_random = len(values) > 2 and len({*values}) > len(values) / 2
+        digests.append(hash(tuple(values)) >> 2 if is_random else ranks.rank())
+    _, found = compare("", ranks, device, *digests, *(-digest for digest in digests))
+    pairs = zip(filled, found, found[len(filled) :], strict=False)
+    same = [f"'{param.name}' of {label}" for (label, param), most, least in pairs if most == -least]
+    if same:
+        warnings.warn(
+            f"All ranks hold the same rows of {same[0]}, and of {len(same) - 1} other parameters: "
+            "random functions fill shards on the CPU alike where ranks have one seed; initialize "
+            "by init_sharded(model, seed=...)",
+            stacklevel=2,
+        )
 
 
 def _facts(group: ParamGroup, mesh: ShardMesh) -> list[str]:
@@ -86,9 +122,14 @@ def _facts(group: ParamGroup, mesh: ShardMesh) -> list[str]:
     ]
 
 
-def _fact(param: ShardedParam, policy: MixedPrecisionPolicy) -> str:
+def _local_of(param: ShardedParam) -> torch.Tensor:
+    """Return the local shard of what stands in the place of a parameter."""
     current = param.slots[0].get()
-    local = _torch.local_tensor(current) if isinstance(current, DTensor) else param.local
+    return _torch.local_tensor(current) if isinstance(current, DTensor) else param.local
+
+
+def _fact(param: ShardedParam, policy: MixedPrecisionPolicy) -> str:
+    local = _local_of(param)
     kind = "trainable" if param.sharded.requires_grad else "frozen"
     placement = "replicated" if param.form.dim is None else f"Shard({param.form.dim})"
     extension = ", with its own all-gather" if has_extension(local) else ""

@@ -200,6 +200,7 @@ class ShardedParam:
         spec: Mesh, placements and global shape of the sharded DTensor.
         sharded: The DTensor parameter.
         local: The local tensor of ``sharded``, to notice when somebody replaces it.
+        began_on_meta: Whether it was sharded before it had values.
         unsharded: The parameter of compute, once it was gathered.
         attributes: What users set on either; ``None`` before it was gathered.
         is_subclass: Whether ``unsharded`` is made of inner tensors.
@@ -315,6 +316,7 @@ class ShardedParam:
             self.sharded.grad_dtype = original.grad_dtype
             self.remember_grad_dtype()
         self.local = _torch.local_tensor(self.sharded)
+        self.began_on_meta = local.is_meta
 
     def hold(self, sharded: nn.Parameter) -> None:
         """Let ``sharded`` be the DTensor parameter, with the attributes that it has."""

@@ -378,10 +378,7 @@ class GroupUnits:
             return
         place = wrong[0].device
         if any(param.local.is_meta for param in wrong):
-            remedy = (
-                f"call module.to_empty(device='{place}') and initialize them, for example with "
-                "reset_parameters()"
-            )
+            remedy = "call init_sharded(model, seed=...), or load values by load_sharded()"
         elif wrong[0].offload is not None:
             remedy = "leave the module there, since its policy offloads them"
         else:

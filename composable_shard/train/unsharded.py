@@ -101,7 +101,7 @@ class FullParams:
             if _torch.local_tensor(param).is_meta:
                 raise MaterializationError(
                     f"Expected materialized parameters, got {slots[0]} on meta; call "
-                    "module.to_empty(device=...) and initialize them"
+                    "init_sharded(model, seed=...)"
                 )
         watch_optimizers()
         with torch.inference_mode(False), torch.no_grad():

@@ -21,7 +21,7 @@ REPLACED = (
 )
 ON_META = (
     "Expected the parameters of {} on cpu, got {}; call "
-    "module.to_empty(device='cpu') and initialize them, for example with reset_parameters()"
+    "init_sharded(model, seed=...), or load values by load_sharded()"
 )
 TEXTS = {
     "changed": CHANGED.format("group '0'"),

@@ -542,7 +542,7 @@ SHAPE = (
 )
 ON_META = (
     "Expected materialized parameters, got 'weight' of FSDPLinear on meta; call "
-    "module.to_empty(device=...) and initialize them"
+    "init_sharded(model, seed=...)"
 )
 NOT_A_MODULE = (
     "Expected module to be an nn.Module, got list: [Linear(in_features=2, out_features=2, "
