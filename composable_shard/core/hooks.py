@@ -26,7 +26,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.nested import (
     Given,
     StoredTensors,
-    carry_over,
+    find_changes,
     map_tensors,
     tensors_in,
 )
@@ -275,7 +275,9 @@ class ModuleHooks:
             self._restore()
         output, tensors = self._given_out(output)
         if call.given:
-            tensors += tuple(tensors_in(carry_over(call.given)))
+            put, lost = find_changes(call.given, group.label)
+            tensors += tuple(tensors_in(put))
+            written = written or (None if failed else lost)
         context = context_of(group)
         is_watched = torch.is_grad_enabled() and self._watch(context.forward.run, call, tensors)
         if not call.is_again:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 import weakref
@@ -12,10 +11,10 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
-    MutableMapping,
     Sequence,
     ValuesView,
 )
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -23,10 +22,12 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
+from composable_shard.errors import ShardError
 
 # Tensors inside what modules take, return and store: containers, dataclasses, plain objects -------
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
+_Map = Callable[[Any], Any]
 
 ATOMS: frozenset[type] = frozenset(
     [
@@ -39,6 +40,7 @@ ATOMS: frozenset[type] = frozenset(
 
 _VALUES: type = type({}.values())
 _ITEMS: type = type({}.items())
+_FIXED: tuple[Any, ...] = (tuple, frozenset, _VALUES, _ITEMS)
 _ITERABLE: tuple[Any, ...] = (list, tuple, set, frozenset, deque, ValuesView, _ITEMS)
 
 MAX_DEPTH_OF_OBJECTS = 3
@@ -52,94 +54,98 @@ _CLOSED_PACKAGES = ("torch", __name__.split(".")[0])
 
 
 class Given(NamedTuple):
-    """A container that can be changed, and what stands in its place.
+    """A container that can be changed, and what forward gets in its place.
 
     Attributes:
         own: The container.
         shown: A copy of it around changed tensors, or itself if none is changed.
-        before: What is in ``own``: a list, or a dict by key or by field.
-        items: What is in ``shown``, in the same order.
+        items: What is in ``shown``.
     """
 
     own: Any
     shown: Any
-    before: Any
-    items: Any
+    items: list[Any]
 
 
-def map_tensors(change: _Change, value: Any, given: list[Given] | None = None) -> Any:
+def map_tensors(
+    change: _Change, value: Any, given: list[Given] | None = None, around: tuple[int, ...] = ()
+) -> Any:
     """Apply ``change`` to every tensor in ``value``; what holds no changed tensor stays itself.
 
     Goes into lists, tuples, named tuples, sets, mappings and their views, dataclass instances and
-    the containers that are registered with ``torch.utils._pytree``. What refers to itself is copied
-    as such.
+    the containers that are registered with ``torch.utils._pytree``.
 
     Args:
         change: The function.
         value: What a module takes or returns.
-        given: Gets those containers that can be changed, for :func:`carry_over`.
+        given: Gets those containers that can be changed, for :func:`find_changes`.
+        around: The ids of the containers that ``value`` lies in.
+
+    Raises:
+        ShardError: If a container that holds itself has a tensor to change.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in ATOMS:
         return value
+    number = id(value)
+    if number in around:
+        return value
     for one in given or ():
         if one.own is value:  # in a second place
             return one.shown
+    inner = partial(map_tensors, change, given=given, around=(*around, number))
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return _map_sequence(change, value, given)
-    if isinstance(value, (_VALUES, _ITEMS)):
-        return _map_view(change, value)
-    if type(value) is dict or isinstance(value, Mapping):
-        return _map_mapping(change, value, given)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(change, value, given)
-    return _map_registered(change, value, given)
-
-
-def _map_sequence(change: _Change, value: Any, given: list[Given] | None) -> Any:
-    if isinstance(value, (list, deque)) and _is_cyclic(value):
-        return _map_cyclic(change, value)
-    items = [map_tensors(change, item, given) for item in value]
-    if all(map(operator.is_, items, value)):
-        mapped = value
-    elif hasattr(value, "_fields"):
-        mapped = type(value)(*items)
-    elif isinstance(value, deque):
-        mapped = type(value)(items, value.maxlen)
+        mapped = _map_sequence(inner, value)
+    elif isinstance(value, (_VALUES, _ITEMS)):
+        mapped = _map_view(inner, value)
+    elif isinstance(value, Mapping):
+        mapped = _map_mapping(inner, value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        mapped = _map_dataclass(inner, value)
     else:
-        mapped = type(value)(items)
-    if given is not None and not isinstance(value, (tuple, frozenset)):
-        given.append(Given(value, mapped, list(value), items))
+        return _map_registered(inner, value)
+    if mapped is not value and type(value) is not tuple and _is_cyclic(value):
+        raise ShardError(
+            f"Expected inputs and outputs without containers that hold themselves, got a "
+            f"{type(value).__name__} with itself inside and a tensor to cast or to watch; pass its "
+            "tensors by themselves"
+        )
+    if given is not None and not isinstance(value, _FIXED):
+        given.append(Given(value, mapped, _items_of(mapped)))
     return mapped
 
 
-def _map_view(change: _Change, value: Any) -> Any:
+def _map_sequence(inner: _Map, value: Any) -> Any:
+    items = list(map(inner, value))
+    if all(map(operator.is_, items, value)):
+        return value
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return type(value)(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+
+
+def _map_view(inner: _Map, value: Any) -> Any:
     """Return the same view of a changed copy of the dict behind."""
-    items = {key: map_tensors(change, item) for key, item in value.mapping.items()}
+    items = {key: inner(item) for key, item in value.mapping.items()}
     if all(items[key] is item for key, item in value.mapping.items()):
         return value
     return items.values() if isinstance(value, _VALUES) else items.items()
 
 
-def _map_mapping(change: _Change, value: Any, given: list[Given] | None) -> Any:
-    if _is_cyclic(value):
-        return _map_cyclic(change, value)
+def _map_mapping(inner: _Map, value: Any) -> Any:
     before = dict(value.items())
-    items = {key: map_tensors(change, item, given) for key, item in before.items()}
+    items = {key: inner(item) for key, item in before.items()}
     changed = {key: item for key, item in items.items() if item is not before[key]}
     if not changed:
-        mapped = value
-    elif type(value) is dict:
-        mapped = dict(items)
-    elif dataclasses.is_dataclass(value):
-        mapped = _copy_of_both_kinds(value, items)
-    else:
-        mapped = value.copy() if hasattr(value, "copy") else type(value)(value)
-        for key, item in changed.items():
-            mapped[key] = item
-    if given is not None and isinstance(value, MutableMapping):
-        given.append(Given(value, mapped, before, items))
+        return value
+    if type(value) is dict:
+        return items
+    if dataclasses.is_dataclass(value):
+        return _copy_of_both_kinds(value, items)
+    mapped = value.copy() if hasattr(value, "copy") else type(value)(value)
+    for key, item in changed.items():
+        mapped[key] = item
     return mapped
 
 
@@ -154,85 +160,58 @@ def _copy_of_both_kinds(value: Any, items: Mapping[Any, Any]) -> Any:
     return copied
 
 
-def _map_dataclass(change: _Change, value: Any, given: list[Given] | None) -> Any:
-    if _is_cyclic(value):
-        return _map_cyclic(change, value)
+def _map_dataclass(inner: _Map, value: Any) -> Any:
     before = _named_in(value)
     fields = [field.name for field in dataclasses.fields(value) if field.name in before]
-    items = before | {name: map_tensors(change, before[name], given) for name in fields}
-    mapped = value
-    if not all(map(operator.is_, items.values(), before.values())):
-        mapped = object.__new__(type(value))
-        for name, item in items.items():
-            object.__setattr__(mapped, name, item)
-    if given is not None:
-        given.append(Given(value, mapped, before, items))
+    items = before | {name: inner(before[name]) for name in fields}
+    if all(map(operator.is_, items.values(), before.values())):
+        return value
+    mapped = object.__new__(type(value))
+    for name, item in items.items():
+        object.__setattr__(mapped, name, item)
     return mapped
 
 
-def _map_registered(change: _Change, value: Any, given: list[Given] | None) -> Any:
+def _map_registered(inner: _Map, value: Any) -> Any:
     found = _torch.registered_container(value)
     if found is None:
         return value
     children, make = found
-    items = [map_tensors(change, child, given) for child in children]
+    items = list(map(inner, children))
     return value if all(map(operator.is_, items, children)) else make(items)
 
 
-def carry_over(given: Sequence[Given]) -> list[Any]:
-    """Change containers as what stood in their places was changed.
+def find_changes(given: Sequence[Given], label: str) -> tuple[list[Any], ShardError | None]:
+    """Tell how forward has changed containers that it was given.
 
     Args:
         given: What :func:`map_tensors` has added of them.
+        label: What messages call the module.
 
     Returns:
-        What was put into them.
+        What was put into them, and an error if one is a copy, whose changes the caller misses.
     """
-    own = {id(one.shown): one.own for one in given}
+    put, error = list[Any](), None
     for one in given:
-        own.update(zip(map(id, _values(one.items)), _values(one.before), strict=True))
-    put: list[Any] = []
-    for one in reversed(given):  # a copy of a copy came later
-        put += (_carry_named if isinstance(one.items, dict) else _carry_sequence)(one, own)
-    return put
+        now = _items_of(one.shown)
+        if len(now) == len(one.items) and all(map(operator.is_, now, one.items)):
+            continue
+        known = set(map(id, one.items))
+        put += [item for item in now if id(item) not in known]
+        if one.shown is not one.own:
+            error = ShardError(
+                f"Expected forward of {label} not to change a {type(one.own).__name__} whose "
+                "tensors were cast or need gradients, of which it gets a copy, got it changed; "
+                "return what it is to hold, or store that on the module"
+            )
+    return put, error
 
 
-def _values(items: Any) -> Iterable[Any]:
-    return items.values() if isinstance(items, dict) else items
-
-
-def _carry_sequence(one: Given, own: Mapping[int, Any]) -> list[Any]:
-    now = list(one.shown)
-    ids, known = list(map(id, now)), set(map(id, one.items))
-    if ids == list(map(id, one.items)) or (isinstance(one.own, set) and set(ids) == known):
-        return []
-    if one.shown is not one.own:
-        add = one.own.update if isinstance(one.own, set) else one.own.extend
-        one.own.clear()
-        add([own.get(id(item), item) for item in now])
-    return [item for item in now if id(item) not in known]
-
-
-def _carry_named(one: Given, own: Mapping[int, Any]) -> list[Any]:
-    now = _named_in(one.shown)
-    put = {
-        name: item
-        for name, item in now.items()
-        if name not in one.items or one.items[name] is not item
-    }
-    if one.shown is not one.own:
-        is_mapping = isinstance(one.own, Mapping)
-        remove, add = (
-            (type(one.own).__delitem__, type(one.own).__setitem__)
-            if is_mapping
-            else (object.__delattr__, object.__setattr__)
-        )
-        for name in one.items:
-            if name not in now:
-                remove(one.own, name)
-        for name, item in put.items():
-            add(one.own, name, own.get(id(item), item))
-    return list(put.values())
+def _items_of(value: Any) -> list[Any]:
+    """Return what is in a container, with the names where it has names."""
+    if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+        return [part for pair in _named_in(value).items() for part in pair]
+    return list(value)
 
 
 def _named_in(value: Any) -> dict[Any, Any]:
@@ -242,31 +221,6 @@ def _named_in(value: Any) -> dict[Any, Any]:
     names = [field.name for field in dataclasses.fields(value)]
     fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return getattr(value, "__dict__", {}) | fields
-
-
-def _map_cyclic(change: _Change, value: Any) -> Any:
-    """Map what refers to itself: a deep copy of its containers around what is not one."""
-    memo: dict[int, Any] = {}
-    seen: dict[int, Any] = {}  # and kept, so that an id stays that of one object
-    left, apart = [value], list[Any]()
-    while left:
-        one = left.pop()
-        if type(one) in ATOMS or id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if isinstance(one, torch.Tensor):
-            memo[id(one)] = change(one)
-        else:
-            children = _children(one)
-            left += () if children is None else children
-            apart += [one] if children is None else getattr(one, "__dict__", {}).values()
-            apart += one if isinstance(one, Mapping) else ()
-    if all(memo[id(tensor)] is tensor for tensor in tensors_in(value)):
-        return value
-    for one in apart:  # leaves, keys, and attributes that are no fields
-        if id(one) not in seen or _children(one) is None:
-            memo.setdefault(id(one), one)
-    return copy.deepcopy(value, memo)
 
 
 def _is_cyclic(value: Any, around: tuple[int, ...] = ()) -> bool:

@@ -1,18 +1,20 @@
-"""Values that refer to themselves go in and out of modules: each node once, and cycles stay."""
+"""Values that hold themselves go in and out of modules as they are, or are refused."""
 
 from __future__ import annotations
 
+import copy
+import re
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
-from nets import full
+from nets import assert_parity, average_gradients
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.core.nested import map_tensors, tensors_in
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.errors import ShardError
+from composable_shard.testing import fake_ranks
 
 
 @dataclass
@@ -37,48 +39,6 @@ def tree() -> Node:
     return root
 
 
-def test_every_tensor_is_found_and_changed_once() -> None:
-    root, changed = tree(), []
-    root.note = note = object()
-
-    def negative(tensor: torch.Tensor) -> torch.Tensor:
-        changed.append(tensor)
-        return -tensor
-
-    assert [float(tensor[0, 0]) for tensor in tensors_in(root)] == [1, 2, 3]
-    copied = map_tensors(negative, {"tree": root, "rest": 1})["tree"]
-    assert len(changed) == 3
-    assert [float(tensor[0, 0]) for tensor in tensors_in(copied)] == [-1, -2, -3]
-    assert copied is not root and type(copied) is Node
-    assert all(node.above is copied for node in copied.below)
-    assert copied.note is note
-    assert float(root.value[0, 0]) == 1 and root.below[0].above is root
-
-
-def test_what_is_not_changed_stays_itself() -> None:
-    root = tree()
-    assert map_tensors(lambda tensor: tensor, root) is root
-
-
-@pytest.mark.parametrize("kind", ["list", "dict"])
-def test_containers_within_themselves(kind: str) -> None:
-    tensor = torch.ones(2)
-    value: Any = [tensor] if kind == "list" else {0: tensor}
-    if kind == "list":
-        value.append(value)
-    else:
-        value[1] = value
-    assert list(tensors_in(value)) == [tensor]
-    copied = map_tensors(torch.neg, value)
-    assert copied[1] is copied and torch.equal(copied[0], -tensor)
-
-
-def test_what_is_in_two_places_is_no_cycle() -> None:
-    shared = [torch.ones(2)]
-    copied = map_tensors(torch.neg, [shared, shared])
-    assert [float(one[0][0]) for one in copied] == [-1, -1]
-
-
 class OfTrees(nn.Module):
     """Gives every node a new value, and the same tree."""
 
@@ -93,30 +53,42 @@ class OfTrees(nn.Module):
         return root
 
 
-def differences(dtype: torch.dtype | None) -> list[float]:
-    """Train two layers that hand a tree on; compare gradients with those of plain layers."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(OfTrees(), OfTrees())
-    torch.manual_seed(0)
-    model = nn.Sequential(OfTrees(), OfTrees())
-    policy = MixedPrecisionPolicy(dtype, torch.float32, dtype)
-    for layer in model:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    for either in (model, plain):
-        out = either(tree())
-        assert len(out.below) == 2 and all(node.above is out for node in out.below)
-        sum(node.value.float().sum() for node in (out, *out.below)).backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return [float((full(a.grad) - b.grad).abs().max()) for a, b in pairs]  # type: ignore[operator]
+REFUSAL = (
+    "Expected inputs and outputs without containers that hold themselves, got a Node with itself "
+    "inside and a tensor to cast or to watch; pass its tensors by themselves"
+)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(None, 0.0), (torch.bfloat16, 0.3)])
-def test_modules_pass_on_dataclasses_that_refer_to_each_other(
-    dtype: torch.dtype | None, most: float
-) -> None:
-    for found in run_ranks(differences, 2, dtype):
-        assert max(found) <= most
+@on_ranks(2)
+def test_what_needs_no_change_goes_in_and_out() -> None:
+    torch.manual_seed(0)
+    plain = OfTrees()
+    model = fully_shard(copy.deepcopy(plain))
+    for net in (plain, model):
+        root = tree()
+        out = net(root)
+        assert out is root and all(node.above is out for node in out.below)
+        sum(node.value.sum() for node in (out, *out.below)).backward()
+    average_gradients(plain.parameters())
+    assert_parity(model, plain)
+
+
+@on_ranks(2)
+def test_a_tensor_that_is_to_be_changed_in_there_is_refused() -> None:
+    """As an input that needs a gradient, and as an output that is cast."""
+    plain = OfTrees()
+    model = fully_shard(copy.deepcopy(plain))
+    casting = fully_shard(OfTrees(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    with pytest.raises(ShardError, match=f"^{re.escape(REFUSAL)}$"):
+        model(model(tree()))
+    with pytest.raises(ShardError, match=f"^{re.escape(REFUSAL)}$"):
+        casting(tree())
+    for net in (plain, model, casting):  # and goes on
+        value = net(Node(torch.ones(2, 4))).value
+        assert value.dtype == (torch.bfloat16 if net is casting else torch.float32)
+        value.sum().backward()
+    average_gradients(plain.parameters())
+    assert_parity(model, plain)
 
 
 def test_inputs_need_no_gradient() -> None:

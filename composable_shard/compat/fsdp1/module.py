@@ -38,7 +38,7 @@ from composable_shard.compat.fsdp1.policies import (
 )
 from composable_shard.compat.fsdp1.state_dicts import StateDictSettings
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.nested import Given, carry_over, map_tensors
+from composable_shard.core.nested import Given, find_changes, map_tensors
 from composable_shard.core.root import Context, context_of
 
 # What a wrapper does around the forward of the wrapped module -------------------------------------
@@ -345,10 +345,11 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
                 dtype = self.mixed_precision.param_dtype
                 assert dtype is not None
                 args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs), given)
-            try:
-                return self._fsdp_wrapped_module(*args, **kwargs)
-            finally:
-                carry_over(given)
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+        _, lost = find_changes(given, type(self.module).__name__)
+        if lost is not None:
+            raise lost
+        return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
