@@ -155,9 +155,10 @@ class FSDPModule(TorchFSDPModule):
             )
         context_of(group).free_unless_trusted(group)
         group.unshard()
-        group.is_held = group.is_exposed = True
+        group.is_held = True
         if group.is_unsharded:
             group.units.own_memory()
+            group.expose()
         handle = UnshardHandle(group)
         if async_op:
             return handle

@@ -604,7 +604,9 @@ class BackwardPass:
                 continue
             if group.settings.reshard_after_backward or not goes_on:
                 group.reshard()
-            elif not self._forward.waits_for_backward:
+            elif self._forward.waits_for_backward:
+                group.expose()
+            else:
                 group.show_sharded()
 
     def keep_inside(self) -> None:

@@ -209,6 +209,46 @@ def clear(leaf: torch.Tensor, *, to_none: bool) -> None:
         leaf.grad = torch.zeros_like(grad)
 
 
+Marks = list[tuple[ShardedParam, nn.Parameter, torch.Tensor]]
+"""Parameters, their unsharded forms, and what stands in ``.grad`` of those."""
+
+
+def mark_gradients(params: Sequence[ShardedParam]) -> Marks:
+    """Show on unsharded parameters that the sharded ones have gradients, to see those cleared.
+
+    A mark is a sparse gradient of one zero, so it takes no memory and autograd may add to it.
+    """
+    marks = []
+    with _torch.without_overrides():
+        for param in params:
+            leaf = param.unsharded
+            if leaf is None or leaf.grad is not None or param.sharded.grad is None:
+                continue
+            index = torch.zeros(leaf.ndim, 1, dtype=torch.long, device=leaf.device)
+            zero = torch.zeros(1, dtype=leaf.grad_dtype or leaf.dtype, device=leaf.device)
+            if leaf.numel():
+                leaf.grad = torch.sparse_coo_tensor(index, zero, leaf.shape, check_invariants=False)
+                marks.append((param, leaf, leaf.grad))
+    return marks
+
+
+def adopt_cleared(marks: Marks) -> list[str]:
+    """Take the marks away; clear the gradients of sharded parameters whose marks were cleared.
+
+    Returns:
+        The names of parameters whose marks were changed in another way.
+    """
+    changed = []
+    for param, leaf, mark in marks:
+        if leaf.grad is None or not _torch.sparse_values(mark).numel():
+            clear(param.sharded, to_none=leaf.grad is None)
+        elif mark._version:
+            changed.append(f"{param.name}.grad")
+        if leaf.grad is mark:
+            leaf.grad = None
+    return changed
+
+
 def assign(param: ShardedParam, grad: torch.Tensor) -> None:
     """Set the gradient, of whatever dtype; remember which dtype the user asked for."""
     param.remember_grad_dtype()

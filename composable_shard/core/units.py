@@ -117,6 +117,15 @@ class ParamSet:
             return self._allowed
         return self.readable, list(map(_version_of, self.readable))
 
+    def contents(self) -> list[object]:
+        """Return for each unsharded parameter what writes of users change; see lost_since."""
+        return [None if p.unsharded is None else _content_of(p, p.unsharded) for p in self._params]
+
+    def lost_since(self, contents: list[object]) -> list[str]:
+        """Return the names of the parameters that users wrote since, which the shards miss."""
+        pairs = zip(self._params, contents, self.contents(), strict=True)
+        return [param.name for param, was, now in pairs if was != now]
+
     def written_since(self, noted: Versions) -> list[str]:
         """Return the names of the parameters that were written in place, and will be freed."""
         tensors, versions = noted
@@ -197,6 +206,20 @@ class ParamSet:
     def _note_accumulators(self) -> None:
         nodes = (param.accumulator for param in self._params)
         self.accumulators = [node for node in nodes if node is not None]
+
+
+def _content_of(param: ShardedParam, unsharded: nn.Parameter) -> object:
+    """Return counters, which storage it is, and a sum of the bits of this rank's part.
+
+    Writes to ``.data`` move no counter. The sum would be waited for where there are streams.
+    """
+    storage = _torch.storage_numbers([unsharded])
+    if param.shares_storage:
+        return storage
+    counted = [t for t in (unsharded, *param.parts) if not t.is_inference()]
+    is_summed = not param.is_subclass and not _torch.has_streams(param.mesh.device)
+    bits = _torch.sum_of_bits(param.shard_of(unsharded)) if is_summed else 0
+    return storage, list(map(_version_of, counted)), bits
 
 
 def _pairs(
