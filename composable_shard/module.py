@@ -384,7 +384,9 @@ class FSDPModule(TorchFSDPModule):
         """
         super(TorchFSDPModule, self).requires_grad_(requires_grad)  # type: ignore[misc]
         for group in self._groups(recurse=True):
-            group.agree_on_requires_grad()
+            group.take_over_from_users()
+            if group.is_exposed:
+                group.expose()
         return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

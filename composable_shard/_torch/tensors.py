@@ -100,15 +100,6 @@ def unscale_all_(
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def sum_of_bits(tensor: torch.Tensor) -> int:
-    """Add up the elements of a dense tensor of the CPU as if they were integers."""
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return int(real.view(_BITS[real.itemsize]).sum())
-
-
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the very values of a sparse tensor, coalesced or not."""
     return tensor._values()

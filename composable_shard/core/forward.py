@@ -219,7 +219,8 @@ class ForwardPass:
             group.note_forward()
         stays = group.stays_after_forward
         if stays and (has_backward or group.is_held):
-            group.expose()
+            if group.is_unsharded:
+                group.expose()
         elif not group.is_held and self._opens_backward(run, group):
             group.show_sharded()  # what is kept for backward is memory, not a form
         elif stays or run.order.upcoming is group:
@@ -305,7 +306,6 @@ class ForwardPass:
         """Forget a forward that did not end."""
         for group in self._groups:
             group.calls.clear()
-            group.contents = None
         if self.run is not None:
             self.run.order.abandon()
         self.run = self._left = None

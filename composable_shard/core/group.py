@@ -26,7 +26,7 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.core.bucket import GatherUnit
 from composable_shard.core.calls import Call, InputMarker
-from composable_shard.core.gradient import Marks, ReductionSettings, adopt_cleared, mark_gradients
+from composable_shard.core.gradient import Exposure, ReductionSettings
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction import GroupGradients
 from composable_shard.core.transport import host
@@ -241,7 +241,6 @@ class ParamGroup:
         is_opened: Whether its modules hold full parameters, inside of ``unsharded()``.
         absence: Why its shards are not in memory, and what to do; ``None`` if they are.
         is_exposed: Whether users may have had the unsharded ones in their hands.
-        contents: What those were then, if writes to them are refused.
         on_gradient: Called when a backward has accumulated into one of the parameters.
         pending_nodes: By the number of each backward that waits for the group, how many nodes of
             autograd are left to run in it.
@@ -276,8 +275,7 @@ class ParamGroup:
         self.is_opened = False
         self.absence: str | None = None
         self.is_exposed = False
-        self.contents: list[object] | None = None
-        self._marks: Marks = []
+        self._exposure: Exposure | None = None
         self.on_gradient: Callable[[torch.Tensor], None]
         self.pending_nodes: dict[int, int] = {}
         self._stream = 0
@@ -632,38 +630,37 @@ class ParamGroup:
             self.units.all.renew_accumulators()
         self.units.all.follow_requires_grad(self.on_gradient)
 
-    def agree_on_requires_grad(self) -> None:
-        """Let both forms of the parameters ask for gradients as users said, to whichever form."""
+    def take_over_from_users(self) -> None:
+        """Adopt what users set; let both forms ask for gradients as users said, to whichever form.
+
+        Raises:
+            ShardError: See _adopt.
+        """
         units = self.units.all
         if self.is_unsharded or (units.is_created and not self.settings.unshards_in_backward):
-            self._adopt()
+            if self.is_exposed:
+                self._adopt()
             units.follow_requires_grad(self.on_gradient)
 
     def expose(self) -> None:
         """Leave the unsharded parameters to users until they are used or freed."""
-        self.is_exposed = True
-        self._marks += mark_gradients(self.params)
-        if self.contents is None and self.is_unsharded and not self.is_held:
-            self.contents = self.units.all.contents()
+        self.is_exposed, self._exposure = True, self._exposure or Exposure(self.params)
 
     def _adopt(self) -> None:
         """Give the sharded parameters what users have set on the unsharded ones.
 
         Raises:
-            ShardError: If users wrote unsharded parameters. A rank may see that alone, so the
-                others are told.
+            ShardError: If users wrote some after forward. A rank may see that alone, so the others
+                are told.
         """
         self.units.all.adopt_requires_grad()
-        marks, contents = self._marks, self.contents
-        self._marks, self.contents = [], None
-        names = adopt_cleared(marks)
-        if contents is not None:
-            names += self.units.all.lost_since(contents)
-        if names:
+        exposure, self._exposure = self._exposure, None
+        lost = [] if exposure is None else exposure.adopt()
+        if lost and not self.is_held:
             self.reshard()
             error = ShardError(
                 f"Expected the unsharded parameters of {self.label} as their forward left them, "
-                f"got {', '.join(map(repr, names))} written, which is lost when they are freed; "
+                f"got {', '.join(map(repr, lost))} written, which is lost when they are freed; "
                 "call reshard() first and write the sharded ones, or write within unsharded()"
             )
             self._tell_failure(error)

@@ -53,7 +53,6 @@ class ParamSet:
         self.accumulators: list[Node] = []
         self.readable: list[torch.Tensor] = []
         self._forbidden: tuple[()] | Versions = ()
-        self._allowed: Versions | None = None
         self.look_again()
 
     def look_again(self) -> None:
@@ -105,26 +104,11 @@ class ParamSet:
         """Let autograd read the unsharded parameters again."""
         if self._forbidden:
             _torch.set_versions(*self._forbidden)
-            self._allowed, self._forbidden = self._forbidden, ()
+            self._forbidden = ()
 
-    def versions_of_readable(self, *, just_gathered: bool) -> Versions:
-        """Return the version counters of what is freed; to be compared by ``written_since``.
-
-        Args:
-            just_gathered: Whether nobody can have written it since reading was allowed.
-        """
-        if just_gathered and self._allowed is not None and self._allowed[0] is self.readable:
-            return self._allowed
+    def versions_of_readable(self) -> Versions:
+        """Return the version counters of what is freed; to be compared by ``written_since``."""
         return self.readable, list(map(_version_of, self.readable))
-
-    def contents(self) -> list[object]:
-        """Return for each unsharded parameter what writes of users change; see lost_since."""
-        return [None if p.unsharded is None else _content_of(p, p.unsharded) for p in self._params]
-
-    def lost_since(self, contents: list[object]) -> list[str]:
-        """Return the names of the parameters that users wrote since, which the shards miss."""
-        pairs = zip(self._params, contents, self.contents(), strict=True)
-        return [param.name for param, was, now in pairs if was != now]
 
     def written_since(self, noted: Versions) -> list[str]:
         """Return the names of the parameters that were written in place, and will be freed."""
@@ -206,20 +190,6 @@ class ParamSet:
     def _note_accumulators(self) -> None:
         nodes = (param.accumulator for param in self._params)
         self.accumulators = [node for node in nodes if node is not None]
-
-
-def _content_of(param: ShardedParam, unsharded: nn.Parameter) -> object:
-    """Return counters, which storage it is, and a sum of the bits of this rank's part.
-
-    Writes to ``.data`` move no counter. The sum would be waited for where there are streams.
-    """
-    storage = _torch.storage_numbers([unsharded])
-    if param.shares_storage:
-        return storage
-    counted = [t for t in (unsharded, *param.parts) if not t.is_inference()]
-    is_summed = not param.is_subclass and not _torch.has_streams(param.mesh.device)
-    bits = _torch.sum_of_bits(param.shard_of(unsharded)) if is_summed else 0
-    return storage, list(map(_version_of, counted)), bits
 
 
 def _pairs(
