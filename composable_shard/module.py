@@ -156,9 +156,10 @@ class FSDPModule(TorchFSDPModule):
             )
         context_of(group).free_unless_trusted(group)
         group.unshard()
-        group.is_held = group.is_exposed = True
+        group.is_held = True
         if group.is_unsharded:
             group.units.own_memory()
+            group.expose()
         handle = UnshardHandle(group)
         if async_op:
             return handle
@@ -384,7 +385,9 @@ class FSDPModule(TorchFSDPModule):
         """
         super(TorchFSDPModule, self).requires_grad_(requires_grad)  # type: ignore[misc]
         for group in self._groups(recurse=True):
-            group.agree_on_requires_grad()
+            group.take_over_from_users()
+            if group.is_exposed:
+                group.expose()
         return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

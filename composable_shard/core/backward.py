@@ -469,7 +469,9 @@ class BackwardPass:
 
     def _begin(self, forward: int | None) -> BackwardRun:
         self._forget_run()
-        self._agree_on_requires_grad()
+        for group in self._groups:
+            if group.is_unsharded or not group.settings.unshards_in_backward:
+                group.take_over_from_users()
         end, is_inside = End(self._on_end), self._forward.is_running
         plan = NO_PLAN if is_inside else self._next_plan(forward)
         ref, number = weakref.ref(end, self._on_lost), _torch.current_backward()
@@ -498,12 +500,6 @@ class BackwardPass:
         elif forward is None or forward > self._last_forward:
             self._plan = NO_PLAN
         return self._plan
-
-    def _agree_on_requires_grad(self) -> None:
-        """Let both forms of all parameters ask for gradients as users said, to whichever form."""
-        for group in self._groups:
-            if group.is_unsharded or not group.settings.unshards_in_backward:
-                group.agree_on_requires_grad()
 
     def _complete(self, run: BackwardRun, group: ParamGroup) -> None:
         """Note that all gradients of ``group`` are there; without sync, accumulate them."""
@@ -619,7 +615,9 @@ class BackwardPass:
                 continue
             if group.settings.reshard_after_backward or not goes_on:
                 group.reshard()
-            elif not self._forward.waits_for_backward:
+            elif self._forward.waits_for_backward:
+                group.expose()
+            else:
                 group.show_sharded()
 
     def keep_inside(self) -> None:

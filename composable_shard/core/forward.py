@@ -219,7 +219,8 @@ class ForwardPass:
             group.note_forward()
         stays = group.stays_after_forward
         if stays and (has_backward or group.is_held):
-            group.is_exposed = True
+            if group.is_unsharded:
+                group.expose()
         elif not group.is_held and self._opens_backward(run, group):
             group.show_sharded()  # what is kept for backward is memory, not a form
         elif stays or run.order.upcoming is group:

@@ -262,6 +262,69 @@ def _is_unreplicated(param: ShardedParam, grad: DTensor) -> bool:
     return grad.placements == placement.unreplicated
 
 
+# What users do to unsharded parameters that stay registered after forward ------------------------
+
+
+class Exposure:
+    """Notes how unsharded parameters are when users get them, to tell what they have changed.
+
+    Where the sharded form has a gradient, a mark stands in ``.grad`` of the unsharded one. It is
+    sparse, of one zero, so that it takes no memory and autograd may add to it.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._noted = [
+            (param, param.unsharded, _content_of(param, param.unsharded), _mark(param))
+            for param in params
+            if param.unsharded is not None
+        ]
+
+    def adopt(self) -> list[str]:
+        """Clear the gradients of sharded parameters whose marks were cleared; remove the others.
+
+        Returns:
+            The names of what was written, which the sharded form misses.
+        """
+        lost = []
+        for param, leaf, content, mark in self._noted:
+            if content != _content_of(param, leaf):
+                lost.append(param.name)
+            if mark is None:
+                continue
+            if leaf.grad is None or not _torch.sparse_values(mark).numel():
+                clear(param.sharded, to_none=leaf.grad is None)
+            elif mark._version:
+                lost.append(f"{param.name}.grad")
+            if leaf.grad is mark:
+                leaf.grad = None
+        return lost
+
+
+def _mark(param: ShardedParam) -> torch.Tensor | None:
+    leaf = param.unsharded
+    with _torch.without_overrides():
+        if leaf is None or not leaf.numel() or leaf.grad is not None or param.sharded.grad is None:
+            return None
+        index = torch.zeros(leaf.ndim, 1, dtype=torch.long, device=leaf.device)
+        zero = torch.zeros(1, dtype=leaf.grad_dtype or leaf.dtype, device=leaf.device)
+        mark = torch.sparse_coo_tensor(index, zero, leaf.shape, check_invariants=False)
+        leaf.grad = mark
+    return mark
+
+
+def _content_of(param: ShardedParam, unsharded: nn.Parameter) -> object:
+    """Return which storage it is, the counters, and a sum of the bits of this rank's part.
+
+    Writes to ``.data`` move no counter. The sum would be waited for where there are streams.
+    """
+    counters, bits = [t._version for t in (unsharded, *param.parts) if not t.is_inference()], 0
+    if not (param.is_subclass or param.shares_storage or _torch.has_streams(param.mesh.device)):
+        part = param.shard_of(unsharded)
+        real = torch.view_as_real(part) if part.is_complex() else part
+        bits = int(real.view(getattr(torch, f"int{8 * real.itemsize}")).sum())
+    return _torch.storage_numbers([unsharded]), param.shares_storage or counters, bits
+
+
 # Gradients that stay on this rank until a later backward reduces them -----------------------------
 
 

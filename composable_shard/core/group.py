@@ -26,7 +26,7 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.core.bucket import GatherUnit
 from composable_shard.core.calls import Call, InputMarker
-from composable_shard.core.gradient import ReductionSettings
+from composable_shard.core.gradient import Exposure, ReductionSettings
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction import GroupGradients
 from composable_shard.core.transport import host
@@ -275,6 +275,7 @@ class ParamGroup:
         self.is_opened = False
         self.absence: str | None = None
         self.is_exposed = False
+        self._exposure: Exposure | None = None
         self.on_gradient: Callable[[torch.Tensor], None]
         self.pending_nodes: dict[int, int] = {}
         self._stream = 0
@@ -545,6 +546,7 @@ class ParamGroup:
         self.units.all.allow_reading()
         if self.is_held:
             self.units.own_memory()
+            self.expose()
         self._move_to(Unsharded(state.version))
         self.emit("wait_for_all_gather")
 
@@ -603,7 +605,7 @@ class ParamGroup:
         """
         if self.shows_unsharded:
             if self.is_exposed:
-                self.units.all.adopt_requires_grad()
+                self._adopt()
                 self.is_exposed = False
             self.units.all.register_sharded()
             self.shows_sharded = True
@@ -621,19 +623,48 @@ class ParamGroup:
         stream than before there are other nodes.
         """
         if self.is_exposed:
-            self.units.all.adopt_requires_grad()
+            self._adopt()
         stream = compute_stream(self.mesh.device)
         if stream != self._stream:
             self._stream = stream
             self.units.all.renew_accumulators()
         self.units.all.follow_requires_grad(self.on_gradient)
 
-    def agree_on_requires_grad(self) -> None:
-        """Let both forms of the parameters ask for gradients as users said, to whichever form."""
+    def take_over_from_users(self) -> None:
+        """Adopt what users set; let both forms ask for gradients as users said, to whichever form.
+
+        Raises:
+            ShardError: See _adopt.
+        """
         units = self.units.all
         if self.is_unsharded or (units.is_created and not self.settings.unshards_in_backward):
-            units.adopt_requires_grad()
+            if self.is_exposed:
+                self._adopt()
             units.follow_requires_grad(self.on_gradient)
+
+    def expose(self) -> None:
+        """Leave the unsharded parameters to users until they are used or freed."""
+        self.is_exposed, self._exposure = True, self._exposure or Exposure(self.params)
+
+    def _adopt(self) -> None:
+        """Give the sharded parameters what users have set on the unsharded ones.
+
+        Raises:
+            ShardError: If users wrote some after forward. A rank may see that alone, so the others
+                are told.
+        """
+        self.units.all.adopt_requires_grad()
+        exposure, self._exposure = self._exposure, None
+        lost = [] if exposure is None else exposure.adopt()
+        if lost and not self.is_held:
+            self.reshard()
+            error = ShardError(
+                f"Expected the unsharded parameters of {self.label} as their forward left them, "
+                f"got {', '.join(map(repr, lost))} written, which is lost when they are freed; "
+                "call reshard() first and write the sharded ones, or write within unsharded()"
+            )
+            self._tell_failure(error)
+            raise error
 
     @property
     def computed_version(self) -> int:

@@ -322,9 +322,8 @@ class ModuleHooks:
         group = self._group
         if not call.is_again:
             opens = context.begin_forward(group, module, call)
-            was_sharded = not group.is_unsharded
             call.called = context.forward.enter(group, module)
-            call.versions = group.units.all.versions_of_readable(just_gathered=was_sharded)
+            call.versions = group.units.all.versions_of_readable()
             return opens
         context.backward.recompute(group)
         group.unshard()

@@ -7,8 +7,8 @@ global hook after its step; the groups of its parameters are told.
 An optimizer must have the sharded parameters. One that has others (unsharded ones, originals that
 have been replaced, copies of ``unsharded()``) would train nothing; it is refused before its step.
 
-The other way round, the gradients of sharded parameters that ``zero_grad`` of a module clears, and
-that ``backward(inputs=...)`` asks for, are looked for where they are.
+The other way round, the gradients of sharded parameters that ``backward(inputs=...)`` asks for are
+looked for where they are.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard import _torch
-from composable_shard.core.gradient import clear, is_partial
+from composable_shard.core.gradient import is_partial
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.not_sharded import warn_of_unsharded
-from composable_shard.core.param import num_standing_for_sharded, sharded_form
+from composable_shard.core.param import num_standing_for_sharded
 from composable_shard.core.ties import num_replaced, owner_of_sharded, remember_owner
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
@@ -57,27 +57,8 @@ def watch_optimizers() -> None:
     """Have all optimizers checked and corrected from now on; called before anything is gathered."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    _clear_sharded_gradients_too()
     _accumulate_into_unsharded()
     _torch.let_foreach_zero_any_placement()
-
-
-def _clear_sharded_gradients_too() -> None:
-    """Let ``zero_grad`` of any module clear what stands on sharded parameters.
-
-    Between a forward and its backward modules may hold the unsharded ones.
-    """
-    zero = nn.Module.zero_grad
-
-    @functools.wraps(zero)
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        zero(self, set_to_none)
-        for param in self.parameters():
-            sharded = sharded_form(param)
-            if sharded is not param:
-                clear(sharded, to_none=set_to_none)
-
-    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _accumulate_into_unsharded() -> None:

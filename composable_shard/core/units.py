@@ -53,7 +53,6 @@ class ParamSet:
         self.accumulators: list[Node] = []
         self.readable: list[torch.Tensor] = []
         self._forbidden: tuple[()] | Versions = ()
-        self._allowed: Versions | None = None
         self.look_again()
 
     def look_again(self) -> None:
@@ -105,16 +104,10 @@ class ParamSet:
         """Let autograd read the unsharded parameters again."""
         if self._forbidden:
             _torch.set_versions(*self._forbidden)
-            self._allowed, self._forbidden = self._forbidden, ()
+            self._forbidden = ()
 
-    def versions_of_readable(self, *, just_gathered: bool) -> Versions:
-        """Return the version counters of what is freed; to be compared by ``written_since``.
-
-        Args:
-            just_gathered: Whether nobody can have written it since reading was allowed.
-        """
-        if just_gathered and self._allowed is not None and self._allowed[0] is self.readable:
-            return self._allowed
+    def versions_of_readable(self) -> Versions:
+        """Return the version counters of what is freed; to be compared by ``written_since``."""
         return self.readable, list(map(_version_of, self.readable))
 
     def written_since(self, noted: Versions) -> list[str]:

@@ -22,7 +22,7 @@ from composable_shard.core.gradient_bucket import (
 )
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import BucketLayout, Packing, ParamLayout, plan_bucket
-from composable_shard.core.order import OrderRecord, stays_for_backward
+from composable_shard.core.order import stays_for_backward
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction_plan import ReductionPlan, narrowest_itemsize
 from composable_shard.core.root import context_of
@@ -373,27 +373,14 @@ def residence_of(group: ParamGroup) -> Residence:
 
 
 def _ends_forward_and_opens_backward(group: ParamGroup) -> bool:
-    if group.context.root.settings.reshard_after_forward is not None:
+    context = context_of(group)
+    if context.root.settings.reshard_after_forward is not None:
         return False
-    forward, backward = OrderRecord[ParamGroup](), OrderRecord[ParamGroup]()
-    order = context_of(group).order
-    forward.recorded = order.of_forward(group.context.root).recorded
-    backward.recorded = order.of_backward.recorded
-    if not forward.recorded or not backward.recorded:
-        forward.recorded = tuple(_with_params(group))
-        backward.recorded = _opening_backward(group)
-    return stays_for_backward(group, forward, backward)
-
-
-def _with_params(group: ParamGroup) -> list[ParamGroup]:
-    return [member for member in group.context.groups if member.params]
-
-
-def _opening_backward(group: ParamGroup) -> tuple[ParamGroup, ...]:
-    """Return whom the first gradient reaches: the outermost group around the one that ran last."""
-    ran = _with_params(group)
-    last = ran[-1]
-    return (next(one for one in ran if one is last or _encloses(one, last)),)
+    forward, backward = context.order.of_forward(context.root), context.order.of_backward
+    if forward.recorded and backward.recorded:
+        return stays_for_backward(group, forward, backward)
+    ran = [member for member in context.groups if member.params]
+    return group is ran[-1] and not any(_encloses(member, group) for member in ran[:-1])
 
 
 def _encloses(outer: ParamGroup, inner: ParamGroup) -> bool:

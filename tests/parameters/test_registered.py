@@ -16,7 +16,7 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard import ShardError, fully_shard, unsharded
+from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard, unsharded
 from composable_shard.insight.events import record_events
 from composable_shard.testing import RankError, run_ranks
 
@@ -645,6 +645,133 @@ def test_an_edit_beside_kept_memory_counts_in_the_next_forward() -> None:
         assert_parity(model, whole)
         for one in (model, whole):
             one.zero_grad()
+
+
+# A root of its own parameters stays registered: nothing done to it is lost in silence ----------
+
+ROOT_TEXT = (
+    "Expected the unsharded parameters of the root group as their forward left them, got {} "
+    "written, which is lost when they are freed; call reshard() first and write the sharded ones, "
+    "or write within unsharded()"
+)
+
+
+def halve(model: Net) -> str:
+    model.out.weight.mul_(0.5)
+    return "'out.weight'"
+
+
+def halve_data(model: Net) -> str:
+    for param in (model.inp.weight, model.out.bias):
+        param.data.mul_(0.5)
+    return "'inp.weight', 'out.bias'"
+
+
+def assign_data(model: Net) -> str:
+    model.out.bias.data = model.out.bias.data * 0.5
+    return "'out.bias'"
+
+
+def halve_gradient(model: Net) -> str:
+    model.out.weight.grad.mul_(0.5)
+    return "'out.weight.grad'"
+
+
+def written_root(write: Callable[[Net], str], reshard: Reshard, use: str) -> str:
+    reference, model = two_nets(1, reshard_after_forward=reshard)
+    for one in (model, reference):
+        loss_of(one).backward()
+    loss = loss_of(model)
+    with torch.no_grad():
+        text = ROOT_TEXT.format(write(model))
+    with pytest.raises(ShardError) as caught:
+        if use == "backward":
+            loss.backward()
+        elif use == "forward":
+            model(own_input())
+        elif use == "state dict":
+            model.state_dict()
+        else:
+            model.reshard()
+    assert str(caught.value) == text
+    for one in (model, reference):
+        one.zero_grad()
+        loss_of(one, 1).backward()
+    average_gradients(reference.parameters())
+    for module in (model, *model.blocks):
+        module.reshard()
+    assert_parity(model, reference)
+    return text
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("use", ["backward", "forward", "state dict", "reshard"])
+def test_a_write_to_a_registered_root_is_refused(use: str, reshard: Reshard) -> None:
+    for write in (halve, halve_data, assign_data, halve_gradient):
+        run_ranks(written_root, 2, write, reshard, use)
+
+
+def by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def to_zeros_by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.detach_()
+            param.grad.zero_()
+
+
+def of_the_module(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def of_a_part(model: nn.Module) -> None:
+    model.get_submodule("out").zero_grad()
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(2)
+def test_clearing_a_registered_root_counts(reshard: Reshard, dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for clear in (by_hand, to_zeros_by_hand, of_the_module, of_a_part, nothing):
+        models = [two_nets(1, reshard_after_forward=reshard, mp_policy=policy)[1] for _ in "ab"]
+        models[1].load_state_dict(models[0].state_dict())
+        for step in range(4):
+            for one in models:
+                one.set_requires_gradient_sync(step != 1)
+                if one is models[1]:  # the sharded ones are registered before forward
+                    clear(one)
+                loss = loss_of(one, step)
+                if one is models[0]:
+                    clear(one)
+                loss.backward()
+        for module in (m for one in models for m in (one, *one.blocks)):
+            module.reshard()
+        for param, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(full(param.grad), full(expected.grad)), clear.__name__
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@on_ranks(2)
+def test_a_load_after_an_evaluation_with_gradients_counts(reshard: Reshard) -> None:
+    reference, model = two_nets(1, reshard_after_forward=reshard)
+    state = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
+    loss_of(model)
+    model.load_state_dict(state)
+    reference.load_state_dict({name: full(value) for name, value in state.items()})
+    for one in (model, reference):
+        loss_of(one, 1).backward()
+    average_gradients(reference.parameters())
+    for module in (model, *model.blocks):
+        module.reshard()
+    assert_parity(model, reference)
 
 
 # Optimizers that were given unsharded parameters -----------------------------------------------
