@@ -18,7 +18,6 @@ from training.programs import TREE
 from training.trees import build, inputs_for, shard
 
 from composable_shard import FSDPModule, fully_shard
-from composable_shard.core.group import group_of
 from composable_shard.core.transport.collectives import Memory
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
@@ -49,10 +48,9 @@ def in_memory_of_a_backend(module: FSDPModule) -> None:
     def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(tuple(shape), 7, dtype=dtype, device=device)
 
-    group = group_of(module)  # type: ignore[arg-type]
-    assert group is not None
-    for channel in group.channels.values():
-        channel.use_memory(Memory(allocate))
+    memory = mock.Mock(return_value=Memory(allocate))
+    with mock.patch.object(Memory, "of", memory, create=True):
+        module.set_allocate_memory_from_process_group_for_comm(True)
 
 
 def apart(module: FSDPModule) -> None:
