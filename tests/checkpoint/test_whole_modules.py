@@ -537,7 +537,9 @@ def test_a_deep_chain_is_pickled() -> None:
         with record_events(other, "all_gather", "post_forward") as events:
             other(torch.ones(2, 2))
         prefetched = [("post_forward", str(n)) for n in range(300)]
-        prefetched = [pair for n, p in enumerate(prefetched[:-1]) for pair in (("all_gather", str(n + 1)), p)]
+        prefetched = [
+            pair for n, p in enumerate(prefetched[:-1]) for pair in (("all_gather", str(n + 1)), p)
+        ]
         assert events[1:-2] == prefetched
 
 
