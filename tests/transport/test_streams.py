@@ -24,7 +24,7 @@ from composable_shard.core.transport.collectives import Memory
 from composable_shard.core.transport.pending import compute_stream
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import fake_ranks, run_ranks
-from composable_shard.testing.simulated_device import SimulatedDevice, Stream
+from support.simulated_device import SimulatedDevice, Stream
 
 CUDA = torch.device("cuda", 0)
 
