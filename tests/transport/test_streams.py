@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import assert_parity, average_gradients, own_input, two_nets
+from support.simulated_device import SimulatedDevice, Stream
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,7 +25,6 @@ from composable_shard.core.transport.collectives import Memory
 from composable_shard.core.transport.pending import compute_stream
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import fake_ranks, run_ranks
-from support.simulated_device import SimulatedDevice, Stream
 
 CUDA = torch.device("cuda", 0)
 
