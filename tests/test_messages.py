@@ -34,7 +34,6 @@ from composable_shard import (
     StaleParameterError,
     fully_shard,
 )
-from composable_shard.core.layout import ParamLayout
 from composable_shard.errors import TorchStateError
 from composable_shard.insight.events import EVENTS, record_events
 from composable_shard.testing import fake_ranks
@@ -264,13 +263,6 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         f"Expected events out of {EVENTS}, got ['resharded']",
     ),
-    # Layouts
-    (
-        lambda: ParamLayout((4, 4), 2, 1),
-        ValueError,
-        "Expected a dim within 2 dims, got 2",
-    ),
-    (lambda: ParamLayout((4, 4), 0, 0), ValueError, "Expected at least 1 shard, got 0"),
 ]
 
 

@@ -24,11 +24,11 @@ from composable_shard import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    explain,
     fully_shard,
     register_fsdp_forward_method,
 )
 from composable_shard.compat.torch_dropin import install
-from composable_shard.core.group import group_of
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks, stop_ranks
 
@@ -270,19 +270,11 @@ def facts(model: nn.Module) -> list[Any]:
         kept = (param.grad_dtype, param.requires_grad, getattr(param, "tag", None))
         found.append((name, placements, local.detach().clone(), kept))
     found += [(name, buffer.clone()) for name, buffer in model.named_buffers()]
-    for module in model.modules():
-        group = group_of(module)
-        if group is not None:
-            settings = dict(group.settings.__dict__)
-            reduction = settings.pop("reduction")
-            lists = [
-                [g.name for g in settings.pop(k)] for k in ("forward_prefetch", "backward_prefetch")
-            ]
-            found.append((group.name, group.policy, settings, reduction.__dict__, lists))
-            found.append(
-                [len(hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-            )
-    return found
+    found += [
+        [len(hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        for module in model.modules()
+    ]
+    return [*found, *explain(model).groups]
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
@@ -478,10 +470,10 @@ def test_parts_of_a_model_are_pickled_alone() -> None:
         assert len(pickle.dumps(model.blocks[0])) < 100_000
         assert len(data) < 100_000
         other = pickle.loads(data)
-        group = group_of(other)
-        assert group is not None and group.context.root is group
         assert other.note == "a value"
-        assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+        with record_events(other, "all_gather") as events:
+            assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+        assert events == [("all_gather", "")]
 
 
 def plain_child_saved_alone(folder: Path, folder_of_root: Path) -> list[str]:
@@ -498,7 +490,7 @@ def plain_child_saved_alone(folder: Path, folder_of_root: Path) -> list[str]:
     loaded = torch.load(file, weights_only=False)
     state = loaded.state_dict()
     for name, param in model.norm.named_parameters():
-        if not isinstance(state[name], DTensor) or group_of(loaded) is not None:
+        if not isinstance(state[name], DTensor) or isinstance(loaded, FSDPModule):
             found.append(f"{name} is a {type(state[name])}")
         if not torch.equal(state[name].full_tensor(), param.full_tensor()):
             found.append(f"{name} has other values")
@@ -526,10 +518,10 @@ def test_sharded_modules_below_a_plain_child_are_saved_with_their_groups() -> No
     with fake_ranks(2):
         model = nested()
         blocks: Any = again(model.blocks)
-        first = group_of(blocks[0])
-        assert first is not None and first.modules == (blocks[0],)
-        assert first.context.groups == [first]
-        assert blocks[0](torch.ones(2, WIDTH)).shape == (2, WIDTH)
+        with record_events(blocks[0], "all_gather") as events:
+            assert blocks[0](torch.ones(2, WIDTH)).shape == (2, WIDTH)
+        assert events == [("all_gather", "")]
+        assert [group.modules for group in explain(blocks[0]).groups] == [("FSDPBlock",)]
 
 
 @pytest.mark.matrix
@@ -542,8 +534,13 @@ def test_a_deep_chain_is_pickled() -> None:
         for layer, following in pairwise(model):
             layer.set_modules_to_forward_prefetch([following])
         other = again(model)
-        groups = [group_of(layer) for layer in other]
-        assert [g.settings.forward_prefetch for g in groups[:-1]] == [[g] for g in groups[1:]]  # type: ignore[union-attr]
+        with record_events(other, "all_gather", "post_forward") as events:
+            other(torch.ones(2, 2))
+        prefetched = [("post_forward", str(n)) for n in range(300)]
+        prefetched = [
+            pair for n, p in enumerate(prefetched[:-1]) for pair in (("all_gather", str(n + 1)), p)
+        ]
+        assert events[1:-2] == prefetched
 
 
 def test_copies_of_what_was_loaded_are_independent() -> None:

@@ -257,7 +257,7 @@ def test_the_state_that_pipeline_schedules_ask_for_is_ours() -> None:
     with fake_ranks(2), install():
         model = fsdp.fully_shard(nn.Linear(4, 4))
         state = fsdp.fully_shard.state(model)
-    assert type(state).__module__ == "composable_shard.core.torch_state"
+    assert type(state).__module__.startswith("composable_shard.")
 
 
 # Numbers -----------------------------------------------------------------------------------------

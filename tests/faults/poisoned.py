@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_shard import fully_shard
-from composable_shard.core.bucket import ParamBucket, Staging
-from composable_shard.core.gather_extension import ExtensionGather
-from composable_shard.core.gradient_bucket import GradBucket, PackedGrads
-from composable_shard.core.reduction_plan import ReductionPlan
+from composable_shard import _torch, fully_shard
+from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.mailbox import Mailbox
 from composable_shard.core.transport.point_to_point import DirectAllGather
 
@@ -65,8 +63,8 @@ class Scaled(torch.Tensor):
         out = func(*plain, **(kwargs or {}))
         if func is torch.ops.aten.detach.default:
             return Scaled(out, args[0].scale)
-        keeps = (torch.ops.aten.split.Tensor, torch.ops.aten.slice.Tensor)
-        if func in keeps:
+        aten = torch.ops.aten
+        if func in (aten.split.Tensor, aten.slice.Tensor, aten.view.default):
             return torch.utils._pytree.tree_map_only(torch.Tensor, Scaled, out)
         return args[0] if func is torch.ops.aten.add_.Tensor else out
 
@@ -178,7 +176,7 @@ def train_and_compare(reshards: bool | int) -> None:
 
 
 class Fault(NamedTuple):
-    """A change of one line.
+    """A change of one line of the transport.
 
     Attributes:
         owner: The class whose method is changed.
@@ -199,39 +197,113 @@ class Fault(NamedTuple):
     apart: bool = False
 
 
-FAULTS = {
-    "saved scales are freed": Fault(
-        ExtensionGather,
-        "_create_unsharded",
-        "_storages_of(inner)",
-        "_storages_of([*inner, tensor])",
-    ),
+class Plant(NamedTuple):
+    """A fault from outside: an operation that is left out, or a collective.
+
+    Attributes:
+        plant: Plants it within a context.
+        num_ranks: As of :class:`Fault`, and so are the others.
+    """
+
+    plant: Callable[[], contextlib.AbstractContextManager[object]]
+    num_ranks: int = 2
+    reshards: bool | int = True
+    apart: bool = False
+
+
+class Instead(TorchDispatchMode):
+    """Calls something else instead of one operation."""
+
+    def __init__(self, op: Any, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._op, self._call = op, call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = self._call if func is self._op else func
+        return call(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def spoiled_arrivals(
+    spoil: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+) -> Iterator[None]:
+    """Copy what a gather has brought out of its messages in another way."""
+    arrived, gather = set[int](), Channel.gather
+
+    def note(self: Channel, outputs: Any, *rest: Any) -> Any:
+        arrived.update(_torch.storage_numbers(outputs))
+        return gather(self, outputs, *rest)
+
+    def copy(into: list[torch.Tensor], sources: list[torch.Tensor], *rest: Any) -> None:
+        is_arrival = arrived.issuperset(_torch.storage_numbers(sources))
+        (spoil if is_arrival else torch._foreach_copy_)(into, sources)
+
+    noting = mock.patch.object(Channel, "gather", note)
+    with noting, Instead(torch.ops.aten._foreach_copy_.default, copy):
+        yield
+
+
+def copy_too_late(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for source in sources:
+        source.fill_(torch.nan)
+    torch._foreach_copy_(into, sources)
+
+
+def gaps_left(tensor: torch.Tensor) -> torch.Tensor:
+    """Zero what has values alone."""
+    return tensor if tensor.isnan().any() else tensor.zero_()
+
+
+@contextlib.contextmanager
+def inner_tensors(*kinds: Any) -> Iterator[None]:
+    """Let classes call all that they are made of inner tensors, which are freed with a gather."""
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            real = kind.fsdp_post_all_gather
+
+            def post(self: Any, *args: Any, real: Any = real, out: Any = None) -> Any:
+                result = real(self, *args, out=out)
+                if out is not None:
+                    return result
+                return result[0], (*result[1], *_torch.leaves(result[0]))
+
+            stack.enter_context(mock.patch.object(kind, "fsdp_post_all_gather", post))
+        yield
+
+
+def not_cloned(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Return the tensor itself to the library."""
+    asker = sys._getframe(1).f_globals["__name__"]
+    return tensor if asker.startswith("composable_shard.") else real_clone(tensor, **kwargs)
+
+
+real_clone = torch.Tensor.clone
+
+
+def skipped(owner: object, name: str, returned: object = None) -> Callable[[], Any]:
+    return lambda: mock.patch.object(owner, name, lambda *_, **__: returned)
+
+
+FAULTS: dict[str, Fault | Plant] = {
+    "saved scales are freed": Plant(lambda: inner_tensors(Scaled)),
     "a rank's own part of a gather is left out": Fault(
         DirectAllGather, "launch", "(shards, addresses, own_places)", "(shards, addresses)"
     ),
-    "what is packed is not copied out": Fault(
-        Staging, "copy_out", "_torch.copy_all_(self._into, self._sources)", "pass"
+    "what is packed is not copied out": Plant(lambda: spoiled_arrivals(lambda *_: None)),
+    "what is packed is overwritten before it is copied out": Plant(
+        lambda: spoiled_arrivals(copy_too_late)
     ),
-    "what is packed is freed before it is copied out": Fault(
-        ParamBucket, "finish_gather", "self._staging.copy_out()", "self._staging.free()"
+    "a gap in a packed message is not cleared": Plant(
+        lambda: Instead(torch.ops.aten.zero_.default, gaps_left)
     ),
-    "a gap in a packed message is not cleared": Fault(
-        PackedGrads, "_copied", "region.zero_()", "pass"
+    "a missing gradient is not cleared": Plant(skipped(_torch, "zero_all_")),
+    "padding of a reduced buffer is read": Plant(skipped(_torch, "zero_ranges_")),
+    "a regather is left out": Plant(skipped(Channel, "regather", []), 4, 2),
+    "parts that are regathered were freed": Plant(
+        lambda: mock.patch.object(torch.Tensor, "clone", not_cloned), 4, 2
     ),
-    "a missing gradient is not cleared": Fault(
-        GradBucket, "_copied", "_torch.zero_all_(blank)", "pass"
-    ),
-    "padding of a reduced buffer is read": Fault(
-        ReductionPlan, "clear_gaps", "_torch.zero_ranges_(flat, self._gaps)", "pass"
-    ),
-    "a regather is left out": Fault(
-        ParamBucket, "start_regather", "Transfer([self.unsharded], kept)", "Transfer()", 4, 2
-    ),
-    "parts that are regathered were freed": Fault(
-        ExtensionGather, "keep", "mine.clone()", "mine", 4, 2
-    ),
-    "gradients are packed into memory that is being sent": Fault(
-        PackedGrads, "release", "self._rows.is_in_use", "False", apart=True
+    "gradients are packed into memory that is being sent": Plant(
+        skipped(_torch, "num_uses", 0), apart=True
     ),
     "a slab is free before all have read it": Fault(
         Mailbox, "_take_back", "if not published.ranks and", "if True and"
@@ -243,8 +315,12 @@ FAULTS = {
 
 
 @contextlib.contextmanager
-def planted(fault: Fault) -> Iterator[None]:
-    """Change a method of this process."""
+def planted(fault: Fault | Plant) -> Iterator[None]:
+    """Plant a fault in this process."""
+    if isinstance(fault, Plant):
+        with fault.plant():
+            yield
+        return
     method = inspect.getattr_static(fault.owner, fault.method)
     source = textwrap.dedent(inspect.getsource(method))
     assert source.count(fault.line) >= 1, fault

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from near import Apart, sharing
 from torch import nn
 
-from composable_shard import CommunicationError, ShardError, fully_shard
-from composable_shard.core.bucket import ParamBucket
-from composable_shard.core.gradient_bucket import GradBucket
+from composable_shard import CommunicationError, ShardError, _torch, fully_shard
 from composable_shard.core.transport.failures import _Board
 from composable_shard.core.transport.mailbox import mailbox_of
 from composable_shard.testing import run_ranks
@@ -193,7 +191,7 @@ def no_memory_to_regather() -> None:
 
     with contextlib.ExitStack() as stack:
         if dist.get_rank() == BAD:
-            stack.enter_context(mock.patch.object(ParamBucket, "start_regather", none))
+            stack.enter_context(mock.patch.object(_torch, "allocate", none))
         loss.backward()
 
 
@@ -236,10 +234,10 @@ def no_memory_to_reduce() -> tuple[str, bool]:
     model = layers(1)
     loss = model(X).sum()
 
-    def none(*_: object) -> torch.Tensor:
+    def none(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory left")
 
-    empty = mock.patch.object(GradBucket, "_empty", none)
+    empty = mock.patch.object(_torch, "empty", none)
     with empty, pytest.raises(torch.OutOfMemoryError) as caught:
         loss.backward()
     assert str(caught.value) == "no memory left"

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from composable_shard import _torch, fully_shard
-from composable_shard.core.gradient_bucket import GradBucket
 from composable_shard.testing import run_ranks
 
 
@@ -26,9 +25,12 @@ class TwoKinds(nn.Module):
         return self.fine(self.coarse(x).double())
 
 
-def nbytes_of(block: Any) -> list[int]:
-    buckets = block._group().units._units
-    return [bucket.unsharded.untyped_storage().nbytes() for bucket in buckets]
+def storages_of(block: Any) -> list[torch.UntypedStorage]:
+    """Return the memory of the unsharded parameters, which comes and goes with each gather."""
+    block.unshard()
+    storages = [param.untyped_storage() for param in block.parameters()]
+    block.reshard()
+    return storages
 
 
 def run_out(in_backward: bool, num_ranks_kept: int | bool) -> list[object]:
@@ -41,7 +43,7 @@ def run_out(in_backward: bool, num_ranks_kept: int | bool) -> list[object]:
     model(x).sum().backward()
     expected = [param.grad.to_local().clone() for param in model.parameters()]
     model.zero_grad()
-    allocate, is_full = _torch.allocate, [False]
+    allocate, is_full, memory = _torch.allocate, [False], storages_of(model[0])
 
     def fail_for_the_second(tensor: torch.Tensor) -> None:
         if is_full[0] and tensor.dtype == torch.float64:
@@ -54,7 +56,7 @@ def run_out(in_backward: bool, num_ranks_kept: int | bool) -> list[object]:
             loss = model(x).sum()
             is_full[0] = True
             loss.backward()
-        left = nbytes_of(model[0])
+        left = {storage.nbytes() for storage in memory}
     model(x).sum().backward()
     gradients = [param.grad.to_local() for param in model.parameters()]
     return [left, all(map(torch.equal, gradients, expected))]
@@ -65,7 +67,7 @@ def run_out(in_backward: bool, num_ranks_kept: int | bool) -> list[object]:
 def test_a_gather_gets_all_its_memory_or_none(
     ranks: int, kept: int | bool, in_backward: bool
 ) -> None:
-    assert run_ranks(run_out, ranks, in_backward, kept) == [[[0, 0], True]] * ranks
+    assert run_ranks(run_out, ranks, in_backward, kept) == [[{0}, True]] * ranks
 
 
 def run_out_of_buffers() -> bool:
@@ -73,18 +75,19 @@ def run_out_of_buffers() -> bool:
     model = fully_shard(TwoKinds())
     reference = TwoKinds()
     reference.load_state_dict({n: t.full_tensor() for n, t in model.state_dict().items()})
-    x, start = torch.ones(2, 4), GradBucket.start_reduce
+    x, empty = torch.ones(2, 4), _torch.empty
 
-    def fail_for_the_second(bucket: GradBucket, *args: Any, **kwargs: Any) -> Any:
-        if bucket.dtype == torch.float64:
+    def fail_for_the_second(*shape: int, dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
+        if dtype == torch.float64:
             raise torch.OutOfMemoryError("no memory is left")
-        return start(bucket, *args, **kwargs)
+        return empty(*shape, dtype=dtype, **kwargs)
 
+    loss = (3 * model(x)).sum()
     with (
-        mock.patch.object(GradBucket, "start_reduce", fail_for_the_second),
+        mock.patch.object(_torch, "empty", fail_for_the_second),
         pytest.raises(torch.OutOfMemoryError),
     ):
-        (3 * model(x)).sum().backward()
+        loss.backward()
     for each in (model, reference):
         each(x).sum().backward()
     return all(

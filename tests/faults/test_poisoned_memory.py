@@ -1,7 +1,6 @@
 """What reads memory too early or too late is seen: memory is NaN before it is written and after.
 
-Each fault is planted by changing a line of the library on every rank, and a comparison with the
-unsharded model must fail then.
+Each fault is planted on every rank, and a comparison with the unsharded model must fail then.
 """
 
 from __future__ import annotations

@@ -24,13 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable_shard import MixedPrecisionPolicy, _torch, fully_shard
-from composable_shard.core import bucket, reduction
-from composable_shard.core.gradient_bucket import GradBucket
-from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES
 from composable_shard.testing import run_ranks
 from faults.poisoned import WIDTH, Block, batch_of, placement, train_and_compare
 
-NBYTES = PACKED_ALIGNMENT_NBYTES
+NBYTES = 16  # what the widest loads and stores of devices take at once
 
 
 @contextlib.contextmanager
@@ -173,8 +170,8 @@ def inputs_of(program: str, clears: bool = True) -> Inputs:
     """Run a program; return what its collectives were given, where gaps are cleared or not."""
     inputs = Inputs()
     with taken_for_a_device(), inputs.watched(), contextlib.ExitStack() as stack:
-        for module in () if clears else (bucket, reduction):
-            stack.enter_context(mock.patch.object(module, "may_read_padding", lambda device: False))
+        if not clears:
+            stack.enter_context(mock.patch.object(_torch, "zero_ranges_", lambda *_: None))
         PROGRAMS[program][1]()
     return inputs
 
@@ -205,9 +202,8 @@ def calls_and_survivors() -> tuple[list[tuple[str, int]], int]:
         The calls by which they are copied, each with the number of tensors, and how many gradients
         are still there when the reduce-scatter is launched.
     """
-    calls, grads, survivors = [], list[weakref.ref[torch.Tensor]](), list[int]()
+    calls, grads, survivors = [], list[weakref.ref[torch.UntypedStorage]](), list[int]()
     copy, zero, launch = _torch.copy_all_, _torch.zero_all_, _torch.reduce_scatter_flat
-    start = GradBucket.start_reduce
 
     def copy_all(into: Any, sources: Any) -> None:
         is_alike = all(map(lambda a, b: a.stride() == b.stride(), into, sources))
@@ -218,9 +214,12 @@ def calls_and_survivors() -> tuple[list[tuple[str, int]], int]:
         calls.append(("zero", len(tensors)))
         zero(tensors)
 
-    def start_reduce(self: GradBucket, given: Any, **kinds: Any) -> Any:
-        grads.extend(map(weakref.ref, given))
-        return start(self, given, **kinds)
+    def note(arriving: tuple[torch.Tensor, ...]) -> None:
+        grads.extend(weakref.ref(grad.untyped_storage()) for grad in arriving)
+
+    def look(layer: nn.Module, _: object) -> None:
+        for param in layer.parameters():
+            torch.autograd.graph.get_gradient_edge(param).node.register_prehook(note)
 
     def reduce_scatter(*args: Any) -> Any:
         survivors.append(sum(grad() is not None for grad in grads))
@@ -230,12 +229,13 @@ def calls_and_survivors() -> tuple[list[tuple[str, int]], int]:
         taken_for_a_device(),
         mock.patch.object(_torch, "copy_all_", copy_all),
         mock.patch.object(_torch, "zero_all_", zero_all),
-        mock.patch.object(GradBucket, "start_reduce", start_reduce),
         mock.patch.object(_torch, "reduce_scatter_flat", reduce_scatter),
     ):
         model = nn.Sequential(*layers(), *layers())
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         fully_shard(model, mp_policy=policy)
+        for layer in model:
+            layer.register_forward_pre_hook(look)
         model(batch_of(dist.get_rank(), 0)).float().sum().backward()
     assert len(grads) == len(list(model.parameters()))
     return calls, sum(survivors)

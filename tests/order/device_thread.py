@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable_shard.core import root
+from composable_shard.core.transport import process_groups
 from composable_shard.insight.events import record_events
 
 NUM_RANKS, NUM_STEPS = 4, 3
@@ -149,7 +149,8 @@ def main() -> None:
     sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
     from simulated import simulated_ranks
 
-    root.agree_on_model = lambda _: None  # it reads a number on the host, once
+    compare: Any = process_groups.compare  # it reads numbers on the host, once
+    compare.__code__ = (lambda text, ranks, device, *numbers: (True, list(numbers))).__code__
     found = {}
     with simulated_ranks(NUM_RANKS):
         for name in sys.argv[1:]:

@@ -16,7 +16,6 @@ from torch.optim.swa_utils import AveragedModel
 from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_shard.core.group import group_of
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 
@@ -139,26 +138,29 @@ def test_settings_hooks_and_attributes_are_copied() -> None:
         model = make()
         model.first.weight.tag = "mine"
         seen: list[nn.Module] = []
+        dtypes: list[torch.dtype] = []
         model.first.register_forward_hook(lambda module, *_: seen.append(module))
+        model.first.register_forward_hook(lambda module, *_: dtypes.append(module.weight.dtype))
         policy = MixedPrecisionPolicy(torch.bfloat16)
         shard_all(model, mp_policy=policy)
         model.set_reshard_after_backward(False)  # type: ignore[operator]
-        model.set_modules_to_forward_prefetch([model.first, model.last])  # type: ignore[operator]
+        model.first.set_modules_to_forward_prefetch([model.last])  # type: ignore[operator]
         copied = copy.deepcopy(model)
-        group, source = group_of(copied), group_of(model)
-        assert group is not None and source is not None and group is not source
-        assert group.policy is policy
-        assert group.settings.reshard_after_backward is False
-        assert group.settings.forward_prefetch == [group_of(copied.first), group_of(copied.last)]
-        assert group_of(copied.norm) is group_of(copied.last)
         assert copied.first.weight.tag == "mine"
-        with record_events(copied, "pre_forward") as events, record_events(model) as others:
-            copied(torch.ones(2, WIDTH))
-        assert events == [
-            ("pre_forward", name) for name in ("", "first", "norm, last", "norm, last")
+        with record_events(copied) as events, record_events(model) as others:
+            copied(torch.ones(2, WIDTH)).float().sum().backward()
+        assert [name for event, name in events if event == "pre_forward"] == [
+            *("", "first", "norm, last", "norm, last")
         ]
+        assert [name for event, name in events if event in ("all_gather", "post_forward")][:3] == [
+            *("first", "norm, last", "first")  # prefetched
+        ]
+        assert [event for event, _ in events[-3:]] == ["wait_for_reduce_scatter"] + ["reshard"] * 2
         assert others == []
-        assert seen == [copied.first]
+        assert seen == [copied.first] and dtypes == [torch.bfloat16]
+        with record_events(model) as others:
+            model(torch.ones(2, WIDTH)).float().sum().backward()
+        assert others == events
 
 
 def test_a_part_and_a_whole_around_can_be_copied() -> None:

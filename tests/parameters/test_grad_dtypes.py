@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,11 +16,11 @@ from heard import from_all_ranks
 from torch import nn
 from torch.distributed import fsdp
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_versions import needs_new_reduce_dtype
 
 from composable_shard import MixedPrecisionPolicy, RankMismatchError, fully_shard
-from composable_shard.core import gradient
-from composable_shard.module import group_of
+from composable_shard.core.transport.channel import Channel
 from composable_shard.testing import fake_ranks, run_ranks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -65,32 +66,33 @@ def test_what_is_asked_after_an_accumulation_holds() -> None:
 
 
 def test_gradients_that_accumulate_are_freed_one_by_one() -> None:
-    grads: list[weakref.ref[torch.Tensor]] = []
+    grads: list[weakref.ref[torch.UntypedStorage]] = []
     alive: list[int] = []
-    accumulate, put = gradient.UnreducedGradients.accumulate, gradient.set_unreduced
 
-    def note(self: gradient.UnreducedGradients, params: Sequence[Any]) -> None:
-        grads.extend(
-            weakref.ref(param.unsharded.grad)
-            for param in params
-            if param.unsharded is not None and param.unsharded.grad is not None
-        )
-        accumulate(self, params)
+    def note(arriving: tuple[torch.Tensor, ...]) -> None:
+        grads.extend(weakref.ref(grad.untyped_storage()) for grad in arriving)
 
-    def count(param: object, total: torch.Tensor) -> None:
-        put(param, total)  # type: ignore[arg-type]
-        alive.append(sum(grad() is not None for grad in grads))
+    def look(layer: nn.Module, _: object) -> None:
+        torch.autograd.graph.get_gradient_edge(layer.weight).node.register_prehook(note)
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0].shape == (4, 4):
+                alive.append(sum(grad() is not None for grad in grads))
+            return func(*args, **(kwargs or {}))
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    with (
-        fake_ranks(2),
-        mock.patch.object(gradient, "set_unreduced", count),
-        mock.patch.object(gradient.UnreducedGradients, "accumulate", note),
-    ):
+    with fake_ranks(2):
         model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
         fully_shard(model, mp_policy=policy)
+        for layer in model:
+            layer.register_forward_pre_hook(look)
         with model.no_sync():
-            model(torch.ones(2, 4)).float().sum().backward()
+            loss = model(torch.ones(2, 4)).float().sum()
+            with Casts():
+                loss.backward()
     assert alive == [3, 2, 1]
 
 
@@ -115,11 +117,17 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def reduction_dtypes(module: nn.Module) -> list[torch.dtype]:
-    """Return in which dtypes the next reduction is launched, one for each launch."""
-    group = group_of(module)
-    assert group is not None
-    return [plan.bucket.dtype for plans in group.gradients.next_plans() for plan in plans]
+@contextlib.contextmanager
+def reduction_dtypes() -> Iterator[list[torch.dtype]]:
+    """Note in which dtypes reductions are launched, one for each launch."""
+    reduce, dtypes = Channel.reduce, list[torch.dtype]()
+
+    def note(self: Channel, outputs: Any, *rest: Any) -> Any:
+        dtypes.append(outputs[0].dtype)
+        return reduce(self, outputs, *rest)
+
+    with mock.patch.object(Channel, "reduce", note):
+        yield dtypes
 
 
 CASES: dict[str, tuple[dict[str, Any], tuple[Any, Any], tuple[Any, Any], list[torch.dtype]]] = {
@@ -208,10 +216,10 @@ def train_case(case: str, unsynced: int) -> list[object]:
     ask(model, asked)
     wanted = reduced_by_hand(case, model, unsynced + 1)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False, **policy))
-    launches = reduction_dtypes(model)
-    for step in range(unsynced + 1):
-        model.set_requires_gradient_sync(step == unsynced)
-        model(batch(step, dist.get_rank())).backward()
+    with reduction_dtypes() as launches:
+        for step in range(unsynced + 1):
+            model.set_requires_gradient_sync(step == unsynced)
+            model(batch(step, dist.get_rank())).backward()
     differ = []
     for name, param in model.named_parameters():
         got = param.grad.full_tensor()

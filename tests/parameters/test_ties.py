@@ -11,8 +11,7 @@ from meshes.compare import Oracle, step_differences
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from composable_shard import ShardError, fully_shard
-from composable_shard.core.group import group_of
+from composable_shard import ShardError, explain, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 
@@ -64,11 +63,10 @@ def train(groups: Groups, owner: str, reshard: bool | None) -> list[str]:
         found.append("no longer tied")
     owners = [
         group.name
-        for name in groups
-        if (group := group_of(model.get_submodule(name)))
-        and any(param.sharded is weight for param in group.params)
+        for group in explain(model).groups
+        if any(model.get_parameter(param.name) is weight for param in group.parameters)
     ]
-    if owners != [owner]:
+    if owners != [owner or "(root)"]:
         found.append(f"owned by {owners}")
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, oracle.model)]
     for step in range(3):

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from support.simulated_device import Stream
+from support.simulated_device import Event, Stream
 
-from composable_shard.core import reduction
-from composable_shard.core.group import ParamGroup, Unsharding
+from composable_shard import _torch
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, UsedStreams
 from composable_shard.core.transport.process_groups import SmallAllReduce
-from composable_shard.core.tree import Tree
 from composable_shard.testing import fake_ranks
 from streams.models import PROGRAMS
 
@@ -37,15 +35,17 @@ def forget_works(self: Pending) -> None:
     self._owned.clear()
 
 
-def launch_and_forget(self: ParamGroup, *args: Any) -> None:
-    """Let go of what a gather reads at its launch."""
-    real_launch(self, *args)
-    assert isinstance(self.state, Unsharding)
-    for _, transfer in self.state.transfers:
-        transfer.inputs.clear()
+def launch_and_forget(name: str) -> Callable[..., Any]:
+    """Free what a collective reads at its launch."""
+    real = getattr(Channel, name)
 
+    def launch(self: Channel, outputs: Any, inputs: Any, *rest: Any) -> Any:
+        works = real(self, outputs, inputs, *rest)
+        for tensor in inputs:
+            _torch.free(tensor)
+        return works
 
-real_launch = ParamGroup._launch
+    return launch
 
 
 def waiting_only_for(kind: str) -> Callable[[Pending], None]:
@@ -84,23 +84,21 @@ def pass_through_at_once(self: Pending, stream: Stream) -> None:
     """Go on on a stream that does not wait for the reduce-scatter."""
 
 
-def release_at_launch(self: reduction.MeshGradients, scattering: Pending, parts: Any) -> Any:
-    all_reduce = real_all_reduce(self, scattering, parts)
-    for part in parts:
-        self._release_inputs(part)
-    return all_reduce
-
-
-real_all_reduce = reduction.MeshGradients._all_reduce_behind
-
-
-def give_at_once(self: reduction.MeshGradients, part: Any, *, is_held: bool) -> list[Any]:
-    for give in real_hand_out(self, part, is_held=is_held):
-        give()
+def all_reduce_without_works(self: Channel, tensor: Any, *, average: bool) -> list[Any]:
+    real_all_reduce(self, tensor, average=average)
     return []
 
 
-real_hand_out = reduction.MeshGradients._hand_out
+real_all_reduce = Channel.all_reduce
+
+
+def wait_unless_given(self: Stream, other: Stream) -> None:
+    """Let the streams of the user wait for nobody."""
+    if self not in self.simulated.__dict__["of_the_test"]:
+        real_wait_stream(self, other)
+
+
+real_wait_stream = Stream.wait_stream
 
 
 def fill_without_waiting(self: UsedStreams) -> None:
@@ -142,17 +140,17 @@ PLANTS: dict[str, Plant] = {
         ("does not wait for reduce_scatter", "writes"),
     ),
     "nobody waits for an all-reduce": Plant(
-        lambda: instead(reduction.MeshGradients, "_all_reduce", unwaited_all_reduce),
+        lambda: instead(Channel, "all_reduce", all_reduce_without_works),
         "replicas",
         ("does not wait for allreduce", "writes"),
     ),
     "what is sent is let go of at the launch": Plant(
-        lambda: instead(ParamGroup, "_launch", launch_and_forget),
+        lambda: instead(Channel, "gather", launch_and_forget("gather")),
         "bf16",
         ("has gone back to the compute stream", "does not wait for all_gather", "reads it"),
     ),
     "gradients are let go of at the launch": Plant(
-        lambda: instead(reduction.MeshGradients, "_all_reduce_behind", release_at_launch),
+        lambda: instead(Channel, "reduce", launch_and_forget("reduce")),
         "replicas, bf16",
         ("has gone back to the compute stream", "does not wait for reduce_scatter", "reads it"),
     ),
@@ -227,17 +225,17 @@ PLANTS: dict[str, Plant] = {
         ("on the compute stream reads", "does not wait for allreduce"),
     ),
     "flags are read before they have arrived": Plant(
-        lambda: instead(reduction.MeshGradients, "_hand_out", give_at_once),
+        lambda: instead(host, "settle", lambda: None),
         "missing gradients",
         ("on the host reads", "does not wait for copy_"),
     ),
     "a hook does not wait for what was reduced": Plant(
-        lambda: instead(reduction, "run_beside", lambda stream: stream),
+        lambda: instead(Stream, "wait_stream", wait_unless_given),
         "a hook",
         ("mul_ on stream", "does not wait for"),
     ),
     "a gather does not wait for the optimizer": Plant(
-        lambda: instead(Tree, "wait_for_optimizer", lambda _: None),
+        lambda: instead(Stream, "record_event", lambda self: Event()),
         "optimizer beside",
         ("all_gather", "does not wait for mul_ on stream"),
     ),
@@ -247,15 +245,6 @@ PLANTS: dict[str, Plant] = {
         ("has gone back to the compute stream", "does not wait for all_gather", "writes it"),
     ),
 }
-
-
-def unwaited_all_reduce(self: reduction.MeshGradients, parts: Any, stream: Any) -> Pending:
-    pending = real_pending_of_all_reduce(self, parts, stream)
-    forget_works(pending)
-    return pending
-
-
-real_pending_of_all_reduce = reduction.MeshGradients._all_reduce
 
 
 def faults_of(program: str) -> list[str]:
@@ -273,6 +262,10 @@ def test_a_planted_fault_is_seen(name: str) -> None:
     assert seen, faults
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+# The others are programs of ``test_programs.py``, too, on real ranks.
+ON_STREAMS = [name for name, program in PROGRAMS.items() if not program.is_for_any_device]
+
+
+@pytest.mark.parametrize("program", ON_STREAMS)
 def test_nothing_is_seen_where_nothing_was_planted(program: str) -> None:
     assert faults_of(program) == []

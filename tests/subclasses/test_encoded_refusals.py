@@ -21,7 +21,6 @@ from composable_shard import (
     ExtensionError,
     fully_shard,
 )
-from composable_shard.core.codec import has_grad_extension
 from composable_shard.testing import RankError, fake_ranks, run_ranks
 from int8_gradients import Int8Gradients
 from subclasses.lossless import POST, PRE, Lossless, as_type
@@ -171,9 +170,9 @@ def test_a_rank_lost_when_the_ranks_first_agree_is_told_as_such(
 
 def test_one_hook_alone_is_refused() -> None:
     kind = type("Half", (torch.Tensor,), {PRE: summed})
-    tensor = torch.randn(4, 2).as_subclass(kind)
-    with pytest.raises(TypeError) as caught:
-        has_grad_extension(tensor)
+    layer = as_type(nn.Linear(2, 4, bias=False), kind)
+    with fake_ranks(2), pytest.raises(TypeError) as caught:
+        fully_shard(layer)
     assert str(caught.value) == (
         f"Expected both {PRE} and {POST} on Half, got only {PRE}; define {POST} too"
     )

@@ -27,8 +27,10 @@ from composable_shard.testing import RankError, run_ranks
 
 pytest.importorskip("torchao", reason="torchao is not installed; it comes with the extra 'test'")
 
-from faults.poisoned import FAULTS, planted
+from faults.poisoned import inner_tensors
 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+from torchao.prototype.quantized_training import bitnet
 
 from subclasses.torchao_layers import agree_on_scales, averages_by_sum, model_of
 
@@ -262,7 +264,11 @@ def test_losses_are_those_of_an_unsharded_run_and_of_fsdp2(case: Case) -> None:
 
 
 def with_scales_freed(case: Case) -> tuple[float, float]:
-    with planted(FAULTS["saved scales are freed"]):
+    kinds = {
+        "float8": WeightWithDynamicFloat8CastTensor,
+        "bitnet": bitnet.BitNetTrainingLinearWeight,
+    }
+    with inner_tensors(kinds[case.kind]):
         return compare_losses(case)
 
 

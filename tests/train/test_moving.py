@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -35,8 +35,6 @@ from composable_shard import (
     unsharded,
 )
 from composable_shard._torch import poisoned_memory
-from composable_shard.core.group import group_of
-from composable_shard.core.placement import Role
 from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box
 from composable_shard.optim.flat import flat
@@ -62,7 +60,7 @@ def grounds(draw: st.DrawFn) -> Ground:
     return Ground(tuple(ranks), extents, roles_of(extents))
 
 
-def roles_of(extents: Sequence[int]) -> tuple[Role, ...]:
+def roles_of(extents: Sequence[int]) -> tuple[Literal["replicate", "shard"], ...]:
     """Return what the axes of a mesh do that has data-parallel ones alone."""
     return ("shard",) if len(extents) == 1 else ("replicate", "shard")
 
@@ -453,10 +451,8 @@ def not_sharded(model: Odd, mesh: DeviceMesh) -> None:
 
 
 def neighbours(model: Odd, mesh: DeviceMesh) -> None:
-    group = group_of(model)
-    assert group is not None
-    group.settings.reshard_after_forward = 2  # as of four ranks
-    move(model, (), on_mesh((0,), (1,)))
+    layer = fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=2)
+    move(layer, (), on_mesh((0,), (1,), (2,), (3,)))
 
 
 def nobody_has_it(model: Odd, mesh: DeviceMesh) -> None:
@@ -523,14 +519,14 @@ REFUSED: list[tuple[Callable[[Odd, DeviceMesh], None], str]] = [
 
 
 def refused(act: Callable[[Odd, DeviceMesh], None]) -> None:
-    mesh = on_mesh(0, 1)
+    mesh = on_mesh(*range(dist.get_world_size()))
     act(sharded(mesh), mesh)
 
 
 @pytest.mark.parametrize(("act", "message"), REFUSED)
 def test_what_is_refused(act: Callable[[Odd, DeviceMesh], None], message: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(refused, 2, act)
+        run_ranks(refused, 4 if act is neighbours else 2, act)
     failure = caught.value.agreed()
     kind = "" if message.startswith("ValueError: ") else "ShardError: "
     expected = message if act is nobody_has_it else f"{ALL}{kind}{message}"

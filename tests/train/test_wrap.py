@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,26 +17,18 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from training.cases import reproducible
 
-from composable_shard import FSDPModule, apply_fully_shard, fully_shard
-from composable_shard.core.group import ParamGroup
+from composable_shard import FSDPModule, apply_fully_shard, explain, fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.module import group_of
 from composable_shard.testing import fake_ranks, run_ranks
 
 
-def groups_of(module: nn.Module) -> list[ParamGroup]:
-    found = (group_of(inner) for inner in module.modules())
-    return list(dict.fromkeys(group for group in found if group is not None))
+def numels_of(model: nn.Module) -> dict[str, int]:
+    """Return the elements of each group by the names of its modules, the root first."""
+    return {group.name.replace("(root)", ""): group.numel for group in explain(model).groups}
 
 
 def names_of(model: nn.Module) -> list[list[str]]:
-    """Return the names of the modules of each group, the root first."""
-    names = {module: name for name, module in model.named_modules()}
-    return [[names[module] for module in group.modules] for group in groups_of(model)]
-
-
-def numel_of(group: ParamGroup) -> int:
-    return sum(param.layout.numel for param in group.params)
+    return [names.split(", ") for names in numels_of(model)]
 
 
 def is_block(module: nn.Module) -> bool:
@@ -83,7 +76,7 @@ def test_a_policy_that_picks_nothing_is_refused(policy: Any) -> None:
             "Expected policy to pick a module that has a forward, got none of the classes in the "
             "model: Net, Linear, ModuleList, Block, LayerNorm; call fully_shard for a single group"
         )
-        assert groups_of(model) == []
+        assert not any(isinstance(module, FSDPModule) for module in model.modules())
         fully_shard(model.blocks[0])
         apply_fully_shard(model, policy)
         assert names_of(model) == [[""], ["blocks.0"]]
@@ -93,11 +86,11 @@ def test_what_is_sharded_already_stays() -> None:
     with fake_ranks(2):
         model = Net(2)
         fully_shard(model.blocks[1])
-        groups = [group_of(model.blocks[1])]
+        params = list(model.blocks[1].parameters())
         asked: list[nn.Module] = []
         apply_fully_shard(model, lambda module: bool(asked.append(module)) or is_block(module))
         assert names_of(model) == [[""], ["blocks.0"], ["blocks.1"]]
-        assert groups == [group_of(model.blocks[1])]
+        assert all(map(operator.is_, params, model.blocks[1].parameters()))
         inside = [m for m in asked if any(m is inner for inner in model.blocks[1].modules())]
         assert inside == []
 
@@ -241,12 +234,12 @@ def test_generated_trees(tree: Node, budget: int) -> None:
     own = {module: sum(p.numel() for p in module.parameters(False)) for module in tree.modules()}
     with fake_ranks(2):
         apply_fully_shard(tree, budget)
-        root, *inner = groups_of(tree)
-        assert sum(map(numel_of, (root, *inner))) == total  # each parameter in one group
-        for group in inner:
-            brought = max(own[module] for module in group.modules)
-            assert budget <= numel_of(group) < max(2 * budget, budget + brought)
-        assert numel_of(root) < max(2 * budget, budget + own[tree])
+        numels = numels_of(tree)
+        assert sum(numels.values()) == total  # each parameter in one group
+        assert numels.pop("") < max(2 * budget, budget + own[tree])
+        for names, numel in numels.items():
+            brought = max(own[tree.get_submodule(name)] for name in names.split(", "))
+            assert budget <= numel < max(2 * budget, budget + brought)
 
 
 # Training ------------------------------------------------------------------------------------

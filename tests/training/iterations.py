@@ -42,7 +42,7 @@ class Held:
         resident_nbytes: Its resident memory.
         open_files: Its file descriptors.
         process_groups: The process groups that it has made.
-        own_objects: Instances of classes of the core, but memory for rows of gradients, which is
+        own_objects: Instances of classes of the package, but memory for rows of gradients, which is
             kept from when a program first needs it until the plan of reductions changes, what
             is published, which depends on how far ranks are apart, and what is known of the calls
             in the last forward of each kind, which depends on that forward.
@@ -63,7 +63,7 @@ def held() -> Held:
         int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         len(os.listdir("/proc/self/fd")),
         len(distributed_c10d._world.pg_map),
-        sum(kind.__module__.startswith("composable_shard.core") for kind in kinds_alive())
+        sum(kind.__module__.startswith("composable_shard.") for kind in kinds_alive())
         - len(rows)
         - sum(kind.__name__.startswith(VARYING) for kind in kinds_alive()),
         min(num_tensors() for _ in range(NUM_LOOKS))

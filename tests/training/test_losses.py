@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import ShardError, fully_shard
-from composable_shard.core.units import VERSION_OF_FREED
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
@@ -144,7 +144,7 @@ def test_loss_on_an_intermediate_kept_elsewhere_while_parameters_stay(
 
 FREED = (
     "one of the variables needed for gradient computation has been modified by an inplace "
-    "operation: [torch.FloatTensor [4]] is at version {}; expected version 1 instead. "
+    "operation: [torch.FloatTensor [4]] is at version N; expected version 1 instead. "
     "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
     "with torch.autograd.set_detect_anomaly(True, check_nan=False)."
 )
@@ -159,7 +159,7 @@ def refuse_freed(reshard: bool | None) -> list[str]:
             model(own_input(step))
             with pytest.raises(RuntimeError) as caught:
                 ELSEWHERE.pop().square().sum().backward()
-            texts.append(str(caught.value))
+            texts.append(re.sub(r"at version \d+", "at version N", str(caught.value)))
         else:
             train_step(model, step, None)
             train_step(reference, step, None)
@@ -182,8 +182,7 @@ def refuse_freed(reshard: bool | None) -> list[str]:
 def test_loss_on_an_intermediate_kept_elsewhere_is_refused_once_parameters_are_freed(
     reshard: bool | None,
 ) -> None:
-    texts = [FREED.format(VERSION_OF_FREED)] * 2
-    assert run_ranks(refuse_freed, 2, reshard) == [texts] * 2
+    assert run_ranks(refuse_freed, 2, reshard) == [[FREED] * 2] * 2
 
 
 @on_ranks(2)

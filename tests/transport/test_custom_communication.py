@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllG
 from training.programs import TREE
 from training.trees import build, inputs_for, shard
 
-from composable_shard import FSDPModule, fully_shard
-from composable_shard.core.group import group_of
-from composable_shard.core.transport.collectives import Memory
+from composable_shard import FSDPModule, _torch, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from transport.own_collectives import CopyingAllGather, SummingReduceScatter
@@ -49,10 +48,9 @@ def in_memory_of_a_backend(module: FSDPModule) -> None:
     def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(tuple(shape), 7, dtype=dtype, device=device)
 
-    group = group_of(module)  # type: ignore[arg-type]
-    assert group is not None
-    for channel in group.channels.values():
-        channel.use_memory(Memory(allocate))
+    with mock.patch.object(_torch, "backend_allocator", lambda *_: allocate):
+        if dist.get_world_size() > 1:
+            module.set_allocate_memory_from_process_group_for_comm(True)
 
 
 def apart(module: FSDPModule) -> None:

@@ -15,18 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import assert_parity, average_gradients, own_input, two_nets
+from support.simulated_device import SimulatedDevice, Stream
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import AllGather, ReduceScatter, _torch, fully_shard
-from composable_shard.core import group as group_module
-from composable_shard.core import hooks
-from composable_shard.core.hooks import owner_of
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import Memory
 from composable_shard.core.transport.pending import compute_stream
 from composable_shard.mesh import resolve_mesh
-from composable_shard.testing import run_ranks
+from composable_shard.testing import fake_ranks, run_ranks
 
 CUDA = torch.device("cuda", 0)
 
@@ -143,32 +141,43 @@ def test_what_a_custom_collective_sends_lives_until_it_has_been_waited_for() -> 
 # Scalars between host and device ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("cuda:0", False)])
-def test_what_comes_to_the_host_is_waited_for(device: str, waits: bool) -> None:
-    there = torch.device(device)
-    assert _torch.carried(Input(pinned=False), there) == (there, not waits)  # type: ignore[arg-type]
-
-
-# Inputs ---------------------------------------------------------------------------------------
-
-
-class Input:
-    """An input of a forward in memory that is pinned or not; says how it was moved."""
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-
-    def is_pinned(self) -> bool:
-        return self._pinned
+class Scalar:
+    """Says how it was moved."""
 
     def to(self, device: torch.device, non_blocking: bool) -> tuple[torch.device, bool]:
         return device, non_blocking
 
 
+@pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("cuda:0", False)])
+def test_what_comes_to_the_host_is_waited_for(device: str, waits: bool) -> None:
+    there = torch.device(device)
+    assert _torch.carried(Scalar(), there) == (there, not waits)  # type: ignore[arg-type]
+
+
+# Inputs ---------------------------------------------------------------------------------------
+
+
+class Input(torch.Tensor):
+    """An input of a forward in memory that is pinned or not; notes how it was moved."""
+
+    pinned: bool
+    blocks: bool
+
+    def is_pinned(self) -> bool:
+        return self.pinned
+
+    def to(self, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        self.blocks = not non_blocking
+        return self.as_subclass(torch.Tensor)
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_forward_waits_until_its_pinned_inputs_may_be_overwritten(pinned: bool) -> None:
-    device, value = torch.device("cuda", 0), Input(pinned)
-    assert hooks._moved(device, value) == (device, not pinned)  # type: ignore[arg-type]
+    value = torch.ones(2, 4).as_subclass(Input)
+    value.pinned = pinned
+    with fake_ranks(2), SimulatedDevice():
+        fully_shard(nn.Linear(4, 4))(value)
+    assert value.blocks == pinned
 
 
 # Streams from one iteration to the next -------------------------------------------------------
@@ -176,29 +185,32 @@ def test_a_forward_waits_until_its_pinned_inputs_may_be_overwritten(pinned: bool
 
 def train_on(streams: list[int]) -> list[list[bool]]:
     """Train a step on each stream; return which gradients were accumulated by new nodes."""
-    reference, model = two_nets()
-    renewed = []
-    before, group_module.compute_stream = group_module.compute_stream, lambda _: streams[step]
-    try:
-        for step in range(len(streams)):
+    renewed: list[list[bool]] = []
+
+    def look(layer: nn.Module, _: object) -> None:
+        edges = [torch.autograd.graph.get_gradient_edge(param) for param in layer.parameters()]
+        renewed.append(["known" not in edge.node.metadata for edge in edges])
+        for edge in edges:  # nobody here keeps the nodes
+            edge.node.metadata["known"] = True
+
+    with SimulatedDevice() as device:
+        reference, model = two_nets()
+        model.out.register_forward_pre_hook(look)
+        there = [device.current, Stream()]
+        for step, stream in enumerate(streams):
             model.zero_grad()
             reference.zero_grad()
-            model(own_input(step)).square().sum().backward()
+            with there[stream]:
+                model(own_input(step)).square().sum().backward()
             reference(own_input(step)).square().sum().backward()
             average_gradients(reference.parameters())
             assert_parity(model, reference)
-            params = owner_of(model.out).params  # nobody else may keep their nodes
-            renewed.append(["known" not in param.accumulator.metadata for param in params])
-            for param in params:
-                param.accumulator.metadata["known"] = True
-    finally:
-        group_module.compute_stream = before
     return renewed
 
 
 def test_on_another_stream_gradients_are_accumulated_by_other_nodes() -> None:
-    expected = [[is_new] * 4 for is_new in (True, False, True, False, True)]
-    assert run_ranks(train_on, 2, [0, 0, 7, 7, 0]) == [expected] * 2
+    expected = [[is_new] * 2 for is_new in (True, False, True, False, True)]
+    assert run_ranks(train_on, 2, [0, 0, 1, 1, 0]) == [expected] * 2
 
 
 def test_the_stream_of_a_host_is_always_the_same() -> None:

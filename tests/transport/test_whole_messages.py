@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-from nets import assert_parity, train_step, two_nets
+import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
 
-from composable_shard import fully_shard
-from composable_shard.core.layout import MESSAGE_COSTS, Packing
+from composable_shard import explain, fully_shard
+from composable_shard.core.transport.channel import Channel
 from composable_shard.testing import run_ranks
 from transport.own_collectives import SummingReduceScatter
 
@@ -47,23 +47,18 @@ def backward(layer: nn.Module) -> None:
         loss.backward()
 
 
-def gloo_costs(packing: Packing) -> Any:
-    return mock.patch.dict(MESSAGE_COSTS, gloo=packing)
+def seen_by_a_reduce_scatter(num_rows: int) -> tuple[float, set[str]]:
+    watching, layer = Watching(), fully_shard(nn.Linear(3, num_rows))
+    travels = {param.travels for param in explain(layer).groups[0].parameters}
+    layer.set_custom_reduce_scatter(watching)
+    backward(layer)
+    return max(watching.largest), travels
 
 
-def seen_by_a_reduce_scatter(packing: Packing) -> float:
-    watching = Watching()
-    with gloo_costs(packing):
-        layer = fully_shard(nn.Linear(3, 5))
-        layer.set_custom_reduce_scatter(watching)
-        backward(layer)
-    return max(watching.largest)
-
-
-@pytest.mark.parametrize("packing", [MESSAGE_COSTS["gloo"], Packing()])
-def test_a_custom_reduce_scatter_sees_no_padding(packing: Packing) -> None:
+@pytest.mark.parametrize(("num_rows", "travels"), [(5, "packed"), (20_001, "in place")])
+def test_a_custom_reduce_scatter_sees_no_padding(num_rows: int, travels: str) -> None:
     """Neither where parameters are packed into one message nor where each has one."""
-    assert run_ranks(seen_by_a_reduce_scatter, 2, packing) == [1.0] * 2
+    assert run_ranks(seen_by_a_reduce_scatter, 2, num_rows) == [(1.0, {travels})] * 2
 
 
 def seen_by_a_hook() -> list[float]:
@@ -77,13 +72,34 @@ def test_a_hook_sees_no_gaps() -> None:
     assert run_ranks(seen_by_a_hook, 2) == [[1.0]] * 2
 
 
+class Many(nn.Module):
+    """So many parameters that the flags of which ranks have used them travel by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.arange(2740, dtype=torch.float64).view(-1, 1)
+        self.numbers = nn.ParameterList([*numbers])
+
+    def forward(self, start: int, stop: int) -> torch.Tensor:
+        return (start + 1) * torch.cat([*self.numbers[start:stop]]).square().sum()
+
+
 @on_ranks(3)
 def test_flags_that_travel_by_themselves() -> None:
-    reference, sharded = two_nets()
-    with gloo_costs(Packing()):
-        for step in range(2):
-            for model in (reference, sharded):
-                train_step(model, step, None)
-            assert_parity(sharded, reference)
-            for model in (reference, sharded):
-                model.zero_grad()
+    model, rank, reduce, sent = fully_shard(Many()), dist.get_rank(), Channel.reduce, []
+
+    def note(self: Channel, outputs: Any, inputs: Any, divisor: float | None) -> Any:
+        sent.append(len(inputs))
+        return reduce(self, outputs, inputs, divisor)
+
+    for _ in range(2):
+        with mock.patch.object(Channel, "reduce", note):
+            model(rank, 2730 + rank).backward()
+        assert sent.pop() == 2 and not sent
+        for number, param in enumerate(model.numbers):
+            factors = [start + 1 for start in range(3) if start <= number < 2730 + start]
+            if not factors:
+                assert param.grad is None
+            elif param.grad.to_local().numel():
+                assert param.grad.to_local().item() == 2 * number * sum(factors) / 3
+        model.zero_grad()

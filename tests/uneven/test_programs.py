@@ -6,13 +6,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
-from faults.poisoned import Fault, planted
+import torch
+from faults.poisoned import Fault, Plant, planted
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from torch import nn
 
-from composable_shard.core import sitting_out
-from composable_shard.core.hooks import ModuleHooks
+from composable_shard import FSDPModule, sit_out
 from composable_shard.testing import RankError, run_ranks
 from composable_shard.train.weighing import Weighing
 from uneven.programs import Program, StepSpec, TowerSpec, Turn, check, programs
@@ -97,18 +99,38 @@ def test_a_program_that_was_wrong_once(name: str) -> None:
 
 # Faults -------------------------------------------------------------------------------------------
 
-FAULTS = {
+
+def sitting_out_by(fault: Callable[[nn.Module], torch.Tensor]) -> Plant:
+    return Plant(lambda: mock.patch("uneven.programs.sit_out", fault))
+
+
+def sharded_in(module: nn.Module) -> list[nn.Module]:
+    """Return the innermost sharded modules."""
+    inner = [one for child in module.children() for one in sharded_in(child)]
+    return inner or [module] * isinstance(module, FSDPModule)
+
+
+def sit_out_backwards(module: nn.Module) -> torch.Tensor:
+    return torch.stack([sit_out(one) for one in reversed(sharded_in(module))]).sum()
+
+
+def sit_out_but_one(module: nn.Module) -> torch.Tensor:
+    return torch.stack([torch.zeros(()), *map(sit_out, sharded_in(module)[1:])]).sum()
+
+
+@torch.no_grad()
+def sit_out_of_forward(module: nn.Module) -> torch.Tensor:
+    return sit_out(module)
+
+
+FAULTS: dict[str, Fault | Plant] = {
     "the mean over ranks": Fault(Weighing, "_divide", "param.mesh.num_ranks if", "1 if"),
     "a forgotten rank": Fault(Weighing, "end", "dist.ReduceOp.SUM", "dist.ReduceOp.MAX"),
     "a forgotten microbatch": Fault(Weighing, "add", "self._sums +=", "self._sums ="),
     "a loss of the wrong sign": Fault(Weighing, "add", "weight * mean", "-weight * mean"),
-    "a stale order": Fault(sitting_out, "_calls_like", "forward.called_last({module}) or", ""),
-    "a group that is passed over": Fault(
-        sitting_out, "_take_part", "in called.inner:", "in called.inner[1:]:"
-    ),
-    "a backward that is passed over": Fault(
-        ModuleHooks, "come_past", "with _torch.apart_from_transforms():", "if False:"
-    ),
+    "another order": sitting_out_by(sit_out_backwards),
+    "a group that is passed over": sitting_out_by(sit_out_but_one),
+    "a backward that is passed over": sitting_out_by(sit_out_of_forward),
 }
 
 
