@@ -185,7 +185,10 @@ class _Wholes(TorchFunctionMode):
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
             )
             is_fresh = key in self._fresh
-            full = _torch.without_values(full) if is_fresh else full.copy_(full_copy(tensor))
+            if is_fresh:
+                full = _torch.without_values(full)
+            else:
+                full.copy_(full_copy(tensor, self._entries[key].names[0]))
             self._fresh.discard(key)
             self._full[key] = full.requires_grad_(tensor.requires_grad)
         return self._full[key]
