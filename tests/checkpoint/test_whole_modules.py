@@ -521,7 +521,7 @@ def test_sharded_modules_below_a_plain_child_are_saved_with_their_groups() -> No
         with record_events(blocks[0], "all_gather") as events:
             assert blocks[0](torch.ones(2, WIDTH)).shape == (2, WIDTH)
         assert events == [("all_gather", "")]
-        assert [group.modules for group in explain(blocks[0]).groups] == [("FSDPBlock",)]
+        assert [group.modules for group in explain(blocks[0]).groups] == [("Block",)]
 
 
 @pytest.mark.matrix

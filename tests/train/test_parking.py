@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -34,7 +34,6 @@ from composable_shard import (
     parked,
     unsharded,
 )
-from composable_shard.core.group import group_of
 from composable_shard.optim.flat import flat
 from composable_shard.optim.layouts import Owned, Sharded, with_layout
 from composable_shard.testing import RankError, run_ranks
@@ -183,12 +182,17 @@ def test_a_step_is_what_it_would_have_been(
     assert_same_bits(all_values(parked_one, first), all_values(other, second))
 
 
-def gathered_nbytes(model: nn.Module) -> int:
-    """Return the bytes of what is gathered, or was and is kept."""
-    groups = [group for module in model.modules() if (group := group_of(module)) is not None]
-    params = [param for group in groups for param in group.params]
-    gathered = [param.unsharded for param in params if not param.shares_storage]
-    return sum(one.untyped_storage().nbytes() for one in gathered if one is not None)
+def memory_of_gathers(model: Wide) -> list[torch.UntypedStorage]:
+    """Note what parameters are gathered into, as their modules are called."""
+    storages: list[torch.UntypedStorage] = []
+
+    def note(module: nn.Module, _: object) -> None:
+        params = module.parameters(recurse=False)
+        storages.extend(p.untyped_storage() for p in params if p is not model.plain)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(note)
+    return storages
 
 
 @pytest.mark.parametrize("name", ["kept", "last", "offloaded", "hybrid", "held"])
@@ -201,6 +205,7 @@ def test_whatever_is_set(name: str) -> None:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         kwargs["mesh"] = mesh
     one, other = sharded_pair(**kwargs)
+    gathered = memory_of_gathers(one) if name != "hybrid" else []  # there shards are used as such
     pairs = [(one, stock(one)), (other, stock(other))]
     for model, _ in pairs:
         if name == "kept":
@@ -212,10 +217,11 @@ def test_whatever_is_set(name: str) -> None:
             backward(model, step)
         if name == "held":
             one.inp.unshard()
-        assert bool(gathered_nbytes(one)) == (name in ("kept", "held"))
+        is_gathered = any(storage.nbytes() for storage in gathered)
+        assert is_gathered == (name in ("kept", "held"))
         with as_device(), parked(one, pairs[0][1]) as memory:
             assert memory.parameters > BIG
-            assert gathered_nbytes(one) == 0
+            assert not any(storage.nbytes() for storage in gathered)
         for model, optimizer in pairs:
             if name == "last":
                 model.set_is_last_backward(True)
@@ -254,22 +260,17 @@ def test_tensor_subclasses() -> None:
 # The memory is free -------------------------------------------------------------------------------
 
 
-def device_nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of storages that tensors lie in, each once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+@contextlib.contextmanager
+def emptied() -> Iterator[list[int]]:
+    """Note the bytes of each storage that loses its memory, while its tensors live."""
+    resize, nbytes = torch.UntypedStorage.resize_, list[int]()
 
+    def note(storage: torch.UntypedStorage, size: int) -> Any:
+        nbytes.append(storage.nbytes() - size)
+        return resize(storage, size)
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the buffers of all shards, and all else that lies by itself; not from the library."""
-    groups = [group for module in model.modules() if (group := group_of(module)) is not None]
-    places = [param.place for group in groups for param in group.params]
-    found = [place.buffer for place in places if place is not None]
-    found += [param for param in model.parameters() if not isinstance(param, DTensor)]
-    found += list(model.buffers())
-    found += [param.grad for param in model.parameters() if param.grad is not None]
-    found += [value for state in optimizer.state.values() for value in state.values()]
-    return [one.detach() for one in found if not isinstance(one, DTensor)]
+    with mock.patch.object(torch.UntypedStorage, "resize_", note):
+        yield nbytes
 
 
 def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -322,17 +323,11 @@ def test_storages_of_a_device_fall_by_what_explain_names() -> None:
     with as_device():
         expected = named(model, optimizer)
         assert expected["left"] == 0
-        before = [*everything(model, optimizer), *shards_of_states(model, optimizer)]
-        nbytes = device_nbytes(before)
-        with parked(model, optimizer) as memory:
-            assert device_nbytes(before) == 0
-    assert nbytes == memory.nbytes == sum(expected.values())
-
-
-def shards_of_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    sharded = [param.grad for param in model.parameters() if isinstance(param.grad, DTensor)]
-    sharded += [value for state in optimizer.state.values() for value in state.values()]
-    return [one._local_tensor for one in sharded if isinstance(one, DTensor)]
+        with emptied() as nbytes:
+            with parked(model, optimizer) as memory:
+                freed = sum(nbytes)
+            assert sum(nbytes) == 0  # all of it comes back
+    assert freed == memory.nbytes == sum(expected.values())
 
 
 @on_ranks(1)
