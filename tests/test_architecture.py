@@ -180,6 +180,27 @@ def test_the_modules_of_the_core_stand_above_one_another() -> None:
                 assert CORE.index(name) > CORE.index(own), f"{module}: {imported}"
 
 
+INSIDE = re.compile(rf"{PACKAGE}\.core(\.(?!transport\b)|$)")
+
+
+def test_no_test_but_the_pure_ones_imports_the_core() -> None:
+    """Others see what users see, and the transport, which is a layer of its own."""
+    for path in sorted(TESTS.rglob("*.py")):
+        text = path.read_text()
+        if path.is_relative_to(TESTS / "pure") or "core" not in text:
+            continue
+        names: list[str] = []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Call):  # as of import_module and mock.patch
+                first = [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]
+                names += [name for name in first if isinstance(name, str)]
+        assert not [name for name in names if INSIDE.match(name)], path
+
+
 def runtime_imports(module: Path) -> set[str]:
     """Return what a module imports of the package when it is itself imported."""
     found: set[str] = set()
