@@ -180,15 +180,12 @@ class _Wholes(TorchFunctionMode):
         if not isinstance(tensor, DTensor):
             return tensor
         if key not in self._full:
-            device = self._entries[key].local.device
-            full = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-            )
-            is_fresh = key in self._fresh
-            if is_fresh:
-                full = _torch.without_values(full)
+            entry, strides = self._entries[key], tensor.stride()
+            like = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+            full = _torch.empty_like(like, device=entry.local.device)
+            if key in self._fresh:
+                self._fresh.remove(key)
             else:
-                full.copy_(full_copy(tensor, self._entries[key].names[0]))
-            self._fresh.discard(key)
+                full.copy_(full_copy(tensor, entry.names[0]))
             self._full[key] = full.requires_grad_(tensor.requires_grad)
         return self._full[key]
