@@ -270,13 +270,17 @@ class Exposure:
 
     Where the sharded form has a gradient, a mark stands in ``.grad`` of the unsharded one. It is
     sparse, of one zero, so that it takes no memory and autograd may add to it.
+
+    Args:
+        params: The parameters.
+        has_marks: Whether there are marks.
     """
 
-    def __init__(self, params: Sequence[ShardedParam]) -> None:
+    def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:
         self._noted = [
-            (param, param.unsharded, _content_of(param, param.unsharded), _mark(param))
+            (param, leaf, _content_of(param, leaf), _mark(param, leaf) if has_marks else None)
             for param in params
-            if param.unsharded is not None
+            if (leaf := param.unsharded) is not None
         ]
 
     def adopt(self) -> list[str]:
@@ -286,8 +290,9 @@ class Exposure:
             The names of what was written, which the sharded form misses.
         """
         lost = []
-        for param, leaf, content, mark in self._noted:
-            if content != _content_of(param, leaf):
+        for param, leaf, (content, storage), mark in self._noted:
+            now, place = _content_of(param, leaf)
+            if now != content or (place != storage and not _agrees(param, leaf)):
                 lost.append(param.name)
             if mark is None:
                 continue
@@ -300,10 +305,9 @@ class Exposure:
         return lost
 
 
-def _mark(param: ShardedParam) -> torch.Tensor | None:
-    leaf = param.unsharded
+def _mark(param: ShardedParam, leaf: nn.Parameter) -> torch.Tensor | None:
     with _torch.without_overrides():
-        if leaf is None or not leaf.numel() or leaf.grad is not None or param.sharded.grad is None:
+        if not leaf.numel() or leaf.grad is not None or param.sharded.grad is None:
             return None
         index = torch.zeros(leaf.ndim, 1, dtype=torch.long, device=leaf.device)
         zero = torch.zeros(1, dtype=leaf.grad_dtype or leaf.dtype, device=leaf.device)
@@ -312,17 +316,26 @@ def _mark(param: ShardedParam) -> torch.Tensor | None:
     return mark
 
 
-def _content_of(param: ShardedParam, unsharded: nn.Parameter) -> object:
-    """Return which storage it is, the counters, and a sum of the bits of this rank's part.
+def _content_of(param: ShardedParam, leaf: nn.Parameter) -> tuple[object, list[int]]:
+    """Return counters with a sum of the bits of this rank's part, and which storage it is.
 
     Writes to ``.data`` move no counter. The sum would be waited for where there are streams.
     """
-    counters, bits = [t._version for t in (unsharded, *param.parts) if not t.is_inference()], 0
-    if not (param.is_subclass or param.shares_storage or _torch.has_streams(param.mesh.device)):
-        part = param.shard_of(unsharded)
-        real = torch.view_as_real(part) if part.is_complex() else part
-        bits = int(real.view(getattr(torch, f"int{8 * real.itemsize}")).sum())
-    return _torch.storage_numbers([unsharded]), param.shares_storage or counters, bits
+    storage = _torch.storage_numbers([leaf])
+    if param.shares_storage:
+        return None, storage
+    counters = [t._version for t in (leaf, *param.parts) if not t.is_inference()]
+    if param.is_subclass or _torch.has_streams(param.mesh.device):
+        return counters, storage
+    part = param.shard_of(leaf)
+    real = torch.view_as_real(part) if part.is_complex() else part
+    return (counters, int(real.view(getattr(torch, f"int{8 * real.itemsize}")).sum())), storage
+
+
+def _agrees(param: ShardedParam, leaf: nn.Parameter) -> bool:
+    """Tell whether a parameter that was given other memory is what the shards say."""
+    part = param.shard_of(leaf)
+    return not param.is_subclass and torch.equal(part, param.local.to(part))
 
 
 # Gradients that stay on this rank until a later backward reduces them -----------------------------

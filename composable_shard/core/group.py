@@ -643,8 +643,14 @@ class ParamGroup:
             units.follow_requires_grad(self.on_gradient)
 
     def expose(self) -> None:
-        """Leave the unsharded parameters to users until they are used or freed."""
-        self.is_exposed, self._exposure = True, self._exposure or Exposure(self.params)
+        """Leave the unsharded parameters to users until they are used or freed.
+
+        Where a pipeline schedule may add gradients to them by itself, their gradients stay as they
+        are.
+        """
+        has_marks = self.settings.requires_gradient_sync or self.settings.reshard_after_backward
+        self.is_exposed = True
+        self._exposure = self._exposure or Exposure(self.params, has_marks=has_marks)
 
     def _adopt(self) -> None:
         """Give the sharded parameters what users have set on the unsharded ones.

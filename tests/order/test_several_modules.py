@@ -35,13 +35,12 @@ def test_it_is_freed_when_all_have_run(kept: bool) -> None:
     with fake_ranks(2):
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
         fully_shard([first, second], reshard_after_forward=kept)
-        for step in range(2):
+        for _ in range(2):
             with record_events(first, "all_gather", "reshard") as recorded:
                 hidden = first(torch.ones(1, 3))
                 recorded.append(("between", ""))
                 out = second(hidden)
-            # From the second step on it is known to end forward and to open backward.
-            after = [("reshard", "")] if kept and step == 0 else []
+            after = [("reshard", "")] if kept else []
             assert recorded == [("all_gather", ""), ("between", ""), *after]
             out.sum().backward()
 
