@@ -14,14 +14,42 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+)
 
 from composable_shard._torch.dtensors import is_wrapper_subclass
 
 # The transforms of torch.func: whether one runs, and what it wraps --------------------------------
 
-outside_transforms = temporarily_clear_interpreter_stack
-"""A context in which none of the running transforms acts."""
+num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Returns how many modes look at each operation: of a selective checkpoint, of fake tensors, ..."""
+
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Make a context in which none of the running transforms acts, and no selective checkpoint.
+
+    A selective checkpoint counts the operations of forward, and those of its recomputation.
+    """
+    modes = [_pop_mode() for _ in range(num_modes())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+
 
 _NOTHING = contextlib.nullcontext()
 

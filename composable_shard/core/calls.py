@@ -74,6 +74,7 @@ class Call:
         forward: The number of the forward that it is part of, if that may have a backward.
         interval: Where it stands in the execution order, if it may have a backward.
         handled: The exception that was being handled when it began, if any.
+        is_observed: Whether it runs within a transform or a mode.
         is_again: Whether a backward of the tree computes it again, by an activation checkpoint.
         versions: What the unsharded parameters were when it began, to see whether it writes them.
         called: What is noted of it, for those who imitate it later.
@@ -87,6 +88,7 @@ class Call:
     forward: int | None = None
     interval: Interval | None = None
     handled: BaseException | None = None
+    is_observed: bool = False
     is_again: bool = False
     versions: Versions | None = None
     called: Called[Any] | None = None

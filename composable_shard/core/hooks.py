@@ -214,7 +214,8 @@ class ModuleHooks:
             return call, False
         context = context_of(group)
         call.is_again = _torch.current_backward() != -1 and context.is_in_backward(group)
-        if _torch.current_transform() is None:
+        call.is_observed = _torch.num_modes() > 0 or _torch.current_transform() is not None
+        if not call.is_observed:
             opens = self._gather(context, module, call)
         else:  # what the gather makes must outlive the transform
             with _torch.outside_transforms():
@@ -282,7 +283,11 @@ class ModuleHooks:
         is_watched = torch.is_grad_enabled() and self._watch(context.forward.run, call, tensors)
         if not call.is_again:
             has_failed = failed or written is not None
-            self._end_call(context, module, call, is_watched=is_watched, failed=has_failed)
+            if not call.is_observed:
+                self._end_call(context, module, call, is_watched=is_watched, failed=has_failed)
+            else:
+                with _torch.outside_transforms():
+                    self._end_call(context, module, call, is_watched=is_watched, failed=has_failed)
         if written is not None:
             raise written
         return output
@@ -305,8 +310,7 @@ class ModuleHooks:
         """Note in the execution order that a call has ended; free the group."""
         group = self._group
         # Without grad, a call that is noted lies in a checkpoint, whose outputs may be reached.
-        in_checkpoint = call.interval is not None and not torch.is_grad_enabled()
-        has_backward = is_watched or in_checkpoint
+        has_backward = is_watched or (call.interval is not None and not torch.is_grad_enabled())
         if call.imitated is not None:
             has_backward = has_backward or call.imitated.is_watched
         if call.called is not None:
@@ -349,8 +353,10 @@ class ModuleHooks:
         if not is_marked or not tensor.requires_grad:
             return tensor
         inner = tensor.view_as(tensor)
-        node, base = inner.grad_fn, inner._base
-        assert node is not None and base is not None
+        made = inner
+        while made.grad_fn is None:  # a transform wraps what comes from outside of it
+            made = _torch.inner_value(made)
+        node, base = made.grad_fn, tensor if made._base is None else made._base
         node.register_hook(partial(_pass_marker, self._group, self._mark(call, node)))
         call.outer_bases.append((base, base.grad_fn))
         return inner
@@ -383,14 +389,18 @@ class ModuleHooks:
         version, number = self._group.computed_version, call.forward
         pre_backward = partial(self._pre_backward, number, version, call.input_markers, graph)
         tensors: Iterable[torch.Tensor] = (*outputs, *self._stored.newly())
-        if _torch.current_transform() is not None:
+        if call.is_observed:
             tensors = [level for tensor in tensors for level in _levels(tensor)]
         for tensor in tensors:
             if not tensor.requires_grad:
                 continue
             is_watched = True
-            if not tensor.is_leaf:  # a parameter lives on, and counts its gradients by itself
-                tensor.register_hook(pre_backward)
+            for marker in call.input_markers:
+                if tensor.grad_fn is marker.node:  # an input that is returned: it needs no gather,
+                    break  # and a hook on its node would hold that node
+            else:
+                if not tensor.is_leaf:  # a parameter lives on, and counts its gradients by itself
+                    tensor.register_hook(pre_backward)
             base = tensor._base
             if base is None or base.is_leaf or not base.requires_grad:
                 continue

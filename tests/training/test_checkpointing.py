@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from nets import assert_parity, average_gradients
+from on_ranks import on_ranks
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from composable_shard import MixedPrecisionPolicy
+from composable_shard import MixedPrecisionPolicy, fully_shard
 from training.scenarios import STACK_GROUPS, Block, Scenario, Stack, assert_same, loss_of
+from training.trees import WIDTH, inputs_for
 
 Backward = Callable[..., None]
 
@@ -105,3 +115,50 @@ def test_a_checkpoint_recomputes_in_the_same_precision(reentrant: bool) -> None:
     for kind in ("inside", "around"):
         options = {"mp_policy": policy}
         assert_same(Scenario(Make(kind, reentrant), once, STACK_GROUPS, options), 2)
+
+
+# Selective checkpoints ----------------------------------------------------------------------------
+
+
+def saves_all(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def saves_what_is_costly(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_cheap = torch.Tag.pointwise in op.tags
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_cheap else CheckpointPolicy.MUST_SAVE
+
+
+class Selective(nn.Module):
+    """Recomputes a part of its layers."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, WIDTH))
+            for _ in range(2)
+        )
+        self.contexts = partial(create_selective_checkpoint_contexts, policy)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=self.contexts)
+        return x
+
+
+@pytest.mark.parametrize("policy", [saves_all, saves_what_is_costly])
+@on_ranks(2)
+def test_a_selective_checkpoint_does_not_see_the_gather(policy: Any) -> None:
+    torch.manual_seed(0)
+    plain = Selective(policy)
+    model: Any = copy.deepcopy(plain)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for step in range(2):
+        for one in (model, plain):
+            one(inputs_for(step, dist.get_rank())).square().sum().backward()
+        average_gradients(plain.parameters())
+        assert_parity(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
