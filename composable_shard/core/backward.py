@@ -140,26 +140,31 @@ class GroupRun:
 
 
 # Halves of a backward, as pipeline schedules run them ---------------------------------------------
-#
-# A schedule runs the backwards of all microbatches without sync, some of them in two halves: first
-# the gradients of inputs, later those of weights, both by ``torch.autograd.grad``.
 
 
-def loses_weights(group: ParamGroup) -> bool:
-    """Tell whether this is a first half whose second half will not find the weights of ``group``.
+def refuse_half(group: ParamGroup) -> None:
+    """Raise for the backward of inputs alone whose other half would not find the weights.
 
-    The schedule has noted which parameters are registered, and the second half differentiates those
-    alone. If they are the sharded ones, which are not in the graph, it computes nothing.
+    A schedule runs the backwards of all microbatches without sync, some of them in two halves, by
+    ``torch.autograd.grad``: the second one differentiates the parameters that are registered at the
+    first, and the sharded ones are not in the graph.
+
+    Raises:
+        ShardError: If they are registered. On all ranks of the stage.
     """
     settings = group.settings
     if settings.requires_gradient_sync or settings.reshard_after_backward:
-        return False  # a schedule sets both to False
-    if group.shows_unsharded:
-        return False
-    if not group.is_trainable or _torch.num_to_run(group.units.all.accumulators):
-        return False
-    markers = [marker.node for marker in group.input_markers]
-    return _torch.is_ahead(group.units.all.accumulators, before=markers)
+        return  # a schedule sets both to False
+    accumulators = group.units.all.accumulators
+    if group.shows_unsharded or not group.is_trainable or _torch.num_to_run(accumulators):
+        return
+    if _torch.is_ahead(accumulators, before=[marker.node for marker in group.input_markers]):
+        raise ShardError(
+            f"Expected the unsharded parameters of {group.label} to be registered in a backward of "
+            "inputs alone, got the sharded ones, whose gradients would be lost; a pipeline "
+            "schedule that splits backward into inputs and weights needs "
+            "set_reshard_after_forward(False) on its stages"
+        )
 
 
 # A backward pass: who is gathered, and whose gradients are complete -------------------------------
@@ -251,7 +256,6 @@ class BackwardPass:
         self._plan: Plan[ParamGroup] = NO_PLAN
         self._last_forward = 0  # the latest forward that the last backward could go through
         self._ran_inside: dict[ParamGroup, None] = {}  # have gradients of backwards within forward
-        self._lost: dict[ParamGroup, None] = {}  # of which backwards in halves lose gradients
 
     def goes_through(self, group: ParamGroup) -> bool:
         """Tell whether the backward that is running, of whatever tree, goes through ``group``.
@@ -282,8 +286,8 @@ class BackwardPass:
             is_bounded: Whether input markers lie in front of the call that gave them.
         """
         run, one = self._enter(group, forward)
-        if not one.is_gathered and loses_weights(group):
-            self._lost[group] = None
+        if not one.is_gathered and not self._reductions.is_last:
+            refuse_half(group)
         if not one.is_complete:
             one.expect_markers(_torch.current_backward())
             one.is_bounded = one.is_bounded and is_bounded
@@ -656,13 +660,9 @@ class BackwardPass:
     def reduce_left(self) -> None:
         """Reduce what backwards have left, without another; wait, and free.
 
-        Raises:
-            ShardError: See refuse_lost_weights.
-
         Collective: a reduction of each group that ran forward or is not synchronized, but those
             without sync.
         """
-        self.refuse_lost_weights()
         for group in dict.fromkeys([*self._ran(), *self._reductions.unsynced]):
             if group.settings.requires_gradient_sync:
                 self._reductions.launch_at_end(group)
@@ -672,21 +672,6 @@ class BackwardPass:
         self.free_what_is_over()
         self._reductions.wait_for_copies()
         self._reset()
-
-    def refuse_lost_weights(self) -> None:
-        """Raise for a group of which backwards in halves have lost gradients.
-
-        Raises:
-            ShardError: If there is one. On all ranks of the stage.
-        """
-        lost = list(self._lost)
-        self._lost.clear()
-        for group in lost:
-            raise ShardError(
-                f"Expected gradients of {group.label} after the microbatches of a pipeline "
-                "stage, got none; a schedule that splits backward into inputs and weights "
-                "needs set_reshard_after_forward(False) on the stage"
-            )
 
     def clean_up(self, *, drops_earlier: bool = False) -> None:
         """Return to the state between two iterations, whatever was under way.
@@ -704,7 +689,6 @@ class BackwardPass:
         self._order.of_backward.abandon()
         self._last_forward = 0
         self._reductions.abandon()
-        self._lost.clear()
         self._reset()
         for group in self._groups:
             group.is_exposed = group.is_exposed or group.shows_unsharded

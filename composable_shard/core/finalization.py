@@ -46,12 +46,8 @@ class Finalization:
     def start(self, handle: object) -> None:
         """Launch what backwards have left to reduce, and free.
 
-        Raises:
-            ShardError: See BackwardPass.refuse_lost_weights.
-
         Collective: see Reductions.launch_left.
         """
-        self._backward.refuse_lost_weights()
         self._reductions.launch_left()
         self._reductions.reset()
         self._reductions.by_hand = None

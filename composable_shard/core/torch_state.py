@@ -103,9 +103,6 @@ class TorchState(_ReadOnly):
     def _root_post_backward_final_callback(self) -> None:
         """Reduce what all microbatches left, wait, and free.
 
-        Raises:
-            ShardError: See BackwardPass.refuse_lost_weights.
-
         Collective: the reductions of a backward.
         """
         context_of(self._group).backward.reduce_left()
