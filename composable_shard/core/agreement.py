@@ -58,12 +58,17 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
             for group, channel in members
             for param in group.params
             if param.began_on_meta and param.mesh == channel.mesh
-            if channel.mesh.shard_group is ranks and _local_of(param).device.type == "cpu"
+            if channel.mesh.shard_group is ranks and _is_filled_on_cpu(param)
         ]
         tag = _agree(ranks, members[0][1].mesh.device, facts, len(members), filled)
         for place, (_, channel) in enumerate(members):
             if channel.mesh.shard_group is ranks:
                 channel.set_tag(tag + place)
+
+
+def _is_filled_on_cpu(param: ShardedParam) -> bool:
+    local = _local_of(param)
+    return local.device.type == "cpu" and not _torch.is_subclass(local)
 
 
 _Filled = list[tuple[str, ShardedParam]]
@@ -83,7 +88,7 @@ def _agree(
         heard = gather_objects(facts, ranks, op)
         raise_first_difference(heard, range(ranks.size()), "model")
     _last_tag = max(_last_tag, last + num_tags)
-    if 0 < most == -fewest:
+    if 0 < most == -fewest and _torch.backend_name(ranks, device) != "fake":
         _warn_of_same_rows(ranks, device, filled)
     return last + 1
 

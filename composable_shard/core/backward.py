@@ -651,11 +651,11 @@ class BackwardPass:
 
     def _ran(self) -> list[ParamGroup]:
         """Return the groups that may have gradients of which no backward has told."""
-        return [
-            group
-            for group in dict.fromkeys([*self._order.last_entered_first(), *self._ran_inside])
-            if group.is_trainable
-        ]
+        ran = dict.fromkeys([*self._order.last_entered_first(), *self._ran_inside])
+        trainable = [group for group in ran if group.is_trainable]
+        for group in trainable:
+            group.take_over_from_users()
+        return trainable
 
     def reduce_left(self) -> None:
         """Reduce what backwards have left, without another; wait, and free.
