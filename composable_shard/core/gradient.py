@@ -317,17 +317,17 @@ def _mark(param: ShardedParam, leaf: nn.Parameter) -> torch.Tensor | None:
 
 
 def _content_of(param: ShardedParam, leaf: nn.Parameter) -> tuple[object, list[int]]:
-    """Return counters with a sum of the bits of this rank's part, and which storage it is.
+    """Return counters, on the CPU a sum of the bits of this rank's part, and which storage it is.
 
-    Writes to ``.data`` move no counter. The sum would be waited for where there are streams.
+    Writes to ``.data`` move no counter. The host would wait for a sum on a device.
     """
     storage = _torch.storage_numbers([leaf])
     if param.shares_storage:
         return None, storage
     counters = [t._version for t in (leaf, *param.parts) if not t.is_inference()]
-    if param.is_subclass or _torch.has_streams(param.mesh.device):
-        return counters, storage
     part = param.shard_of(leaf)
+    if param.is_subclass or part.untyped_storage().device.type != "cpu":  # meta if it is fake
+        return counters, storage
     real = torch.view_as_real(part) if part.is_complex() else part
     return (counters, int(real.view(getattr(torch, f"int{8 * real.itemsize}")).sum())), storage
 
