@@ -118,7 +118,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: fully_shard(sharded()),
         ValueError,
         "Expected a module that is not sharded, got FSDPLinear, which fully_shard was applied "
-        "to before",
+        "to before; shard what was added to it, such as new adapters, alone",
     ),
     # How it is sharded
     (

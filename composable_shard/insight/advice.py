@@ -31,7 +31,7 @@ def repeated_blocks(model: nn.Module) -> set[nn.Module]:
 
 def is_repeated_block(model: nn.Module) -> Callable[[nn.Module], bool]:
     """Return a policy for ``apply_fully_shard`` that picks them."""
-    blocks = repeated_blocks(model)
+    blocks = repeated_blocks(model) or {model}  # a model without any is one group
     return lambda module: module in blocks
 
 

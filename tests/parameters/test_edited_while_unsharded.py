@@ -35,10 +35,10 @@ def trained_after(edit: Callable[[nn.Sequential], None]) -> bool:
     model = copy.deepcopy(oracle)
     fully_shard(model[0])
     fully_shard(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, oracle)]
     x = torch.ones(2, 4)
     model(x)
     edit(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, oracle)]
     for _ in range(3):
         for one, optimizer in zip((model, oracle), optimizers, strict=True):
             one(x).square().sum().backward()

@@ -55,9 +55,14 @@ def evaluate(model: nn.Module, step: int) -> torch.Tensor:
     return output.clone().to(dtype)
 
 
-def train(model: nn.Module, step: int, is_reference: bool) -> float:
+def train(
+    model: nn.Module,
+    step: int,
+    is_reference: bool,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> float:
     dtype = next(iter(model.parameters())).dtype
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
     loss = model(own_input(step).to(dtype)).square().sum()
     loss.backward()
     if is_reference:
@@ -151,11 +156,12 @@ def test_unshard_under_inference_mode() -> None:
     """Gather by hand under inference mode, and train with what was gathered."""
     reference = Net(1)
     model = shard_net(copy.deepcopy(reference))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)  # of the sharded ones
     with torch.inference_mode():
         handles = [one.unshard(async_op=True) for one in (model, *model.blocks)]
         for handle in handles:
             handle.wait()
-    for one in (model, reference):
-        train(one, 0, one is reference)
+    train(model, 0, False, optimizer)
+    train(reference, 0, True)
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param), expected, rtol=1e-5, atol=1e-6)

@@ -104,8 +104,7 @@ def test_training_equals_two_plain_models(reshard_after_forward: bool, num_ranks
         # One tensor for each of the six weights; the same storage at every later gather.
         assert branches[:6] == ["create"] * 6
         assert set(branches[6:]) == {"alias"}
-        # The last layer is the first that backward needs: one gather serves both, once recorded.
-        once, again = 6 * NUM_ITERATIONS, 4 * (NUM_ITERATIONS - 1) + 6
+        once, again = 6 * NUM_ITERATIONS, 6 * NUM_ITERATIONS
         assert len(branches) == (once + again if reshard_after_forward else once)
 
 

@@ -272,7 +272,7 @@ def test_a_forward_within_gathers_nothing_anew() -> None:
         gathered = [name for event, name in forward if event == "all_gather"]
         assert gathered == ["", "block", "block"]  # the block is freed between its two calls
         freed = [name for event, name in forward if event == "reshard"]
-        assert freed == ["block", "block"]  # the root ends forward and begins backward
+        assert freed == ["block", "block", ""]
         reduced = [name for event, name in backward if event == "reduce_scatter"]
         assert reduced == ["block", ""]
 
