@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from nets import Net, assert_parity, own_input, train_step, two_nets
 from on_ranks import on_ranks
 
+from composable_shard import _torch
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from faults.failing import events_after_failure, train_with_failure
@@ -97,26 +99,26 @@ def test_out_of_memory_in_a_backward_hook(hang: Callable[[Net], Any], retries: b
 def test_out_of_memory_when_gathering() -> None:
     """The allocation of the gathered parameters itself fails, in forward and in backward."""
     reference, model = two_nets(2)
-    group_type = type(model.blocks[0]._group())
-    original = group_type.wait_for_unshard
+    allocate, left = _torch.allocate, [0]
+
+    def failing(tensor: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OOM("when gathering")
+        allocate(tensor)
+
     for step in range(5):
         model.zero_grad()
         reference.zero_grad()
         if step in (1, 3):
-            left = [2 if step == 1 else 5]
-
-            def failing(group: Any, left: list[int] = left) -> None:
-                left[0] -= 1
-                if left[0] == 0:
-                    raise OOM("when gathering")
-                original(group)
-
-            group_type.wait_for_unshard = failing
-            try:
-                with pytest.raises(OOM, match="when gathering"):
-                    model(own_input(step)).square().sum().backward()
-            finally:
-                group_type.wait_for_unshard = original
+            with (
+                mock.patch.object(_torch, "allocate", failing),
+                pytest.raises(OOM, match="when gathering"),
+            ):
+                left[0] = 2 if step == 1 else 0
+                loss = model(own_input(step)).square().sum()
+                left[0] = 2
+                loss.backward()
             continue
         train_step(model, step, None)
         train_step(reference, step, None)

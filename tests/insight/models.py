@@ -13,7 +13,6 @@ from torch.distributed.tensor import Shard
 from two_tensors import two_tensor_mlp
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from composable_shard.module import group_of
 
 
 class Layer(nn.Module):
@@ -116,6 +115,10 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 def inputs_of(model: nn.Module) -> Tensor:
     """Return a batch in the dtype of compute, so that casting it is not counted."""
     first = next(module for module in model.modules() if isinstance(module, nn.Linear))
-    group = group_of(model)
-    dtype = None if group is None else group.policy.param_dtype
-    return torch.ones(2, first.in_features, dtype=dtype)
+    kinds: list[torch.dtype] = []
+    handle = first.register_forward_pre_hook(lambda module, _: kinds.append(module.weight.dtype))
+    x = torch.ones(2, first.in_features)
+    with torch.no_grad():
+        model(x)
+    handle.remove()
+    return x.to(kinds[0])

@@ -13,10 +13,11 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from nets import Checkpointed, Net, Reentrant, shard_net
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable_shard.core.transport import process_groups
+from composable_shard.core.transport.channel import Channel
 from composable_shard.insight.events import record_events
 
 NUM_RANKS, NUM_STEPS = 4, 3
@@ -74,7 +76,7 @@ def run(device: str, case: Case) -> dict[str, Any]:
         model: Any = shard_net(case.make(), mesh=mesh, **case.kwargs)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
 
-        def listen(event: str, _: str) -> None:
+        def listen() -> None:
             if torch._C._current_graph_task_id() != -1:
                 seen.add(threading.current_thread() is threading.main_thread())
 
@@ -84,9 +86,8 @@ def run(device: str, case: Case) -> dict[str, Any]:
                 model.no_sync() if step == case.no_sync_in else contextlib.nullcontext(),
                 Transfers() as transfers,
                 record_events(model) as events,
+                before_launches(listen),
             ):
-                inner = model._group().context.listener
-                model._group().context.listener = both(inner, listen)
                 model(x).sum().backward()
                 gradients = [param.grad for param in model.parameters()]
                 if step != case.no_sync_in:
@@ -102,12 +103,17 @@ def run(device: str, case: Case) -> dict[str, Any]:
     }
 
 
-def both(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., None]:
-    def tell(*args: Any) -> None:
-        first(*args)
-        second(*args)
+@contextlib.contextmanager
+def before_launches(act: Callable[[], object]) -> Iterator[None]:
+    """Do something before each gather and each reduction."""
+    launch = Channel._launch
 
-    return tell
+    def launch_after(self: Channel, *args: Any) -> Any:
+        act()
+        return launch(self, *args)
+
+    with mock.patch.object(Channel, "_launch", launch_after):
+        yield
 
 
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import CoalescedAllGather, CoalescedReduceScatter
 from composable_shard.testing import run_ranks
 
@@ -41,18 +43,18 @@ def shards_of(tensor: DTensor) -> torch.Tensor:
     return torch.cat(heard)
 
 
+def coalescing(channel: Channel) -> None:
+    channel.all_gather, channel.reduce_scatter = CoalescedAllGather(), CoalescedReduceScatter()
+
+
 def train(coalesced: bool, users: tuple[bool, ...]) -> list[str]:
     """Train for two steps; return the parameters whose gradient is not the mean over the ranks."""
     torch.manual_seed(0)
     model: Any = Waves()
     reference = copy.deepcopy(model)
-    fully_shard(model)
-    if coalesced:
-        for channel in model._group().channels.values():
-            channel.all_gather, channel.reduce_scatter = (
-                CoalescedAllGather(),
-                CoalescedReduceScatter(),
-            )
+    choose = coalescing if coalesced else Channel._use_fastest
+    with mock.patch.object(Channel, "_use_fastest", choose):
+        fully_shard(model)
     rank, wrong = dist.get_rank(), []
     for step in range(2):
         model.zero_grad()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gathered import nbytes_of, note_gathered
 from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
 from on_ranks import on_ranks
 from torch import nn
@@ -16,7 +17,6 @@ from torch_versions import needs_kept_storage
 from two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import MixedPrecisionPolicy, explain, fully_shard
-from composable_shard.module import group_of
 from composable_shard.testing import fake_ranks, run_ranks
 
 Pointers = list[int]
@@ -40,13 +40,6 @@ def gather(model: nn.Module) -> Pointers:
     return found
 
 
-def nbytes_of(model: nn.Module) -> list[int]:
-    """Return the bytes behind the unsharded parameters."""
-    groups = dict.fromkeys(group_of(module) for module in model.modules())
-    params = [param for group in groups if group is not None for param in group.params]
-    return [param.unsharded.untyped_storage().nbytes() for param in params]  # type: ignore[union-attr]
-
-
 class Noting:
     """Notes where a model's parameters lie when they compute."""
 
@@ -63,6 +56,7 @@ def train(reshard: bool | int | None, dtypes: tuple[torch.dtype | None, ...]) ->
     policy = MixedPrecisionPolicy(*dtypes)
     reference, model = two_nets(2, reshard_after_forward=reshard, mp_policy=policy)
     model.set_keep_unsharded_storage(True)
+    gathered = note_gathered(model)
     first = gather(model)
     noting = Noting(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, model)]
@@ -78,9 +72,9 @@ def train(reshard: bool | int | None, dtypes: tuple[torch.dtype | None, ...]) ->
             optimizer.step()
             optimizer.zero_grad()
     own = [seen for seen in noting.seen if len(seen) == len(noting.seen[0])]
-    kept = [len(set(map(tuple, own))) == 1, gather(model) == first, min(nbytes_of(model)) > 0]
+    kept = [len(set(map(tuple, own))) == 1, gather(model) == first, min(nbytes_of(gathered)) > 0]
     model.set_keep_unsharded_storage(False)
-    return [*kept, max(nbytes_of(model)) == 0, len(gather(model)) == len(first)]
+    return [*kept, max(nbytes_of(gathered)) == 0, len(gather(model)) == len(first)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -101,15 +95,13 @@ def test_pointers_stay_under_mixed_precision_and_on_one_rank(ranks: int) -> None
 
 def one_of_two() -> list[bool]:
     model = shard_net(Net(2))
+    first, second, root = map(note_gathered, (*model.blocks, model.out))
     model.blocks[0].set_keep_unsharded_storage(True)
     model(own_input()).sum().backward()
-    kept = [min(nbytes_of(model.blocks[0])) > 0, max(nbytes_of(model.blocks[1])) == 0]
+    kept = [min(nbytes_of(first)) > 0, max(nbytes_of(second)) == 0]
     model.set_keep_unsharded_storage(True, recurse=False)
     model(own_input()).sum().backward()
-    root = group_of(model)
-    assert root is not None
-    at_root = min(p.unsharded.untyped_storage().nbytes() for p in root.params)  # type: ignore[union-attr]
-    return [*kept, at_root > 0, max(nbytes_of(model.blocks[1])) == 0]
+    return [*kept, min(nbytes_of(root)) > 0, max(nbytes_of(second)) == 0]
 
 
 def test_one_module_may_keep_its_memory() -> None:

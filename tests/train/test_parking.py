@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from gathered import nbytes_of, note_gathered
 from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import on_ranks
@@ -182,19 +183,6 @@ def test_a_step_is_what_it_would_have_been(
     assert_same_bits(all_values(parked_one, first), all_values(other, second))
 
 
-def memory_of_gathers(model: Wide) -> list[torch.UntypedStorage]:
-    """Note what parameters are gathered into, as their modules are called."""
-    storages: list[torch.UntypedStorage] = []
-
-    def note(module: nn.Module, _: object) -> None:
-        params = module.parameters(recurse=False)
-        storages.extend(p.untyped_storage() for p in params if p is not model.plain)
-
-    for module in model.modules():
-        module.register_forward_pre_hook(note)
-    return storages
-
-
 @pytest.mark.parametrize("name", ["kept", "last", "offloaded", "hybrid", "held"])
 @on_ranks(2)
 def test_whatever_is_set(name: str) -> None:
@@ -205,7 +193,7 @@ def test_whatever_is_set(name: str) -> None:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         kwargs["mesh"] = mesh
     one, other = sharded_pair(**kwargs)
-    gathered = memory_of_gathers(one) if name != "hybrid" else []  # there shards are used as such
+    gathered = note_gathered(one) if name != "hybrid" else []  # there shards are used as such
     pairs = [(one, stock(one)), (other, stock(other))]
     for model, _ in pairs:
         if name == "kept":
@@ -217,11 +205,10 @@ def test_whatever_is_set(name: str) -> None:
             backward(model, step)
         if name == "held":
             one.inp.unshard()
-        is_gathered = any(storage.nbytes() for storage in gathered)
-        assert is_gathered == (name in ("kept", "held"))
+        assert any(nbytes_of(gathered)) == (name in ("kept", "held"))
         with as_device(), parked(one, pairs[0][1]) as memory:
             assert memory.parameters > BIG
-            assert not any(storage.nbytes() for storage in gathered)
+            assert not any(nbytes_of(gathered))
         for model, optimizer in pairs:
             if name == "last":
                 model.set_is_last_backward(True)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from heard import from_all_ranks
 from torch import nn
 
-from composable_shard import MixedPrecisionPolicy
-from composable_shard.module import group_of
+from composable_shard import MixedPrecisionPolicy, explain
 
 
 class Unsharded:
@@ -104,19 +103,13 @@ class Unsharded:
 
     def reduce_together(self, sharded: nn.Module) -> None:
         """Reduce the gradients of each group of a model in the dtype that they promote to."""
-        modules = dict(sharded.named_modules())
         own = {name: param.dtype for name, param in self.model.named_parameters()}
-        for group in dict.fromkeys(map(group_of, sharded.modules())):
-            places = [] if group is None else [slot for p in group.params for slot in p.slots]
+        for group in explain(sharded).groups:
+            params = {sharded.get_parameter(param.name) for param in group.parameters}
             members = [
                 name
                 for name, param in self.model.named_parameters()
-                if param.requires_grad
-                and any(
-                    modules[name.rpartition(".")[0]] is module
-                    and name.rpartition(".")[2] == attribute
-                    for module, attribute, _ in places
-                )
+                if param.requires_grad and sharded.get_parameter(name) in params
             ]
             dtypes = [self.policy.reduction_dtype(own[name]) for name in members]
             for name in members:

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from gathered import note_gathered
 from nets import average_gradients, full, own_input
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.module import group_of
 from composable_shard.testing import fake_ranks, run_ranks
 
 
@@ -88,8 +88,7 @@ class Keeps(nn.Module):
 def test_views_of_parameters_leave_no_hooks_behind(ranks: int) -> None:
     with fake_ranks(ranks):
         model = fully_shard(Keeps())
+        gathered = note_gathered(model)
         for _ in range(4):
             model(torch.ones(2, 4)).sum().backward()
-        group = group_of(model)
-        assert group is not None
-        assert [len(p.unsharded._backward_hooks or {}) for p in group.params] == [0, 0]  # type: ignore[union-attr]
+        assert [len(param._backward_hooks or {}) for param in gathered] == [0, 0]
