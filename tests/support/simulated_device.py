@@ -325,6 +325,8 @@ class _Operations(_torch.DispatchMode):
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, *, pins: bool
     ) -> None:
         device, op = self._device, func.overloadpacket.__name__
+        if any(t.layout != torch.strided for t in _torch.tensors_of(args, kwargs, result)):
+            return  # of sparse ones the parts are noted
         reads, writes = _torch.read_and_written(func, args, kwargs)
         known = {_torch.storage_number(t) for t in (*reads, *writes)}
         made = [t for t in _torch.tensors_of(result) if _torch.storage_number(t) not in known]
