@@ -156,12 +156,3 @@ def is_replicated(module: nn.Module) -> bool:
     return "replicate" in composable_functions(module) or isinstance(
         module, DistributedDataParallel
     )
-
-
-def is_averaged(module: nn.Module) -> bool:
-    """Tell whether torch itself averages the gradients of a module's parameters over ranks."""
-    if is_replicated(module):
-        return True
-    return any(
-        kind.__module__.startswith("torch.distributed.fsdp") for kind in type(module).__mro__
-    )

@@ -32,7 +32,6 @@ from torch.optim.optimizer import (
 from composable_shard import _torch
 from composable_shard.core.gradient import is_partial
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.not_sharded import warn_of_unsharded
 from composable_shard.core.param import num_standing_for_sharded
 from composable_shard.core.ties import num_replaced, owner_of_sharded, remember_owner
 from composable_shard.core.transport import host
@@ -159,7 +158,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         _refuse_unreduced(optimizer, params.strided)
     for param in params.scalars:
         _distribute_state(param, optimizer.state.get(param, {}))
-    warn_of_unsharded(optimizer, _owners.values())
 
 
 def _is_strided(param: DTensor) -> bool:
