@@ -436,11 +436,16 @@ def test_scopes_within_one_another_and_models_that_are_not_sharded_are_refused()
             with expect_refusal(expected), weigh(model[1]):
                 pass
             for bad in (torch.ones(2), torch.tensor(1j)):
-                text = f"to be one real number, got {bad.dtype} of shape {list(bad.shape)}"
-                with expect_refusal(f"Expected num_tokens {text}", ValueError):
-                    weighing.add(bad, torch.ones(()))
-                with expect_refusal(f"Expected loss {text}", ValueError):
-                    weighing.add(1, bad)
+                for name, given in (
+                    ("num_tokens", (bad, torch.ones(()))),
+                    ("loss", (1, bad)),
+                ):
+                    text = (
+                        f"Expected {name} to be one real number, got {bad.dtype} of shape "
+                        f"{list(bad.shape)}"
+                    )
+                    with expect_refusal(text, ValueError):
+                        weighing.add(*given)
             weighing.add(1, torch.ones(()))
     with (
         expect_refusal(
