@@ -286,7 +286,7 @@ class BackwardPass:
             is_bounded: Whether input markers lie in front of the call that gave them.
         """
         run, one = self._enter(group, forward)
-        if not one.is_gathered and not self._reductions.is_last:
+        if not one.is_gathered and self._reductions.is_left_open:
             refuse_half(group)
         if not one.is_complete:
             one.expect_markers(_torch.current_backward())
