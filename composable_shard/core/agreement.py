@@ -97,17 +97,17 @@ def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _
     """Warn if all ranks hold the same random numbers, as those do that fill shards by one seed."""
     digests = []
     for _, param in filled:
-        values = _local_of(param).flatten()[:64].tolist()
-        is_random = len(values) > 2 and len({*values}) > len(values) / 2
-        digests.append(hash(tuple(values)) >> 2 if is_random else ranks.rank())
+        (first, *_) = _torch.leaves(_local_of(param).detach())
+        held = first.flatten()[:64].contiguous().view(torch.uint8).tolist()  # bytes, of any dtype
+        is_random = len({*held}) > max(4, len(held) / 4)  # no constants
+        digests.append(hash(tuple(held)) >> 2 if is_random else ranks.rank())
     _, found = compare("", ranks, device, *digests, *(-digest for digest in digests))
     pairs = zip(filled, found, found[len(filled) :], strict=False)
     same = [f"'{param.name}' of {label}" for (label, param), most, least in pairs if most == -least]
     if same:
         warnings.warn(
-            f"All ranks hold the same rows of {same[0]}, and of {len(same) - 1} other parameters: "
-            "random functions fill shards on the CPU alike where ranks have one seed; initialize "
-            "by init_sharded(model, seed=...)",
+            f"All ranks hold the same rows of {same[0]}: random functions fill shards on the CPU "
+            "alike where ranks have one seed; initialize by init_sharded(model, seed=...)",
             stacklevel=2,
         )
 

@@ -165,27 +165,26 @@ def test_a_step_after_it_is_that_of_the_unsharded_model() -> None:
 # What ranks fill by themselves --------------------------------------------------------------------
 
 
-def fill(seeds: tuple[int, int], rows: int, how: Callable[[nn.Module], None]) -> list[str]:
+def fill(seeds: tuple[int, int], dtype: torch.dtype, how: Callable[[nn.Module], None]) -> list[str]:
     """Initialize shards by themselves; return what two forwards warn of."""
     import torch.distributed as dist
 
     with torch.device("meta"):
-        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, rows))
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6)).to(dtype)
     fully_shard(model)
     model.to_empty(device="cpu")
     torch.manual_seed(seeds[dist.get_rank()])
     model.apply(how)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model(own_input())
-        model(own_input())
+        model(own_input().to(dtype))
+        model(own_input().to(dtype))
     return [str(warning.message) for warning in caught]
 
 
 SAME = (
-    "All ranks hold the same rows of '1.weight' of the root group, and of 1 other parameters: "
-    "random functions fill shards on the CPU alike where ranks have one seed; initialize by "
-    "init_sharded(model, seed=...)"
+    "All ranks hold the same rows of '1.weight' of the root group: random functions fill shards on "
+    "the CPU alike where ranks have one seed; initialize by init_sharded(model, seed=...)"
 )
 
 
@@ -194,13 +193,14 @@ def ones(module: nn.Module) -> None:
         nn.init.ones_(param)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("seeds", "how", "expected"), [((0, 0), reset, [SAME]), ((0, 1), reset, []), ((0, 0), ones, [])]
 )
 def test_shards_that_are_filled_alike_are_warned_of(
-    seeds: tuple[int, int], how: Any, expected: list[str]
+    dtype: torch.dtype, seeds: tuple[int, int], how: Any, expected: list[str]
 ) -> None:
-    assert run_ranks(fill, 2, seeds, 6, how) == [expected] * 2
+    assert run_ranks(fill, 2, seeds, dtype, how) == [expected] * 2
 
 
 # Errors -------------------------------------------------------------------------------------------
