@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.arguments import (
@@ -20,8 +22,9 @@ from composable_shard.arguments import (
     checked_list,
 )
 from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
-from composable_shard.core.gradient import clear
+from composable_shard.core.gradient import assign_grad, clear
 from composable_shard.core.group import ParamGroup, check_reshard, group_of, set_group
+from composable_shard.core.hooks import groups_in
 from composable_shard.core.root import Context, context_of
 from composable_shard.core.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.core.transport.collectives import (
@@ -109,6 +112,65 @@ def _check_comm(what: str, comm: Any) -> None:
         raise TypeError(
             f"Expected a custom {what} with allocate and __call__, got {type(comm).__name__}"
         )
+
+
+_Conversion = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _convert(
+    modules: list[nn.Module], fn: _Conversion, apply: Callable[[_Conversion], Any]
+) -> None:
+    """Convert parameters, their gradients and buffers; all of them or, if that fails, none.
+
+    All are converted before any is replaced. Torch replaces a DTensor as a whole, with what was
+    asked of its gradient, and then refuses a gradient of another dtype; so it gets to see none.
+
+    Args:
+        modules: The modules.
+        fn: What converts one tensor.
+        apply: Replaces each parameter and buffer of the modules by what a function returns for it.
+
+    Memory: the tensors before and after the conversion.
+    """
+    groups = groups_in(modules)
+    for group in groups:
+        group.reshard()
+    held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    params = [param for group in groups for param in group.params if id(param.sharded) in held]
+    grads = [param.sharded.grad for param in params]
+    with torch.no_grad():
+        others = [t for m in modules for t in m._buffers.values() if t is not None]
+        others += [p.grad for p in held.values() if p.grad is not None]
+        converted = {id(t): (t, fn(t)) for t in (*held.values(), *others)}
+        new_grads: list[torch.Tensor | None] = []
+        for param, grad in zip(params, grads, strict=True):
+            new = None if grad is None else converted[id(grad)][1]
+            if grad is None or new is None or grad.dtype in (param.sharded.dtype, new.dtype):
+                new_grads.append(new)
+            else:  # it is of a dtype of its own, and keeps it
+                new_grads.append(grad.to(new.device))
+    before = [(p, p.detach(), _torch.local_part(p)) for p in held.values()]
+    buffers = [(module, dict(module._buffers)) for module in modules]
+    for param in params:
+        param.remember_grad_dtype()  # what torch puts in its place tells nothing of it
+        param.sharded.grad = None
+    try:
+        apply(lambda t: converted[id(t)][1] if id(t) in converted else fn(t))
+        grads = new_grads
+    except BaseException:
+        for tensor, value, local in before:
+            if not isinstance(tensor, DTensor):
+                tensor.data = value
+            elif _torch.local_part(tensor) is not local:
+                torch.utils.swap_tensors(tensor, nn.Parameter(value, tensor.requires_grad))
+        for module, present in buffers:
+            module._buffers.update(present)
+        raise
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.keep_attributes(param.sharded)
+            if grad is not None:
+                assign_grad(param.sharded, grad)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -390,14 +452,13 @@ class FSDPModule(TorchFSDPModule):
                 group.expose()
         return self
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.reshard()
-        for param in self._group().params:
-            param.remember_grad_dtype()  # what torch puts in its place tells nothing of it
-        applied = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        for param in self._group().params:
-            param.keep_attributes(param.sharded)
-        return applied
+    def _apply(self, fn: _Conversion, recurse: bool = True) -> Any:
+        module = cast(nn.Module, self)
+        apply = super(TorchFSDPModule, self)._apply  # type: ignore[misc]
+        _convert(
+            list(module.modules()) if recurse else [module], fn, partial(apply, recurse=recurse)
+        )
+        return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded copy with shards, groups and settings of its own; without gradients."""

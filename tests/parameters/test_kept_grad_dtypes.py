@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import full
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -160,3 +162,95 @@ def joins() -> object:
 
 def test_a_rank_that_joins_has_what_was_asked() -> None:
     assert run_ranks(joins, 2, timeout=60) == [(BF16, BF16)] * 2
+
+
+# Gradients that are there when a model is converted -----------------------------------------------
+
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "cpu": lambda model: model.cpu(),
+    "to": lambda model: model.to("cpu", BF16),
+    "double": nn.Module.double,
+    "half": nn.Module.half,
+    "own": lambda model: model._apply(lambda tensor: tensor.clone()),
+}
+
+
+def two_layers(asked: torch.dtype | None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)).to(BF16)
+    for param in model.parameters():
+        param.grad_dtype = asked
+    return model
+
+
+def sharded_layers(asked: torch.dtype | None, *, syncs: bool) -> Any:
+    model = two_layers(asked)
+    for module in (model[0], model):
+        fully_shard(module)  # type: ignore[arg-type]
+    model.set_requires_gradient_sync(syncs)  # type: ignore[operator]
+    return model
+
+
+def backward(model: nn.Sequential, value: float) -> None:
+    model(torch.full((1, 4), value, dtype=model[0].weight.dtype)).sum().backward()
+
+
+def state_of(model: nn.Sequential) -> list[Any]:
+    state = []
+    for param in model.parameters():
+        grad = None if param.grad is None else full(param.grad)
+        state.append((param.dtype, param.grad_dtype, full(param).detach().clone(), grad))
+    return state
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("syncs", [True, False])
+@on_ranks(2)
+def test_a_conversion_keeps_gradients_and_their_dtype(name: str, syncs: bool) -> None:
+    for asked in (FP32, None):
+        model, plain = sharded_layers(asked, syncs=syncs), two_layers(asked)
+        for one in (model, plain):
+            backward(one, 1 / 3)
+        kept = [param.grad.float().clone() for param in plain.parameters()]
+        for one in (model, plain):
+            CONVERSIONS[name](one)
+        grads = [full(param.grad) for param in model.parameters()]
+        torch.testing.assert_close([grad.float() for grad in grads], kept, rtol=0.0, atol=0.0)
+        assert [p.grad_dtype for p in model.parameters()] == [
+            p.grad_dtype for p in plain.parameters()
+        ]
+        model.set_requires_gradient_sync(True)
+        for one in (model, plain):
+            backward(one, 1.0)
+        model.reshard()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert param.dtype == other.dtype and param.grad.dtype == (asked or param.grad.dtype)
+            torch.testing.assert_close(
+                full(param.grad), other.grad, check_dtype=False, rtol=1e-2, atol=1e-2
+            )
+
+
+@pytest.mark.parametrize("fails", ["function", "exchange"])
+@on_ranks(2)
+def test_a_conversion_that_fails_changes_nothing(fails: str) -> None:
+    model, count = sharded_layers(FP32, syncs=True), 0
+    backward(model, 1 / 3)
+    model.reshard()
+    before = state_of(model)
+    last = weakref.ref(model[1].weight) if fails == "exchange" else None  # torch refuses it
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if fails == "function" and count == 2:
+            raise RuntimeError("Couldn't swap")
+        return tensor.double()
+
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        model._apply(convert)
+    after = state_of(model)
+    for old, new in zip(before, after, strict=True):
+        assert old[:2] == new[:2]
+        assert torch.equal(old[2], new[2]) and torch.equal(old[3], new[3])
+    del last
+    backward(model.double(), 1 / 3)
