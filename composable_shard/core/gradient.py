@@ -326,7 +326,8 @@ def _content_of(param: ShardedParam, leaf: nn.Parameter) -> tuple[object, list[i
         return None, storage
     counters = [t._version for t in (leaf, *param.parts) if not t.is_inference()]
     part = param.shard_of(leaf)
-    if param.is_subclass or part.untyped_storage().device.type != "cpu":  # meta if it is fake
+    is_fake = part.untyped_storage().device.type != part.device.type
+    if param.is_subclass or is_fake or _torch.has_streams(param.mesh.device):
         return counters, storage
     real = torch.view_as_real(part) if part.is_complex() else part
     return (counters, int(real.view(getattr(torch, f"int{8 * real.itemsize}")).sum())), storage
