@@ -182,8 +182,8 @@ def test_what_has_hooks_alone_has_no_full_tensor(kind: type[Quantized]) -> None:
         texts
         == [
             f"Expected 'weight' of FSDPLinear, a {kind.__name__}, to have the ops by which DTensor "
-            f"makes a full tensor of its shards, got {got}; its hooks gather it for forward alone, as "
-            "module.unshard() does"
+            f"makes a full tensor of its shards, got {got}; its hooks gather it for forward "
+            "alone, as module.unshard() does"
         ]
         * 2
     )
