@@ -53,6 +53,7 @@ class ReductionSettings:
 _grad_of = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
 _grad_dtype_of = attrgetter("grad_dtype")
+_lacks_rows = attrgetter("form.layout.lacks_rows")
 _is_something = partial(is_not, None)
 
 
@@ -172,6 +173,26 @@ def deliver(param: ShardedParam, shard: torch.Tensor) -> None:
         param: The parameter.
         shard: On its device, in the dtype that was asked of its gradients.
     """
+    if _comes_before_autograd(param):
+        _torch.on_backward_end(partial(_deliver, param, shard))
+    else:
+        _deliver(param, shard)
+
+
+def _comes_before_autograd(param: ShardedParam) -> bool:
+    """Tell whether this backward is still to write a gradient of its own, such as of a penalty.
+
+    Where a rank has no rows, DTensor cannot add that to a reduced one; the other way round it can.
+    """
+    return (
+        param.layout.lacks_rows
+        and param.sharded.grad is None
+        and _torch.current_backward() != -1
+        and _torch.will_run(_torch.accumulate_node(param.sharded))
+    )
+
+
+def _deliver(param: ShardedParam, shard: torch.Tensor) -> None:
     sharded, present = param.sharded, settled(param, keeps_partial=False)
     if present is not None and _torch.local_part(present).shape != shard.shape:
         raise ShardError(
@@ -202,7 +223,7 @@ def deliver_all(
     """
     leaves = [param.sharded for param in params]
     with _torch.without_overrides():
-        if _are_bare(leaves, [shard.dtype for shard in shards]):
+        if not any(map(_lacks_rows, params)) and _are_bare(leaves, [s.dtype for s in shards]):
             for leaf, shard, spec in zip(leaves, shards, specs, strict=True):
                 leaf.grad = _torch.from_local(shard, spec)
             return

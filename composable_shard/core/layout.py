@@ -147,6 +147,11 @@ class ParamLayout:
         return self.num_full_shards + (self.num_remaining_rows > 0)
 
     @cached_property
+    def lacks_rows(self) -> bool:
+        """Whether some shard has no rows."""
+        return self.num_nonempty_shards < self.num_shards
+
+    @cached_property
     def num_remaining_rows(self) -> int:
         """Rows of the one shard that is neither full nor empty, or 0."""
         return self.rows - self.num_full_shards * self.rows_per_shard

@@ -43,7 +43,8 @@ def test_a_penalty_counts_wherever_it_is_computed(kind: str) -> None:
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, width)).double()
         model = copy.deepcopy(plain)
-        fully_shard(model[0], mesh=mesh)
+        for layer in (model[0], model[2]) if is_before else (model[0],):
+            fully_shard(layer, mesh=mesh)
         assert isinstance(fully_shard(model, mesh=mesh), FSDPModule)
         for microbatch in range(2 if setter else 1):
             if setter:
