@@ -346,10 +346,10 @@ def _content_of(param: ShardedParam, leaf: nn.Parameter) -> tuple[object, list[i
     if param.shares_storage:
         return None, storage
     counters = [t._version for t in (leaf, *param.parts) if not t.is_inference()]
-    part = param.shard_of(leaf)
-    is_fake = part.untyped_storage().device.type != part.device.type
+    is_fake = not param.is_subclass and leaf.untyped_storage().device.type == "meta"
     if param.is_subclass or is_fake or _torch.has_streams(param.mesh.device):
         return counters, storage
+    part = param.shard_of(leaf)
     real = torch.view_as_real(part) if part.is_complex() else part
     return (counters, int(real.view(getattr(torch, f"int{8 * real.itemsize}")).sum())), storage
 
