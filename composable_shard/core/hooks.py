@@ -395,12 +395,8 @@ class ModuleHooks:
             if not tensor.requires_grad:
                 continue
             is_watched = True
-            for marker in call.input_markers:
-                if tensor.grad_fn is marker.node:  # an input that is returned: it needs no gather,
-                    break  # and a hook on its node would hold that node
-            else:
-                if not tensor.is_leaf:  # a parameter lives on, and counts its gradients by itself
-                    tensor.register_hook(pre_backward)
+            if not tensor.is_leaf:  # a parameter lives on, and counts its gradients by itself
+                tensor.register_hook(pre_backward)
             base = tensor._base
             if base is None or base.is_leaf or not base.requires_grad:
                 continue
