@@ -6,6 +6,8 @@ beside ``import torch``, and the command line answers before torch is imported.
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -117,6 +119,11 @@ _MODULES = {
     "train.wrap": ("apply_fully_shard",),
 }
 """Where each public name is defined; for type checkers, the imports above say the same."""
+
+# The core that is being written stands in for today's where it is asked for.
+_REPLACED = ("api", "module") if os.environ.get("COMPOSABLE_SHARD_CORE") == "next" else ()
+for _name in _REPLACED:
+    sys.modules[f"{__name__}.{_name}"] = import_module(f"{__name__}.core_next.module")
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

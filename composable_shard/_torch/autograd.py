@@ -7,6 +7,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import methodcaller
 from types import FrameType
 from typing import Any
 
@@ -136,6 +137,10 @@ def is_ahead(nodes: Iterable[Node], *, before: Iterable[Node]) -> bool:
             seen.add(node)
             ahead += [after for after, _ in node.next_functions]
     return False
+
+
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+"""Returns a number that is greater for nodes that this thread has made later."""
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -17,7 +17,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -252,6 +253,17 @@ def free(tensor: torch.Tensor) -> bool:
     if is_own and spare is not None:
         spare.append(one)
     return True
+
+
+def memory_ops(tensor: torch.Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return the operations that allocate and free the memory of a tensor, which fills its storage.
+
+    They are builtins where nothing else is to be done: no poison, no pages, no spare memory.
+    """
+    if is_big(tensor):
+        return partial(allocate, tensor), partial(free, tensor)
+    storage = tensor.untyped_storage()
+    return partial(storage.resize_, tensor.nbytes), partial(storage.resize_, 0)
 
 
 # Memory of others that tensors have for a while ---------------------------------------------------

@@ -1,0 +1,264 @@
+"""One backward: when each group is gathered, and when it is finished (freed and reduced).
+
+Imports group, reduction, tape. The tape gives the plan, which is the same on all ranks.
+Autograd only says how far this rank may run it. If this rank's loss does not reach a group, the
+rank still gathers the group in turn and reduces zeros, because another rank's loss may reach it.
+
+On one device, autograd runs the most recently created nodes first. So a group is complete before
+an earlier group is needed, and all ranks call collectives in the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import islice
+
+import torch
+
+from composable_shard import _torch
+from composable_shard.core_next.group import ParamGroup, State
+from composable_shard.core_next.reduction import Reduction
+from composable_shard.core_next.tape import PlanStep
+from composable_shard.errors import ShardError
+
+_current_task = _torch.current_backward
+
+
+def _refuse_create_graph() -> None:
+    """Raise on the ranks whose backward has ``create_graph=True``.
+
+    A recompute must not call this: it enables gradients in every backward.
+    """
+    if torch.is_grad_enabled():
+        raise ShardError(
+            "Expected backward without create_graph=True, got create_graph=True; gradients are "
+            "reduced outside the graph"
+        )
+
+
+class GroupProgress:
+    """The progress of one backward through one group; each backward makes a new one.
+
+    Attributes:
+        expected_nodes: For each graph task, how many nodes of the group it will run: gradient
+            accumulations and input markers. Each adds an entry to ``group.finished_nodes``. A
+            reentrant checkpoint runs one graph task inside another.
+        awaits_inner_task: Whether a checkpoint has recomputed the group and may start a graph task
+            whose nodes are not counted yet.
+        num_recomputes: How many checkpoints have recomputed the group.
+        has_input_markers: Whether every call reached so far has input markers. Without them, a node
+            may read the parameters after the last gradient is accumulated.
+    """
+
+    __slots__ = ("awaits_inner_task", "expected_nodes", "has_input_markers", "num_recomputes")
+
+    def __init__(self) -> None:
+        self.expected_nodes: dict[int, int] = {}
+        self.awaits_inner_task = False
+        self.num_recomputes = 0
+        self.has_input_markers = True
+
+
+class Backward:
+    """One backward through the forwards on the tape.
+
+    Attributes:
+        steps: The remaining steps of the plan, the next step last.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        steps: list[PlanStep[ParamGroup]],
+        num_checkpoints: dict[ParamGroup, int],
+        on_end: Callable[[Backward], None],
+    ) -> None:
+        """Begin a backward.
+
+        Args:
+            groups: All groups of the tree.
+            steps: The plan, which all ranks share, the first step last.
+            num_checkpoints: How many checkpoints recompute each group.
+            on_end: Called when autograd has finished.
+
+        """
+        self.steps = steps
+        self._num_checkpoints = num_checkpoints
+        self._planned = {group for group, _ in steps}
+        self._to_gather = self._planned.copy()
+        self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
+        self._in_flight: deque[ParamGroup] = deque()  # their reductions are
+        self._to_free: list[ParamGroup] = []  # in `close`
+        self._task = _current_task()
+        for group in groups:
+            group.progress = None
+            group.finished_nodes.clear()
+        end = partial(on_end, self)  # only the engine owns it: it dies if backward fails
+        self._end = weakref.ref(end)
+        _torch.on_backward_end(end)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the backward has neither ended nor failed."""
+        return self._end() is not None and _current_task() != -1
+
+    # Events from autograd and checkpoints ---------------------------------------------------
+
+    def gather_for_backward(self, group: ParamGroup, *, has_input_markers: bool) -> None:
+        """Gather ``group``, because an output of its module has a gradient."""
+        _refuse_create_graph()
+        progress = self._ensure_progress(group)
+        progress.has_input_markers = progress.has_input_markers and has_input_markers
+        self._run_steps_to_gather(group)
+
+    def gather_for_recompute(self, group: ParamGroup) -> None:
+        """Gather ``group``, because a checkpoint recomputes it."""
+        progress = self._ensure_progress(group)
+        progress.num_recomputes += 1
+        if not self._has_pending_nodes(group):
+            progress.awaits_inner_task = True
+        self._run_steps_to_gather(group)
+
+    def count_marker(self, group: ParamGroup) -> None:
+        """Count an input marker: the backward of one call of ``group`` has ended."""
+        _refuse_create_graph()
+        progress, task = group.progress, _current_task()
+        if progress is not None and task in progress.expected_nodes:
+            group.finished_nodes.append(task)
+            if group.finished_nodes.count(task) >= progress.expected_nodes[task]:
+                self._finish_complete()
+
+    # Steps ----------------------------------------------------------------------------------
+
+    def _ensure_progress(self, group: ParamGroup) -> GroupProgress:
+        """Return the progress of ``group``; count the nodes of the current graph task."""
+        progress = group.progress
+        if progress is None:
+            progress = group.progress = GroupProgress()
+            if group not in self._planned:  # its forward ran before an earlier backward
+                self._planned.add(group)
+                self.steps.append(PlanStep(group, is_gather=False))
+        task = _current_task()
+        if task not in progress.expected_nodes:
+            nodes = [node for ref in group.calls if (call := ref()) for node in call.markers]
+            num_nodes = _torch.num_to_run([*group.program.accumulators, *nodes])
+            progress.expected_nodes[task] = num_nodes
+            if num_nodes and task != self._task:
+                progress.awaits_inner_task = False
+        return progress
+
+    def _run_steps_to_gather(self, group: ParamGroup) -> None:
+        """Run the plan up to the step that gathers ``group``.
+
+        Autograd visits calls in reverse order of forward. If a group was left later and is not
+        needed by now, this rank's loss does not reach it.
+        """
+        while group in self._to_gather:
+            step = self.steps.pop()
+            if step.is_gather:
+                self._ensure_progress(step.group)
+                self._gather(step.group)
+            else:
+                self._finish_queue.append(step.group)
+                if step.group.progress is not None:
+                    step.group.progress.awaits_inner_task = False
+                self._finish_queued()
+        if group.state is not State.UNSHARDED and group.settings.unshard_in_backward:
+            # needed again after it was finished
+            group.unshard()
+            group.wait()
+            group.register_unsharded()
+            self._to_free.append(group)
+
+    def _gather(self, group: ParamGroup) -> None:
+        self._to_gather.discard(group)
+        if not group.settings.unshard_in_backward:
+            return
+        group.unshard()
+        for other in self._to_prefetch(group):
+            other.unshard()
+        group.wait()
+        group.register_unsharded()  # a checkpoint inside its module may recompute with them
+
+    def _to_prefetch(self, group: ParamGroup) -> Iterable[ParamGroup]:
+        """Return the groups to gather early: those that users have set, or the next of the plan."""
+        chosen = group.settings.backward_prefetch
+        if chosen is not None:
+            return [other for other in chosen if other in self._to_gather]
+        planned = (step.group for step in reversed(self.steps) if step.is_gather)
+        wanted = (other for other in planned if other.settings.unshard_in_backward)
+        return islice(wanted, group.settings.prefetch_depth)
+
+    def _finish_complete(self) -> None:
+        """Finish the next groups of the plan, up to the first incomplete group or gather step."""
+        self._finish_queued()
+        while self.steps and not self._finish_queue and not self.steps[-1].is_gather:
+            group = self.steps[-1].group
+            if self._has_pending_nodes(group) or self._may_be_recomputed(group):
+                return
+            self.steps.pop()
+            self._finish(group)
+
+    def _finish_queued(self) -> None:
+        """Finish the queued groups in order, up to the first incomplete group."""
+        while self._finish_queue and not self._has_pending_nodes(self._finish_queue[0]):
+            self._finish(self._finish_queue.popleft())
+
+    def _has_pending_nodes(self, group: ParamGroup) -> bool:
+        progress, finished = group.progress, group.finished_nodes
+        return progress is not None and (
+            progress.awaits_inner_task
+            or any(finished.count(task) < total for task, total in progress.expected_nodes.items())
+        )
+
+    def _may_be_recomputed(self, group: ParamGroup) -> bool:
+        num_recomputes = 0 if group.progress is None else group.progress.num_recomputes
+        return num_recomputes < self._num_checkpoints.get(group, 0)
+
+    def _finish(self, group: ParamGroup) -> None:
+        """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
+        if not group.settings.reshard_after_backward:
+            group.register_sharded()  # the memory is kept, and gathered again if it is stale
+        elif group.progress is None or group.progress.has_input_markers:
+            group.reshard()
+        else:
+            self._to_free.append(group)
+        if group.needs_reduce:
+            while len(self._in_flight) >= group.settings.max_reductions:
+                self._in_flight.popleft().finish_reduction()
+            if group.start_reduction():
+                self._in_flight.append(group)
+
+    # The end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Run the remaining steps, deliver all gradients, free everything.
+
+        This finishes incomplete groups too: autograd may have passed undefined gradients, which
+        are not counted.
+
+        Raises:
+            ShardError: If a gradient was accumulated after its group was reduced. On the ranks
+                where that happened, after the last collective of the backward.
+        """
+        while self._finish_queue:
+            self._finish(self._finish_queue.popleft())
+        while self.steps:  # in plan order, as on ranks that ran them earlier
+            step = self.steps.pop()
+            if step.is_gather:
+                self._gather(step.group)
+            else:
+                self._finish(step.group)
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduction()
+        for group in self._to_free:
+            group.reshard()
+        for group in self._planned:
+            if any(map(Reduction.has_unsharded_grads, group.reductions)):
+                raise ShardError(
+                    f"Expected all gradients of '{group.name}' before its reduction, got one "
+                    "after it; autograd ran graph nodes that forward did not register"
+                )

@@ -1,0 +1,283 @@
+"""The parameters of one ``fully_shard`` call: a state machine that runs a compiled program.
+
+Imports program, plugins, storage. A group does not know other groups or the progress of autograd.
+The layers above tell it when to gather, free and reduce.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from composable_shard import _torch
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core_next.plugins import Plugins
+from composable_shard.core_next.program import Mode, Program
+from composable_shard.core_next.reduction import Reduction
+from composable_shard.core_next.storage import ShardedParam, Storage
+from composable_shard.mesh import ShardMesh
+from composable_shard.policy import MixedPrecisionPolicy
+
+
+class State(enum.Enum):
+    """Whether the unsharded parameters exist."""
+
+    SHARDED = enum.auto()
+    UNSHARDING = enum.auto()  # the all-gather is in flight
+    UNSHARDED = enum.auto()
+
+
+@dataclass
+class Settings:
+    """What the methods of a sharded module set for its group.
+
+    Attributes:
+        reshard_after_forward: ``None`` means that only the root keeps its parameters for backward.
+        reshard_after_backward: Whether the parameters are freed after backward.
+        reduce_grads: Whether backward reduces gradients over the ranks.
+        all_reduce_grads: Whether it also reduces them over the replicas.
+        divisor: What the sum of gradients is divided by; ``None`` for the number of ranks.
+        sums_only: Whether collectives only sum, and divisions are done beside them.
+        unshard_in_backward: Whether backward gathers the group.
+        keeps_storage: Whether the unsharded memory stays allocated between uses.
+        forward_prefetch: The groups to gather early when this one is used in forward; ``None`` for
+            those that the last forward used next.
+        backward_prefetch: The same for backward, where ``None`` follows the plan.
+        prefetch_depth: How many groups are gathered early.
+        max_reductions: How many reductions may be in flight; each holds its unsharded gradients.
+        all_reduce_hook: Called with each buffer of reduced gradients.
+        zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    divisor: float | None = None
+    sums_only: bool = False
+    unshard_in_backward: bool = True
+    keeps_storage: bool = False
+    forward_prefetch: Sequence[ParamGroup] | None = None
+    backward_prefetch: Sequence[ParamGroup] | None = None
+    prefetch_depth: int = 1
+    max_reductions: int = 1
+    all_reduce_hook: Callable[[torch.Tensor], object] | None = None
+    zeros_for_unused: bool = False
+
+
+class ParamGroup:
+    """Parameters that are gathered, freed and reduced together.
+
+    Attributes:
+        modules: The modules passed to ``fully_shard``.
+        name: Their qualified name below the root.
+        settings: What users have set.
+        state: Whether the unsharded parameters exist.
+        is_unsharded_registered: Whether the modules hold the unsharded or the sharded parameters.
+        is_held: Whether ``unshard()`` was called, so that forward does not free the group.
+        unsharded_version: Grows when a gather brings new values. It is the version counter of the
+            unsharded parameters.
+        num_optimizer_steps: How many optimizer steps have changed the shards.
+        unsynced_names: Names of parameters that may have unreduced gradients.
+        finished_nodes: The graph task of each node that has run: gradient accumulations and input
+            markers.
+        count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
+        channels: The collectives of each mesh.
+        tree, progress, calls: Set by the layers above: its `Tree`, its `GroupProgress` in the
+            current backward, and weak references to each `Call` that a backward may still reach.
+    """
+
+    program: Program
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        buckets: Sequence[Storage],
+        mesh: ShardMesh,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.name = type(modules[0]).__name__
+        self.buckets, self.mesh = list(buckets), mesh
+        self.params: list[ShardedParam] = [param for bucket in buckets for param in bucket.params]
+        self.policy = policy
+        self.settings = Settings()
+        self.plugins = Plugins()
+        self.state = State.SHARDED
+        self.is_unsharded_registered = self.is_held = False
+        self.unsharded_version = 0
+        self.num_optimizer_steps = 0
+        self.unsynced_names: frozenset[str] = frozenset()
+        self.finished_nodes: list[int] = []
+        count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
+        self.count_gradient = partial(next, count)  # appends at each `next`
+        self.channels = {bucket.mesh: Channel(bucket.mesh) for bucket in buckets}
+        self.tree: Any = None
+        self.progress: Any = None
+        self.calls: list[weakref.ref[Any]] = []
+        self._gathered_version = -1
+        self.is_compiled = False
+
+    def set_name(self, name: str) -> None:
+        """Set the qualified name below the root, which messages contain."""
+        self.name = name
+        for channel in self.channels.values():
+            channel.set_label(self.label)
+
+    @property
+    def label(self) -> str:
+        """The group as messages call it."""
+        return f"group '{self.name}'" if self.name else "the root group"
+
+    @property
+    def needs_reduce(self) -> bool:
+        """Whether the group has gradients to reduce."""
+        return self.is_compiled and self.program.needs_reduce
+
+    # Gather ---------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Free stale unsharded parameters; recompile the program if it is out of date.
+
+        Each use in forward calls this. Backward does not: it must use the values that forward used,
+        and autograd raises if the version of a saved parameter has changed.
+        """
+        if self.is_compiled and self.program.is_current(
+            self.plugins.generation, is_unsharded_registered=self.is_unsharded_registered
+        ):
+            if self.state is not State.SHARDED and self._gathered_version != self._shard_version():
+                self.reshard()
+            return
+        before = self.program if self.is_compiled else None
+        if before is not None:
+            self.reshard()
+        with torch.inference_mode(False):  # the program outlives this forward
+            self.program = Program(self)
+        self.is_compiled = True
+        if before is None or not self.program.has_shards_of(before):
+            self._gathered_version = -1
+        for sharded in self.program.sharded:
+            _owners[id(sharded)] = weakref.ref(self)
+
+    def unshard(self) -> None:
+        """Launch the all-gather, unless the group is unsharded or unsharding."""
+        if self.state is not State.SHARDED:
+            return
+        version = self._shard_version()
+        if version != self._gathered_version:
+            self._gathered_version = version
+            self.unsharded_version += 1
+        for op in self.program.gather:
+            op()
+        self.state = State.UNSHARDING
+
+    def prefetch(self) -> None:
+        """Launch the all-gather for a later use, unless the program is known to be out of date."""
+        if self.is_compiled and self.program.generation == self.plugins.generation:
+            self.unshard()
+
+    def wait(self) -> None:
+        """Wait for the all-gather, if one is in flight."""
+        if self.state is State.UNSHARDING:
+            for op in self.program.wait:
+                op()
+            self.state = State.UNSHARDED
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters and register the sharded ones."""
+        self.is_held = False
+        if self.state is not State.SHARDED:
+            self.wait()
+            for op in self.program.free:
+                op()
+            self.state = State.SHARDED
+        if self.is_unsharded_registered:
+            self.register_sharded()
+
+    def register_sharded(self) -> None:
+        """Register the sharded parameters."""
+        self.program.register_sharded()
+        self.is_unsharded_registered = False
+
+    def register_unsharded(self) -> None:
+        """Register the unsharded parameters, which must exist."""
+        self.program.register_unsharded()
+        self.is_unsharded_registered = True
+
+    def _shard_version(self) -> int:
+        return self.program.shard_version() + self.num_optimizer_steps
+
+    # Reduce ---------------------------------------------------------------------------------
+
+    def start_reduction(self) -> bool:
+        """Launch the reduction of the gradients, or accumulate them without sync.
+
+        Returns:
+            Whether a reduction is in flight.
+        """
+        program, reduce_grads = self.program, self.settings.reduce_grads
+        for op in program.reduce[program.mode(reduce_grads=reduce_grads)]:
+            op()
+        if not reduce_grads:
+            self.unsynced_names |= program.reduced_names
+        return reduce_grads
+
+    def finish_reduction(self) -> None:
+        """Wait for the reduction and write ``.grad`` of the sharded parameters."""
+        for op in self.program.deliver:
+            op()
+        if not self.settings.all_reduce_grads:
+            self.unsynced_names |= self.program.reduced_names
+        elif self.unsynced_names:
+            self.unsynced_names = frozenset()
+            self.program.stop_reducing_frozen()
+
+    @property
+    def reductions(self) -> Sequence[Reduction]:
+        """One for each bucket and dtype with gradients to reduce."""
+        return self.program.reductions if self.is_compiled else ()
+
+    def start_deferred_reduction(self) -> bool:
+        """Launch the reduction of what backwards have accumulated without sync.
+
+        All ranks decide alike: ``unsynced_names`` grows with the settings, not with gradients.
+
+        Returns:
+            Whether a reduction is in flight.
+        """
+        if not self.unsynced_names:
+            return False
+        self.refresh()
+        for op in self.program.reduce[Mode.ADDING]:
+            op()
+        return True
+
+    def reset(self) -> None:
+        """Return to the state between two steps after a forward or backward has failed."""
+        self.reshard()
+        for reduction in self.reductions:
+            reduction.discard()
+
+
+_owners: dict[int, weakref.ref[ParamGroup]] = {}
+"""By id, the groups of sharded parameters; an id may have passed to another tensor since."""
+
+
+def _count_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Count a step for each group that it may have changed: foreach kernels bump no version."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    for owner in dict.fromkeys(filter(None, map(_owners.get, map(id, params)))):
+        group = owner()
+        if group is not None:
+            group.num_optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)

@@ -1,0 +1,126 @@
+"""The hooks that modules and autograd call. Imports tree, group.
+
+A hook inspects tensors and calls the tree. It runs no collectives and makes no decisions.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from composable_shard import _torch
+from composable_shard.core.nested import map_tensors, tensors_in
+from composable_shard.core_next.group import ParamGroup
+from composable_shard.core_next.tree import Call
+
+
+class ModuleHooks:
+    """The forward hooks of a group's module."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = group
+        policy = group.policy
+        self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self._storages = {
+            _torch.storage_number(param.unsharded_local)
+            for param in group.params
+            if not param.shares_storage
+        }
+        for module in group.modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, always_call=True)
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather the group, cast the inputs and add input markers."""
+        group = self._group
+        call = group.tree.enter(group)
+        adds_markers = bool(group.params) and torch.is_grad_enabled()
+        if adds_markers or self._input_dtype is not None:
+            prepare = partial(self._prepare_input, call, adds_markers)
+            args = tuple([map_tensors(prepare, value) for value in args])
+            if kwargs:
+                kwargs = {name: map_tensors(prepare, value) for name, value in kwargs.items()}
+        if call.markers:
+            group.calls.append(weakref.ref(call, group.calls.remove))
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook the outputs, so that their gradients start the group's backward; free the group.
+
+        PyTorch also calls this hook when forward has raised, with ``output=None``.
+        """
+        tree = self._group.tree
+        call = tree.call_stack[-1] if tree.call_stack else None
+        if call is None or call.group is not self._group:  # pre_forward has raised
+            return None
+        has_failed = output is None and sys.exc_info()[1] is not call.exception_on_entry
+        if not has_failed:
+            output = map_tensors(self._keep_from_free, output)
+        hooks = bool(call.group.params) and torch.is_grad_enabled()
+        if hooks and call.markers:
+            output = map_tensors(partial(_replace_marker, call.markers), output)
+        hooked = hooks and _hook_outputs(call, output)
+        output_dtype = self._group.policy.output_dtype
+        if output_dtype is not None and not has_failed:
+            output = map_tensors(partial(_cast, output_dtype), output)
+        tree.leave(call, needs_grad=hooked, has_failed=has_failed)
+        return output
+
+    def _keep_from_free(self, tensor: Tensor) -> Tensor:
+        """Copy an output that is a view of an unsharded parameter, which is about to be freed."""
+        return tensor.clone() if _torch.storage_number(tensor) in self._storages else tensor
+
+    def _prepare_input(self, call: Call, adds_markers: bool, tensor: Tensor) -> Tensor:
+        """Cast an input and wrap it in an identity (the input marker), whose backward runs last."""
+        dtype = self._input_dtype
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+        if not adds_markers or not tensor.requires_grad:
+            return tensor
+        tensor = tensor.view_as(tensor)
+        node: Any = tensor.grad_fn
+        node.register_hook(self._on_marker)
+        call.markers.append(node)
+        return tensor
+
+    def _on_marker(self, *_: Any) -> None:
+        # It must not hold the call: the call holds the marker, which would be a reference cycle.
+        group = self._group
+        group.tree.begin_backward().count_marker(group)
+
+
+def _replace_marker(markers: list[Any], tensor: Tensor) -> Tensor:
+    """Give an input that is returned unchanged a node of its own, which may hold the call."""
+    return tensor.view_as(tensor) if tensor.grad_fn in markers else tensor
+
+
+def _hook_outputs(call: Call, output: Any) -> bool:
+    """Hook the nodes that made the outputs; return whether there are any."""
+    nodes: dict[Node, None] = {}
+    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+        if tensor.grad_fn is not None:
+            nodes[tensor.grad_fn] = None
+            base = tensor._base  # an in-place op on a view replaces the view's node
+            if base is not None and base.grad_fn is not None and _is_inside(call, base.grad_fn):
+                nodes[base.grad_fn] = None
+    for node in nodes:
+        node.register_prehook(call.on_output_gradient)
+    return bool(nodes)
+
+
+def _is_inside(call: Call, node: Any) -> bool:
+    """Return whether the call made ``node``; an output may be a view of an input."""
+    number = _torch.sequence_number
+    return not call.markers or number(node) > number(call.markers[0])
+
+
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,256 @@
+"""PURE: where the elements of one parameter, and the parameters of one bucket, lie.
+
+One parameter of 5 rows over 2 shards of 3 rows (ceil division), with one row of padding::
+
+    rank 0   | r0 r1 r2 |            gathered   | r0 r1 r2 | r3 r4 -- |
+    rank 1   | r3 r4 -- |                         the first 5 rows are the parameter
+
+One bucket with large parameters A, B and small ones c, d, over 2 shards::
+
+    sharded (on rank r)   | A_r     | B_r     | c_r d_r |
+    messages                one       one       one, packed
+    unsharded             | A_0 A_1 | B_0 B_1 | c_0 c_1 | d_0 d_1 |
+
+All padding of a parameter lies behind its rows, so a large parameter is gathered straight into
+place. Packed parameters arrive in a staging buffer and are copied out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
+
+MESSAGE_ALIGNMENT_NBYTES = 64
+"""A parameter with its own message starts at a multiple of this."""
+
+PACKED_ALIGNMENT_NBYTES = 16
+"""On devices, a packed shard starts at a multiple of this: the width of NCCL's and of fused
+optimizers' loads."""
+
+
+# One parameter ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """How a parameter of ``shape`` is cut along ``dim`` into ``num_shards`` shards.
+
+    Every shard has ``rows_per_shard`` rows, except that the last ones may have fewer or none. A
+    shard travels padded to ``shard_numel`` elements; its own elements come first.
+
+    Args:
+        shape: The shape, with dims in the order of memory.
+        dim: The sharded dim.
+        num_shards: The number of ranks that share the parameter.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.dim < len(self.shape), self
+        assert self.num_shards > 0, self
+
+    @cached_property
+    def num_rows(self) -> int:
+        return self.shape[self.dim]
+
+    @cached_property
+    def rows_per_shard(self) -> int:
+        return -(-self.num_rows // self.num_shards)
+
+    @cached_property
+    def outer(self) -> int:
+        """Number of elements of the dims before the sharded one."""
+        return prod(self.shape[: self.dim])
+
+    @cached_property
+    def inner(self) -> int:
+        """Number of elements of the dims after the sharded one."""
+        return prod(self.shape[self.dim + 1 :])
+
+    @cached_property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Number of elements of a padded shard."""
+        return self.outer * self.rows_per_shard * self.inner
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether no shard is padded."""
+        return self.num_rows == self.rows_per_shard * self.num_shards
+
+    @cached_property
+    def gathers_in_place(self) -> bool:
+        """Whether the shards laid end to end are the parameter, so that it needs no copy-out."""
+        return self.outer == 1 or self.num_shards == 1
+
+    @cached_property
+    def num_full(self) -> int:
+        """Number of shards without padding: the first ones."""
+        return self.num_rows // self.rows_per_shard if self.num_rows else 0
+
+    @cached_property
+    def num_nonempty(self) -> int:
+        """Number of shards with rows: the first ones."""
+        return -(-self.num_rows // self.rows_per_shard) if self.num_rows else 0
+
+    def start(self, rank: int) -> int:
+        """Return the first row of a rank."""
+        return min(rank * self.rows_per_shard, self.num_rows)
+
+    def local_rows(self, rank: int) -> int:
+        """Return the number of rows of a rank."""
+        return self.start(rank + 1) - self.start(rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the shard of a rank, without padding."""
+        return (*self.shape[: self.dim], self.local_rows(rank), *self.shape[self.dim + 1 :])
+
+    def local_numel(self, rank: int) -> int:
+        """Return the number of elements of the shard of a rank, without padding."""
+        return self.outer * self.local_rows(rank) * self.inner
+
+
+# The parameters of one bucket ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    """The cost of a message besides its bytes, as bytes that could be copied in the same time.
+
+    Attributes:
+        nbytes_per_message: The cost of a message, whatever the number of peers.
+        nbytes_per_peer: The additional cost for each peer.
+        alignment_nbytes: Packed shards are padded to a multiple of this; 1 for no padding.
+    """
+
+    nbytes_per_message: int = 0
+    nbytes_per_peer: int = 0
+    alignment_nbytes: int = 1
+
+
+MESSAGE_COSTS = {
+    "gloo": MessageCost(nbytes_per_peer=64 * 1024),
+    "nccl": MessageCost(nbytes_per_message=1024 * 1024),
+}
+"""By backend. `benchmarks/packing.py` measured gloo's; nccl's is an estimate."""
+
+
+def message_cost(backend: str | None, *, is_aligned: bool) -> MessageCost:
+    """Return the cost of a message.
+
+    Args:
+        backend: The name of the backend; ``None`` if there is only one rank.
+        is_aligned: Whether to align packed shards, as on devices.
+    """
+    cost = MESSAGE_COSTS.get(backend or "", MESSAGE_COSTS["gloo"])
+    return replace(cost, alignment_nbytes=PACKED_ALIGNMENT_NBYTES) if is_aligned else cost
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Offsets, in elements, of the parameters in the flat buffers of a bucket.
+
+    Attributes:
+        order: For each place in the bucket, the index of the parameter as it was passed in. The
+            parameters with their own message come first.
+        params: The parameters in that order.
+        num_direct: How many have their own message.
+        shard_offsets: Of each parameter in the sharded buffer.
+        packed_offset: Of the packed message in the sharded buffer.
+        packed_numel: Number of elements of the packed message of one rank.
+        shard_numel: Number of elements of the sharded buffer.
+        unsharded_offsets: Of each parameter in the unsharded buffer.
+        unsharded_numel: Number of elements of the unsharded buffer.
+    """
+
+    order: tuple[int, ...]
+    params: tuple[ParamLayout, ...]
+    num_direct: int
+    shard_offsets: tuple[int, ...]
+    packed_offset: int
+    packed_numel: int
+    shard_numel: int
+    unsharded_offsets: tuple[int, ...]
+    unsharded_numel: int
+
+    @cached_property
+    def message_spans(self) -> list[tuple[int, int]]:
+        """Offset and number of elements of each message in the sharded buffer."""
+        numels = (param.shard_numel for param in self.params)
+        spans = list(zip(self.shard_offsets[: self.num_direct], numels, strict=False))
+        return [*spans, (self.packed_offset, self.packed_numel)] if self.packed_numel else spans
+
+
+@lru_cache(maxsize=4096)
+def plan_bucket(
+    params: tuple[ParamLayout, ...], itemsize: int, cost: MessageCost, min_itemsize: int
+) -> BucketLayout:
+    """Lay out parameters in the flat buffers of one bucket.
+
+    Args:
+        params: All cut into the same number of shards.
+        itemsize: Bytes of an element in the all-gather.
+        cost: The cost of a message.
+        min_itemsize: Bytes of an element in the narrowest dtype that these buffers have; it decides
+            the alignment.
+    """
+    is_direct = [not _is_packed(param, itemsize, cost) for param in params]
+    order = sorted(range(len(params)), key=lambda index: not is_direct[index])
+    ordered, num_direct = tuple(params[index] for index in order), sum(is_direct)
+    step = max(1, MESSAGE_ALIGNMENT_NBYTES // itemsize)
+    packed_step = max(1, cost.alignment_nbytes // min_itemsize)
+    numels = [param.shard_numel for param in ordered]
+    direct_offsets, end = _end_to_end(numels[:num_direct], step)
+    packed_offset = _aligned(end, step)
+    packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
+    packed_numel = _aligned(packed_numel, packed_step)
+    gathered = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]
+    gathered += [
+        max(param.num_nonempty * param.shard_numel if param.gathers_in_place else 0, param.numel)
+        for param in ordered[num_direct:]
+    ]
+    unsharded_offsets, unsharded_numel = _end_to_end(gathered, step)
+    num_shards = params[0].num_shards if params else 1
+    return BucketLayout(
+        order=tuple(order),
+        params=ordered,
+        num_direct=num_direct,
+        shard_offsets=(*direct_offsets, *(packed_offset + start for start in packed_offsets)),
+        packed_offset=packed_offset,
+        packed_numel=packed_numel,
+        shard_numel=packed_offset + packed_numel,
+        unsharded_offsets=tuple(unsharded_offsets),
+        unsharded_numel=_aligned(unsharded_numel, num_shards),  # any subgroup can share it evenly
+    )
+
+
+def _is_packed(param: ParamLayout, itemsize: int, cost: MessageCost) -> bool:
+    """Return whether a copy of the parameter costs less than a message of its own."""
+    if param.num_shards == 1:
+        return False
+    if param.numel == 0 or not param.gathers_in_place:
+        return True
+    peers = (param.num_shards - 1) * cost.nbytes_per_peer
+    return param.numel * itemsize <= cost.nbytes_per_message + peers
+
+
+def _aligned(offset: int, step: int) -> int:
+    """Return the first multiple of ``step`` at or above ``offset``."""
+    return -(-offset // step) * step
+
+
+def _end_to_end(numels: Sequence[int], step: int) -> tuple[list[int], int]:
+    """Return the offsets of spans laid end to end, at multiples of ``step``, and their end."""
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(_aligned(end, step))
+        end = offsets[-1] + numel
+    return offsets, end

@@ -1,0 +1,265 @@
+"""Compiles the steady-state step of one group into tuples of operations.
+
+Imports reduction, storage, plugins. There is no second implementation: a rare event only makes the
+program out of date, and the group compiles a new one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core_next.plugins import Op
+from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
+from composable_shard.core_next.storage import ShardedParam, Slot
+from composable_shard.errors import StaleParameterError
+
+FREED = 2**31
+"""The version of freed unsharded parameters: autograd then refuses the saved ones."""
+
+_requires_grad = attrgetter("requires_grad")
+_grad_dtype = attrgetter("grad_dtype")
+_version = attrgetter("_version")
+_grad = attrgetter("grad")
+
+
+class Mode(enum.Enum):
+    """Which gradients exist when a reduction starts."""
+
+    FRESH = enum.auto()  # no sharded parameter has a gradient
+    ADDING = enum.auto()  # some have one, which may be unreduced
+    UNSYNCED = enum.auto()  # gradients are accumulated without a reduction
+
+
+class Program:
+    """The compiled steady-state step of one group, and the guards that keep it current.
+
+    Attributes:
+        gather, wait, free: Operations that launch the all-gather, complete it, and undo it.
+        reduce: For each mode, operations that launch the reduction, or accumulate without sync.
+        deliver: Operations that complete a reduction.
+        version_tensors: Tensors whose version counters grow when the shards change.
+        sharded: The sharded parameters that were registered at compile time.
+        accumulators: The autograd nodes that accumulate into the trainable parameters.
+        reduced_names: The parameters to reduce: trainable ones, and frozen ones that still have
+            unsynced gradients.
+        reductions: One for each bucket and dtype with gradients to reduce.
+        needs_reduce: Whether there are any.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.generation = group.plugins.generation
+        params: list[ShardedParam] = group.params
+        for param in params:
+            _take_over_registered(param)
+        self.sharded = tuple(param.sharded for param in params)
+        self._nones = (None,) * len(params)
+        self._local_shards = tuple(param.local for param in params)
+        self.version_tensors = (*self.sharded, *self._local_shards)
+        self._requires_grad = tuple(map(_requires_grad, self.sharded))
+        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))
+        self._list_slots(params)
+        self._match_requires_grad(group)
+        self._compile(group)
+
+    # Guards ---------------------------------------------------------------------------------
+
+    def is_current(self, generation: int, *, is_unsharded_registered: bool) -> bool:
+        """Return whether slots, shards, ``requires_grad`` and the features are unchanged."""
+        registered = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
+        sharded = self.sharded
+        return (
+            generation == self.generation
+            and all(map(is_, map(dict.get, self._holders, self._names), registered))
+            and all(map(is_, _torch.local_tensors(sharded), self._local_shards))
+            and tuple(map(_requires_grad, sharded)) == self._requires_grad
+            and tuple(map(_grad_dtype, sharded)) == self._grad_dtypes
+        )
+
+    def shard_version(self) -> int:
+        """Return a number that grows with every in-place change of the shards."""
+        return sum(map(_version, self.version_tensors))
+
+    def has_shards_of(self, other: Program) -> bool:
+        """Return whether both programs gather the same shards, so that their versions compare."""
+        mine, others = self.version_tensors, other.version_tensors
+        return len(mine) == len(others) and all(map(is_, mine, others))
+
+    def mode(self, *, reduce_grads: bool) -> Mode:
+        """Return which gradients exist now."""
+        if not reduce_grads:
+            return Mode.UNSYNCED
+        has_no_grads = all(map(is_, map(_grad, self.sharded), self._nones))
+        return Mode.FRESH if has_no_grads else Mode.ADDING
+
+    def stop_reducing_frozen(self) -> None:
+        """Expire if it reduces frozen parameters: their unsynced gradients are gone now."""
+        if len(self.reduced_names) > len(self.accumulators):
+            self.generation = -1
+
+    # Which parameters are registered --------------------------------------------------------
+
+    def register_sharded(self) -> None:
+        """Put the sharded parameters into the slots that hold the unsharded ones."""
+        for holder, name, sharded, unsharded, put in self._slots:
+            if holder.get(name) is unsharded:  # otherwise user code has replaced it
+                put(name, sharded)
+
+    def register_unsharded(self) -> None:
+        """Put the unsharded parameters into the slots that hold the sharded ones."""
+        for holder, name, sharded, unsharded, put in self._slots:
+            if holder.get(name) is sharded:
+                put(name, unsharded)
+
+    # Compile --------------------------------------------------------------------------------
+
+    def _list_slots(self, params: Sequence[ShardedParam]) -> None:
+        self._slots = tuple(
+            (slot.module._parameters, slot.name, param.sharded, param.unsharded, _setter(slot))
+            for param in params
+            for slot in param.slots
+        )
+        columns = tuple(zip(*self._slots, strict=True)) or ((), (), (), (), ())
+        self._holders, self._names, self._slots_sharded, self._slots_unsharded, _ = columns
+
+    def _match_requires_grad(self, group: Any) -> None:
+        """Copy ``requires_grad`` from the sharded to the unsharded parameters, and hook them."""
+        self.accumulators: list[Node] = []
+        reduced = []
+        for param, sharded in zip(group.params, self.sharded, strict=True):
+            unsharded = param.unsharded.requires_grad_(sharded.requires_grad)
+            is_wider = reduce_dtype(param).itemsize > unsharded.dtype.itemsize
+            unsharded.grad_dtype = None if is_wider else unsharded.dtype
+            if sharded.requires_grad:
+                self.accumulators.append(_torch.accumulate_node(unsharded))
+                if not param.is_counted:
+                    param.is_counted = True
+                    unsharded.register_post_accumulate_grad_hook(group.count_gradient)
+            if sharded.requires_grad or param.name in group.unsynced_names:
+                reduced.append(param.name)
+        self.reduced_names = frozenset(reduced)
+        self.needs_reduce = bool(reduced)
+
+    def _compile(self, group: Any) -> None:
+        ops = partial(group.plugins.ops, group)
+        unsharded = [param.unsharded for param in group.params]
+        locals_ = [p for p in group.params if p.unsharded_local is not p.unsharded]
+        unsharded += [param.unsharded_local for param in locals_]
+        gather: list[Op] = [*ops("gather")]
+        wait: list[Op] = []
+        free: list[Op] = [*ops("free")]
+        free += [partial(_torch.set_versions, unsharded, (FREED,) * len(unsharded))]
+        for bucket in group.buckets:
+            shards = [param.local for param in bucket.params]
+            bucket_ops = bucket.gather_ops(
+                shards,
+                group.channels[bucket.mesh],
+                keeps_storage=group.settings.keeps_storage,
+            )
+            gather += bucket_ops.gather
+            wait += bucket_ops.wait
+            free += bucket_ops.free
+        self.reductions = reductions = list(self._plan_reductions(group))
+        wait += [partial(_set_unsharded_version, group, unsharded), *ops("wait")]
+        self.gather, self.wait, self.free = tuple(gather), tuple(wait), tuple(free)
+        group.program = self  # features look at it
+        launch = (*ops("reduce"), *(reduction.launch for reduction in reductions))
+        self.reduce: dict[Mode, tuple[Op, ...]] = {
+            Mode.FRESH: (*(reduction.take_grads for reduction in reductions), *launch),
+            Mode.ADDING: (*(reduction.take_with_unsynced for reduction in reductions), *launch),
+            Mode.UNSYNCED: tuple(reduction.accumulate_unsynced for reduction in reductions),
+        }
+        reduce_wait = (reduction.wait_and_average for reduction in reductions)
+        write_grads = (reduction.write_grads for reduction in reductions)
+        self.deliver: tuple[Op, ...] = (
+            *reduce_wait,
+            *ops("deliver"),
+            *write_grads,
+            *ops("delivered"),
+        )
+
+    def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
+        """Plan the reductions. Several dtypes of a group are reduced in the promoted dtype."""
+        reduced = [param for param in group.params if param.name in self.reduced_names]
+        dtypes = {param: reduce_dtype(param) for param in reduced}
+        widest: dict[bool, torch.dtype] = {}
+        for is_complex in (False, True):
+            found = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
+            if found:
+                widest[is_complex] = reduce(torch.promote_types, found)
+        reductions = []
+        for bucket in group.buckets:
+            params: dict[torch.dtype, list[ShardedParam]] = {}
+            for param in bucket.params:
+                if param in dtypes:
+                    dtype = widest[dtypes[param].is_complex]
+                    params.setdefault(dtype, []).append(param)
+            kind = LocalReduction if bucket.mesh.num_ranks == 1 else Reduction
+            reductions += [
+                kind(bucket, same, dtype, group.channels[bucket.mesh], group)
+                for dtype, same in params.items()
+            ]
+        return reductions
+
+
+def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:
+    """Return the function that registers a parameter under a name of the slot's module."""
+    if slot.calls_setattr:
+        return partial(setattr, slot.module)
+    return slot.module._parameters.__setitem__
+
+
+def _set_unsharded_version(group: Any, unsharded: Sequence[torch.Tensor]) -> None:
+    _torch.set_versions(unsharded, (group.unsharded_version,) * len(unsharded))
+
+
+def _take_over_registered(param: ShardedParam) -> None:
+    """Take over the registered sharded parameter, which users may have replaced.
+
+    Raises:
+        StaleParameterError: If it does not fit, or differs between tied names.
+    """
+    holders = [slot.module._parameters.get(slot.name) for slot in param.slots]
+    found = param.sharded if holders[0] is param.unsharded else holders[0]
+    misfit = _misfit(param, found)
+    if misfit is not None:
+        raise StaleParameterError(
+            f"Expected the shard of '{param.name}' that fully_shard or a load has put there, got "
+            f"{misfit}; distribute full tensors with torch.distributed.tensor.distribute_tensor"
+        )
+    if any(other is not holders[0] for other in holders):
+        raise StaleParameterError(
+            f"Expected one parameter under all names of '{param.name}', got several; replace a "
+            "tied parameter under every name"
+        )
+    assert found is not None
+    param.sharded, param.local = found, _torch.local_tensor(found)
+    param.dtype = param.local.dtype
+
+
+def _misfit(param: ShardedParam, found: torch.Tensor | None) -> str | None:
+    """Return how a registered parameter differs from the expected shard, if it does."""
+    if found is None:
+        return "none"
+    if not isinstance(found, DTensor):
+        return f"a plain tensor of shape {list(found.shape)}"
+    expected, spec = _torch.spec_of(param.sharded), _torch.spec_of(found)
+    local = _torch.local_tensor(found)
+    for what, mine, other in (
+        ("shape", list(expected.shape), list(spec.shape)),
+        ("placements", expected.placements, spec.placements),
+        ("mesh", expected.mesh, spec.mesh),
+        ("local shape", list(param.local.shape), list(local.shape)),
+    ):
+        if mine != other:
+            return f"one of {what} {other} instead of {mine}"
+    return None

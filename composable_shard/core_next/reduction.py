@@ -1,0 +1,482 @@
+"""Reduces gradients of one bucket, from the unsharded parameters to ``.grad`` of the sharded ones.
+
+Imports storage and the transport. The methods of `Reduction` are operations of the phases
+``reduce`` and ``deliver``. The placements of a gradient say how far its reduction has come:
+``Partial`` on all data-parallel axes, ``Partial`` on the replicate axis alone, or the parameter's
+own.
+
+One flag per parameter travels behind the packed gradients. If the reduced flag is zero, no rank
+had a gradient, and ``.grad`` stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.pending import Pending, launching_stream
+from composable_shard.core_next.placement import GradStage
+from composable_shard.core_next.storage import ShardedParam, Storage
+from composable_shard.errors import ShardError
+
+_grad = attrgetter("grad")
+_dtype = attrgetter("dtype")
+_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_no_hooks = (None, None)
+
+LIFTED = "_composable_shard_lifted"
+"""On a parameter whose ``grad_dtype`` the library, and not the user, has set to ``None``."""
+
+
+# By what a gradient is divided --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Divide by ``before``, reduce with ``divisor``, divide by ``after``.
+
+    Attributes:
+        before: Keeps sums of float16 in range.
+        divisor: What the reduction itself divides by; ``None`` for a sum.
+        after: The rest.
+    """
+
+    before: float
+    divisor: float | None
+    after: float
+
+
+def plan_scale(
+    total: float, dtype: torch.dtype, *, is_mean: bool, averages: bool, divides: bool
+) -> Scale:
+    """Split the division of a sum of gradients between before, during and after the reduction.
+
+    Args:
+        total: What the sum over the ranks is divided by.
+        dtype: The dtype of the sum. Sums of ``float16`` overflow early, so about the square root of
+            ``total``, a power of two, is divided by beforehand.
+        is_mean: Whether ``total`` is the number of ranks.
+        averages: Whether the reduction can average.
+        divides: Whether the reduction can divide by any number before it rounds.
+    """
+    if divides or (is_mean and averages and dtype != torch.float16):
+        return Scale(1.0, float(total), 1.0)
+    before = 1.0
+    if dtype == torch.float16:
+        while before * before < total and total % (2 * before) == 0:
+            before *= 2
+    return Scale(before, None, total / before)
+
+
+# The reduction of one bucket's gradients ----------------------------------------------------------
+
+
+class Reduction:
+    """The reduction of the gradients of some parameters of a bucket, in one dtype.
+
+    Attributes:
+        reduced: One flat buffer with the reduced shards and flags, from launch to write.
+        num_flags: How many elements at its end are flags.
+        params: The parameters, in the order of the buffer.
+    """
+
+    reduced: torch.Tensor
+
+    def __init__(
+        self,
+        bucket: Storage,
+        params: Sequence[ShardedParam],
+        dtype: torch.dtype,
+        channel: Channel,
+        group: Any,
+    ) -> None:
+        """Plan the reduction.
+
+        Args:
+            bucket: The bucket.
+            params: Those of its parameters whose gradients are reduced.
+            dtype: The dtype of the reduction.
+            channel: The collectives of the bucket's mesh.
+            group: The group, whose settings say how to reduce.
+        """
+        self._channel, self._dtype, self._group = channel, dtype, group
+        self._mesh, self._compute_dtype = bucket.mesh, bucket.compute_dtype
+        direct: set[ShardedParam] = set()  # reduce-scattered without packing
+        if bucket.compute_dtype == dtype:
+            direct = {p for p in bucket.params[: bucket.num_direct] if p.layout.param.is_even}
+        self.params = sorted(params, key=lambda param: param not in direct)
+        self._num_direct = sum(param in direct for param in params)
+        self._unsharded = tuple(param.unsharded for param in self.params)
+        self._sharded = tuple(param.sharded for param in self.params)
+        self._has_model = any(param.placement.model is not None for param in self.params)
+        self._is_plain = all(p.layout.dim == 0 and p.layout.order is None for p in self.params)
+        self._plan_messages()
+        self._plan_results()
+        settings, num_shards = group.settings, self._mesh.num_shards
+        # What a hook does with a gradient, ranks could not tell from a flag.
+        self._gives_zeros = settings.zeros_for_unused or settings.all_reduce_hook is not None
+        total = settings.divisor
+        self._divisor = num_shards if total is None else total / self._mesh.num_replicas
+        self.scale = plan_scale(
+            self._divisor,
+            dtype,
+            is_mean=total is None,
+            averages=channel.can_average() and not settings.sums_only,
+            divides=num_shards > 1 and channel.reduce_scatter.divides,
+        )
+        if num_shards == 1:
+            self.scale = Scale(1.0, None, self._divisor)
+
+    def _plan_messages(self) -> None:
+        device, num_shards = self._mesh.device, self._mesh.num_shards
+        layouts = [param.layout.param for param in self.params]
+        self.num_flags = len(layouts)
+        packed = [*(layout.shard_numel for layout in layouts[self._num_direct :]), self.num_flags]
+        self._packed_shape = (num_shards, sum(packed))
+        direct = [layout.shard_numel for layout in layouts[: self._num_direct]]
+        self._message_numels = [*direct, sum(packed)]
+        self._numel = sum(self._message_numels)
+        flags = self.num_flags * num_shards
+        self._all_flags = torch.ones(flags, dtype=self._compute_dtype, device=device)
+
+    def _plan_results(self) -> None:
+        flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
+        self._places = []
+        for param in self.params:
+            shard = param.layout.local(flat[start:], rank)
+            self._places.append((shard.shape, shard.stride(), shard.storage_offset()))
+            start += param.layout.param.shard_numel
+        self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.params]
+        self._specs = self._specs_of("sharded")
+        self._are_lifted = [
+            grad_dtype_asked(param)[1] not in (None, dtype) or param.sharded.dtype != dtype
+            for param, dtype in zip(self.params, self._final_dtypes, strict=True)
+        ]
+
+    def _specs_of(self, stage: GradStage) -> list[_torch.DTensorSpec]:
+        pairs = zip(self.params, self._final_dtypes, strict=True)
+        return [param.spec(stage, dtype) for param, dtype in pairs]
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks that hold the same shards."""
+        return self._mesh.num_replicas
+
+    def has_unsharded_grads(self) -> bool:
+        """Return whether any unsharded parameter has a gradient."""
+        return not all(map(is_, map(_grad, self._unsharded), repeat(None)))
+
+    # Phase reduce ---------------------------------------------------------------------------
+
+    def take_grads(self) -> None:
+        """Take the gradients from the unsharded parameters and clear their ``.grad``."""
+        self._grads = [param.grad for param in self._unsharded]
+        for param in self._unsharded:
+            param.grad = None
+        if self._has_model:
+            self._grads = [
+                None if grad is None else param.placement.model_local_grad(grad)
+                for param, grad in zip(self.params, self._grads, strict=True)
+            ]
+
+    def take_with_unsynced(self) -> None:
+        """Take the gradients, and add those that earlier backwards left unreduced."""
+        self.take_grads()
+        for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
+            old_grad: Any = sharded.grad
+            grad = self._grads[index]
+            if stage_of(param, old_grad) == "unreduced":
+                local = _torch.local_tensor(old_grad).to(self._mesh.device)
+                sharded.grad = None
+                self._grads[index] = local if grad is None else local + grad.to(local.dtype)
+
+    def launch(self) -> None:
+        """Launch the reduce-scatter of the gradients; send zeros where this rank has none."""
+        inputs = self._pack()
+        device = self._mesh.device
+        if self._mesh.num_shards == 1:  # the replicas alone share the gradients
+            self.reduced, self._pending = torch.cat(inputs), Pending([])
+            return
+        self.reduced = _torch.empty(self._numel, dtype=self._dtype, device=device)
+        outputs = list(self.reduced.split_with_sizes(self._message_numels))
+        works = self._channel.reduce(outputs, inputs, self.scale.divisor)
+        stream = launching_stream(device)
+        self._pending = Pending(works, self._channel.reducing, stream, inputs)
+
+    def _pack(self) -> list[torch.Tensor]:
+        """Return the messages: direct gradients, then the packed ones with the flags."""
+        grads: list[Any] = self._grads
+        flags = self._all_flags
+        del self._grads
+        self._all_have_grads = not any(map(is_, grads, repeat(None)))
+        if not self._all_have_grads:
+            flags = flags.view(self._mesh.num_shards, -1).clone()
+            for index, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
+                if grad is None:
+                    flags[:, index] = 0
+                    grads[index] = param.layout.new_zeros(param.unsharded_local, self._dtype)
+            flags = flags.view(-1)
+        self._refuse_sparse(grads)
+        num_direct = self._num_direct
+        if not self._is_plain:
+            layouts = [param.layout for param in self.params]
+            grads = [
+                layout.rows(grad) if layout.param.outer == 1 else layout.stacked(grad)
+                for layout, grad in zip(layouts, grads, strict=True)
+            ]
+        direct = [grad.to(self._dtype).reshape(-1) for grad in grads[:num_direct]]
+        to_pack = [*grads[num_direct:], flags]
+        if not all(map(is_, map(_dtype, to_pack), repeat(flags.dtype))):
+            to_pack = [tensor.to(self._dtype) for tensor in to_pack]
+        packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=flags.device)
+        _torch.chunk_cat_into(packed, to_pack)
+        messages = [*direct, packed.view(-1)]
+        if self.scale.before != 1:
+            _torch.divide_all_(messages, self.scale.before)
+        return messages
+
+    def _refuse_sparse(self, grads: Sequence[torch.Tensor]) -> None:
+        for param, grad in zip(self.params, grads, strict=True):
+            if grad.is_sparse:
+                raise ShardError(
+                    f"Expected a dense gradient of '{param.name}', got a sparse one, which is not "
+                    "reduced over ranks; set sparse=False on its nn.Embedding or nn.EmbeddingBag, "
+                    "or pass it as ignored_params and reduce its gradient yourself"
+                )
+
+    def accumulate_unsynced(self) -> None:
+        """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
+
+        Every rank turns reduced gradients into ``Partial`` ones, used or not: the mean over ranks
+        of "num_shards times my rows, zero elsewhere" is the reduced gradient.
+        """
+        self.take_grads()
+        grads, factor = self._grads, self._num_ranks_per_divisor()
+        del self._grads
+        for param, sharded, grad in zip(self.params, self._sharded, grads, strict=True):
+            old_grad: Any = sharded.grad
+            stage = stage_of(param, old_grad)
+            if grad is not None:
+                grad = grad.to(self._dtype)
+                grad = grad if factor == 1 else grad * factor
+            if stage == "unreduced":
+                if grad is not None:
+                    _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
+                continue
+            if old_grad is not None:
+                total = self._unreduced_form(param, old_grad)
+                grad = total if grad is None else total.add_(grad)
+            if grad is not None:
+                grad = grad.to(param.local.device)
+                assign_grad(sharded, _torch.from_local(grad, param.spec("unreduced", grad.dtype)))
+
+    def _num_ranks_per_divisor(self) -> float:
+        divisor = self._group.settings.divisor
+        return 1.0 if divisor is None else self._mesh.num_ranks / divisor
+
+    def _unreduced_form(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+        """Return a reduced gradient as one that is still to be averaged over all ranks."""
+        shard = _torch.local_tensor(grad).to(self._mesh.device)
+        dtype = torch.promote_types(shard.dtype, self._dtype)
+        full = param.layout.new_zeros(shard, dtype)
+        rows = param.layout.shard_of(full, self._mesh.shard_rank)
+        rows.copy_(shard)
+        if param.layout.dim is not None:
+            rows.mul_(self._mesh.num_shards)
+        return full
+
+    # Phase deliver --------------------------------------------------------------------------
+
+    def wait_and_average(self) -> None:
+        """Wait for the sum over the ranks, and divide it."""
+        self._pending.wait()
+        del self._pending
+        if self.scale.after != 1:
+            self.reduced.div_(self.scale.after)
+
+    def average_over_replicas(self) -> None:
+        """Average the reduced shards over the replicas, with what waits for that in ``.grad``."""
+        if not self._group.settings.all_reduce_grads:
+            self._specs = self._specs_of("unreplicated")
+            return
+        self._specs = self._specs_of("sharded")
+        for param, shard in zip(self.params, self._views_of(self.reduced), strict=True):
+            grad: Any = param.sharded.grad
+            if stage_of(param, grad) == "unreplicated":
+                shard.add_(_torch.local_tensor(grad).to(shard.device))
+                param.sharded.grad = None
+        works = self._channel.all_reduce(self.reduced, average=True)
+        Pending(works, self._channel.reducing, launching_stream(self._mesh.device)).wait()
+
+    def call_hook(self) -> None:
+        """Call the user's hook with the reduced shards."""
+        hook = self._group.settings.all_reduce_hook
+        hook(self.reduced[: -self.num_flags])
+
+    def write_grads(self) -> None:
+        """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it."""
+        if not all(map(_no_hooks.__eq__, map(_hooks, self._sharded))):
+            self._write_with_hooks()
+            return
+        for sharded, shard, spec, is_lifted in self._results():
+            if sharded.grad is None and not is_lifted:
+                sharded.grad = _torch.from_local(shard, spec)
+            else:
+                add_grad(sharded, _torch.from_local(shard, spec))
+
+    def _write_with_hooks(self) -> None:
+        for sharded, shard, spec, _ in self._results():
+            with torch.no_grad():
+                grad = _torch.call_grad_hooks(sharded, _torch.from_local(shard, spec))
+                add_grad(sharded, grad)
+                _torch.call_post_accumulate_grad_hooks(sharded)
+
+    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
+        """Return the sharded parameters that any rank used, with their mean gradients."""
+        shards = self._shards_of(self.reduced)
+        results = zip(self._sharded, shards, self._specs, self._are_lifted, strict=True)
+        if self._all_have_grads or self._gives_zeros:  # the flags need no look
+            del self.reduced
+            return results
+        flags = self.reduced[-self.num_flags :].tolist()
+        del self.reduced
+        return compress(results, flags)
+
+    def _shards_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
+        """View this rank's shards in the reduced buffer, each in its final dtype."""
+        dtypes = self._final_dtypes
+        if dtypes.count(dtypes[0]) == len(dtypes):
+            reduced = reduced.to(dtypes[0])
+            return self._views_of(reduced)
+        shards = self._views_of(reduced)
+        return [shard.to(dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+
+    def _views_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
+        return [reduced.as_strided(*place) for place in self._places]
+
+    def discard(self) -> None:
+        """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
+        for param in self._unsharded:
+            param.grad = None
+        pending = self.__dict__.pop("_pending", None)
+        if pending is not None:
+            pending.drop()
+        for name in ("_grads", "reduced"):
+            self.__dict__.pop(name, None)
+
+
+class LocalReduction(Reduction):
+    """The reduction where nothing is shared: one rank holds all of every parameter."""
+
+    def launch(self) -> None:
+        """Keep the gradients: they are the result."""
+        self._results_here = self._grads
+        del self._grads
+        self._refuse_sparse([grad for grad in self._results_here if grad is not None])
+
+    def wait_and_average(self) -> None:
+        """Divide the gradients, if a divisor other than one was set."""
+        if self._divisor != 1:
+            _torch.divide_all_([g for g in self._results_here if g is not None], self._divisor)
+
+    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
+        grads = self._results_here
+        del self._results_here
+        rows = zip(self._sharded, grads, self._specs, self._are_lifted, strict=True)
+        dtypes = iter(self._final_dtypes)
+        for sharded, grad, spec, is_lifted in rows:
+            dtype = next(dtypes)
+            if grad is not None:
+                yield sharded, grad.to(dtype), spec, is_lifted
+
+    def discard(self) -> None:
+        """Drop all gradients that are not in ``.grad`` yet."""
+        super().discard()
+        self.__dict__.pop("_results_here", None)
+
+
+# The gradient of a sharded parameter --------------------------------------------------------------
+
+
+def is_partial(grad: torch.Tensor | None) -> bool:
+    """Return whether a gradient is still to be averaged over some ranks."""
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+
+
+def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
+    """Return how far the reduction of a gradient has come; ``None`` if there is no gradient."""
+    if grad is None:
+        return None
+    if not is_partial(grad):
+        return "sharded"
+    placement = param.placement
+    is_unreduced = grad.placements == placement.unreduced
+    return "unreduced" if is_unreduced else "unreplicated"
+
+
+def grad_dtype_asked(param: ShardedParam) -> tuple[bool, torch.dtype | None]:
+    """Return whether the user has set ``grad_dtype`` of a parameter, and to what."""
+    sharded = param.sharded
+    if LIFTED in sharded.__dict__:
+        return sharded.__dict__[LIFTED]
+    asked = sharded.grad_dtype
+    return (False, None) if asked == sharded.dtype else (True, asked)
+
+
+def reduce_dtype(param: ShardedParam) -> torch.dtype:
+    """Return the dtype in which a parameter's gradient is reduced, other parameters aside."""
+    has_asked, asked = grad_dtype_asked(param)
+    if has_asked and asked is None and param.policy.reduce_dtype is None:
+        return param.compute_dtype
+    return param.policy.reduction_dtype(param.dtype, asked)
+
+
+def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter's reduced gradient in ``.grad``."""
+    has_asked, asked = grad_dtype_asked(param)
+    if has_asked and asked is None:
+        return reduced
+    return asked or param.policy.grad_dtype or param.dtype
+
+
+def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set ``.grad``, also to a dtype that torch would refuse."""
+    asked = sharded.grad_dtype
+    if asked is not None and asked != grad.dtype:
+        sharded.grad = None
+        is_default = asked == sharded.dtype
+        sharded.__dict__[LIFTED] = (False, None) if is_default else (True, asked)
+        sharded.grad_dtype = None
+    sharded.grad = grad
+
+
+def add_grad(sharded: nn.Parameter, grad: Any) -> None:
+    """Add a reduced gradient to ``.grad``; autograd may have written one with other placements."""
+    old_grad: Any = sharded.grad
+    if old_grad is None:
+        assign_grad(sharded, grad)
+        return
+    if old_grad.placements != grad.placements:
+        with torch.no_grad():
+            old_grad = sharded.grad = old_grad.redistribute(placements=grad.placements)
+    _torch.local_tensor(old_grad).add_(_torch.local_tensor(grad))
+
+
+def clear(leaf: torch.Tensor, *, to_none: bool) -> None:
+    """Drop the gradient of a parameter, or fill it with zeros."""
+    grad = leaf.grad
+    if grad is None or to_none:
+        leaf.grad = None
+    elif is_partial(grad):
+        _torch.local_tensor(grad).zero_()
+    else:
+        leaf.grad = torch.zeros_like(grad)

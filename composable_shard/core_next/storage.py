@@ -1,0 +1,375 @@
+"""Memory of a group: the parameters, the flat buffers of a bucket, the all-gather.
+
+Imports layout, placement, plugins, and the transport below. The tensors a parameter goes through:
+
+- original: what the module held before ``fully_shard``.
+- sharded: a DTensor parameter, registered outside of compute; its local tensor is a view of the
+  flat sharded buffer of a bucket.
+- unsharded: a plain parameter, or under tensor parallelism a DTensor, registered during compute. It
+  is the leaf of autograd and a view of the bucket's unsharded buffer. The object lives as long as
+  its group; only its memory comes and goes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from composable_shard import _torch
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
+from composable_shard.core_next.layout import ParamLayout, message_cost, plan_bucket
+from composable_shard.core_next.placement import (
+    GradStage,
+    ParamPlacement,
+    TensorLayout,
+    matching_pieces,
+    plan_placement,
+    plan_tensor,
+)
+from composable_shard.core_next.plugins import Op
+from composable_shard.mesh import ShardMesh
+from composable_shard.policy import MixedPrecisionPolicy
+
+# One parameter ------------------------------------------------------------------------------------
+
+_UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
+
+
+class Slot(NamedTuple):
+    """One name under which a module holds a parameter; tied parameters have several.
+
+    Attributes:
+        module: The module.
+        name: The name of the parameter in it.
+        calls_setattr: Whether the class of the module has a ``__setattr__`` of its own, which is
+            called when another form of the parameter is registered.
+    """
+
+    module: nn.Module
+    name: str
+    calls_setattr: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Slot:
+        """Return the slot of a parameter; environment variables bypass ``__setattr__``."""
+        is_plain = type(module).__setattr__ is nn.Module.__setattr__
+        is_unsafe = any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES)
+        return cls(module, name, not is_plain and not is_unsafe)
+
+
+class ShardedParam:
+    """One parameter of a group.
+
+    Attributes:
+        name: Its qualified name below the group's module.
+        slots: The modules and names that hold it.
+        mesh: The data-parallel ranks.
+        policy: Its dtypes.
+        layout: How it lies in flat buffers.
+        placement: The mesh and placements of its DTensors.
+        local: This rank's shard; outside of loads and conversions, a view of the bucket.
+        sharded: The DTensor that is registered outside forward and backward.
+        unsharded: The parameter used in compute.
+        unsharded_local: Its plain tensor: itself, except under tensor parallelism.
+    """
+
+    local: torch.Tensor
+    sharded: nn.Parameter
+    unsharded: nn.Parameter
+    unsharded_local: torch.Tensor
+
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        original: nn.Parameter,
+        dim: int | None,
+        mesh: ShardMesh,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.name, self.slots = name, list(slots)
+        self.mesh, self.policy = mesh, policy
+        self.original = original
+        whole = _torch.local_part(original)
+        self.placement: ParamPlacement = plan_placement(name, original, dim, mesh)
+        self.layout: TensorLayout = plan_tensor(whole, dim, mesh.num_shards)
+        stride = original.stride() if self.layout.order is not None else _contiguous(original.shape)
+        self._shape, self._stride = original.shape, stride
+        self.dtype = original.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        return self.policy.compute_dtype(self.dtype)
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a full tensor, plain or a DTensor like the original."""
+        return self.layout.shard_of(_torch.local_part(full), self.mesh.shard_rank).detach()
+
+    def spec(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
+        """Describe the parameter, or a gradient at a stage of its reduction, as a DTensor."""
+        meta = _torch.TensorMeta(self._shape, self._stride, dtype)
+        return _torch.make_spec(self.placement.mesh, getattr(self.placement, stage), meta)
+
+    def create_sharded(self, local: torch.Tensor) -> None:
+        """Make the sharded parameter around ``local``; take over the hooks of the original."""
+        original = self.original
+        tensor = _torch.from_local(local, self.spec("sharded", local.dtype))
+        self.sharded = _torch.parameter_of(tensor, original.requires_grad)
+        # The same tensor object, so that `local` shares the version counter of its bucket.
+        _torch.set_local_tensor(self.sharded, local)
+        self.local = local
+        self.sharded.__dict__.update(original.__dict__)
+        _torch.share_hooks(original, self.sharded)
+        if original.grad_dtype != original.dtype:
+            self.sharded.grad_dtype = original.grad_dtype
+        del self.original
+
+    def create_unsharded(self, tensor: torch.Tensor) -> None:
+        """Make the leaf of autograd around the plain tensor ``tensor``."""
+        self.unsharded_local, self.is_counted, self.shares_storage = tensor, False, False
+        model = self.placement.model
+        if model is not None:
+            tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
+        self.unsharded = _torch.parameter_of(tensor, requires_grad=False)
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+# The interface of a bucket ------------------------------------------------------------------------
+
+
+class GatherOps(NamedTuple):
+    """The operations that gather one bucket.
+
+    Attributes:
+        gather: Allocate memory and launch the all-gather.
+        wait: Wait for it and fill the unsharded parameters.
+        free: Free the memory.
+    """
+
+    gather: Sequence[Op]
+    wait: Sequence[Op]
+    free: Sequence[Op]
+
+
+class Storage(Protocol):
+    """The interface of a bucket: `Bucket`, or a bucket that a feature provides.
+
+    Attributes:
+        params: Its parameters.
+        mesh: The data-parallel ranks.
+        compute_dtype: The dtype of the unsharded parameters.
+        num_direct: How many of ``params``, at the front, have their own message.
+        version_tensors: Tensors whose version counters grow when the shards change.
+    """
+
+    params: list[ShardedParam]
+    mesh: ShardMesh
+    compute_dtype: torch.dtype
+    num_direct: int
+    version_tensors: list[torch.Tensor]
+
+    def gather_ops(
+        self, shards: Sequence[torch.Tensor], channel: Channel, *, keeps_storage: bool
+    ) -> GatherOps:
+        """Return the operations that gather these shards, one shard per parameter.
+
+        Args:
+            shards: The local shards; users may have replaced them.
+            channel: The collectives.
+            keeps_storage: Whether the unsharded memory stays allocated.
+        """
+
+
+# The bucket of plain parameters -------------------------------------------------------------------
+
+
+class Bucket:
+    """Parameters of a group with one mesh, one dtype and one compute dtype, and their flat buffers.
+
+    Attributes:
+        sharded: This rank's shards [shard_numel].
+        unsharded: All parameters [unsharded_numel]; it has no memory between uses. With one shard
+            and no cast it is ``sharded`` itself, and nothing is ever copied.
+        gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
+        staging: The packed message of all ranks [num_shards, packed_numel]; has no memory between
+            uses.
+        copy_out: Views of ``unsharded``, and the views of ``staging`` to copy to them.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam], device: torch.device) -> None:
+        """Copy this rank's shards out of the originals.
+
+        Args:
+            params: The parameters, which have no sharded form yet.
+            device: Where the shards are.
+        """
+        first = params[0]
+        self.mesh, self.device = first.mesh, device
+        self.dtype, self.compute_dtype = first.dtype, first.compute_dtype
+        group = self.mesh.shard_group
+        backend = None if group is None else _torch.backend_name(group, self.mesh.device)
+        self.layout = plan_bucket(
+            tuple(param.layout.param for param in params),
+            self.compute_dtype.itemsize,
+            message_cost(backend, is_aligned=_torch.has_streams(self.mesh.device)),
+            min(self.dtype.itemsize, self.compute_dtype.itemsize),
+        )
+        self.params = [params[index] for index in self.layout.order]
+        self.num_direct = self.layout.num_direct
+        self.shares_storage = (
+            self.mesh.num_shards == 1
+            and self.dtype == self.compute_dtype
+            and device == self.mesh.device
+        )
+        self._make_sharded()
+        self._make_unsharded()
+        self.version_tensors = [self.sharded]
+
+    def gather_ops(
+        self, shards: Sequence[torch.Tensor], channel: Channel, *, keeps_storage: bool
+    ) -> GatherOps:
+        """Return the operations that gather these shards, which may lie outside ``sharded``."""
+        if self.shares_storage and all(
+            s is p.local for s, p in zip(shards, self.params, strict=True)
+        ):
+            return GatherOps((), (), ())
+        ops = _AllGather(self, shards, channel).ops()
+        return ops._replace(free=()) if keeps_storage else ops
+
+    def shard_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return each parameter's shard in a buffer with the layout of ``sharded``.
+
+        A DTensor reports the storage offset of its local tensor, and code that copies and saves
+        tensors misreads an offset. So each shard has its own storage object in the same memory.
+        """
+        offsets, rank = self.layout.shard_offsets, self.mesh.shard_rank
+        return [
+            _torch.with_own_storage(param.layout.local(flat[offset:], rank))
+            for param, offset in zip(self.params, offsets, strict=True)
+        ]
+
+    def _make_sharded(self) -> None:
+        self.sharded = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+        for param, local in zip(self.params, self.shard_views(self.sharded), strict=True):
+            local.copy_(param.shard_of(param.original))
+            param.create_sharded(local)
+
+    def _make_unsharded(self) -> None:
+        """Make the unsharded and the staging buffer, and all views of them; then free both."""
+        layout, mesh = self.layout, self.mesh
+        if self.shares_storage:
+            self.unsharded, offsets = self.sharded, layout.shard_offsets
+        else:
+            offsets = layout.unsharded_offsets
+            numel, dtype, device = layout.unsharded_numel, self.compute_dtype, mesh.device
+            self.unsharded = _torch.empty(numel, dtype=dtype, device=device)
+        for param, offset in zip(self.params, offsets, strict=True):
+            view = param.layout.whole(self.unsharded[offset:])
+            # A version counter of its own: a gather does not bump it, `program.py` sets it.
+            start = int(view.storage_offset())
+            view = _torch.fresh_storage_view(self.unsharded, start, view)
+            param.create_unsharded(view)
+            param.shares_storage = self.shares_storage
+        if self.shares_storage:
+            return
+        spans = zip(layout.unsharded_offsets[: self.num_direct], layout.params, strict=False)
+        self.gather_outputs = [
+            self.unsharded[start : start + mesh.num_shards * param.shard_numel]
+            for start, param in spans
+        ]
+        self.staging: torch.Tensor | None = None
+        if layout.packed_numel:
+            self.staging = _torch.empty(
+                mesh.num_shards, layout.packed_numel, dtype=self.compute_dtype, device=mesh.device
+            )
+            self.gather_outputs.append(self.staging.view(-1))
+            self.copy_out = _copy_out_pairs(self, self.staging)
+            _torch.free(self.staging)
+        _torch.free(self.unsharded)
+
+
+class _AllGather:
+    """The all-gather of a bucket: a message per direct parameter, and one for all packed ones."""
+
+    def __init__(self, bucket: Bucket, shards: Sequence[torch.Tensor], channel: Channel) -> None:
+        self._bucket, self._channel = bucket, channel
+        layout, mesh = bucket.layout, bucket.mesh
+        self._in_place = all(s is p.local for s, p in zip(shards, bucket.params, strict=True))
+        self._casts = not self._in_place or bucket.dtype != bucket.compute_dtype
+        self._casts = self._casts or bucket.device != mesh.device
+        self._shards = shards
+        self._source = bucket.sharded
+        if self._casts:
+            numel, dtype = layout.shard_numel, bucket.compute_dtype
+            self._source = _torch.empty(numel, dtype=dtype, device=mesh.device)
+        self._inputs = [self._source[start : start + n] for start, n in layout.message_spans]
+        if self._casts:
+            _torch.free(self._source)
+
+    def ops(self) -> GatherOps:
+        """Return the operations."""
+        bucket, source, staging = self._bucket, self._source, self._bucket.staging
+        allocate, free = _torch.memory_ops(bucket.unsharded)
+        if bucket.mesh.num_shards == 1:
+            copy = partial(self._copy_in, bucket.unsharded[: source.numel()])
+            return GatherOps([allocate, copy], [], [free])
+        gather: list[Op] = [allocate]
+        wait: list[Op] = [self.wait]
+        if self._casts:
+            allocate_source, free_source = _torch.memory_ops(source)
+            gather += [allocate_source, partial(self._copy_in, source)]
+            wait += [free_source]
+        if staging is not None:
+            allocate_staging, free_staging = _torch.memory_ops(staging)
+            gather += [allocate_staging]
+            wait += [partial(_torch.copy_all_, *bucket.copy_out), free_staging]
+        return GatherOps([*gather, self.launch], wait, [free])
+
+    def _copy_in(self, source: torch.Tensor) -> None:
+        """Fill the input, in the compute dtype and on the device of compute."""
+        bucket = self._bucket
+        if self._in_place:
+            source.copy_(bucket.sharded)
+            return
+        flat = torch.zeros_like(bucket.sharded)  # users have replaced sharded parameters
+        _torch.copy_all_(bucket.shard_views(flat), list(self._shards))
+        source.copy_(flat)
+
+    def launch(self) -> None:
+        works: list[Waitable] = self._channel.gather(self._bucket.gather_outputs, self._inputs)
+        stream = launching_stream(self._bucket.mesh.device)
+        self._pending = Pending(works, self._channel.gathering, stream)
+
+    def wait(self) -> None:
+        self._pending.wait()
+        del self._pending
+
+
+def _copy_out_pairs(
+    bucket: Bucket, staging: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return views to copy to and from: of the unsharded buffer, and of the staging buffer."""
+    layout, pairs = bucket.layout, []
+    start = 0
+    for index in range(layout.num_direct, len(layout.params)):
+        param: ParamLayout = layout.params[index]
+        start = layout.shard_offsets[index] - layout.packed_offset
+        column = staging[:, start : start + param.shard_numel]
+        place = bucket.unsharded[layout.unsharded_offsets[index] :]
+        if param.gathers_in_place:  # padding lies behind the rows: one copy takes it along
+            count = param.num_nonempty
+            pairs.append((place[: count * param.shard_numel].view(count, -1), column[:count]))
+        else:
+            pairs += matching_pieces(param, place, column)
+    pairs = [(into, source) for into, source in pairs if into.numel()]
+    return [into for into, _ in pairs], [source for _, source in pairs]

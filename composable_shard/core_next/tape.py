@@ -1,0 +1,179 @@
+"""Pure Python: the record of forward calls, and the plans made from it. Imports no torch.
+
+The tape answers every question about execution order: which group forward gathers next, what a
+backward does, what a checkpoint recomputes. All ranks run the same forward, so the tapes agree,
+no matter which part of the graph the loss of each rank reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from operator import itemgetter
+from typing import Generic, NamedTuple, TypeVar
+
+Group = TypeVar("Group", bound=Hashable)
+
+
+class Interval:
+    """When a call was entered and left. All calls inside one checkpoint share an interval.
+
+    A checkpoint recomputes all of its calls before the backward of any. So backward
+    gathers its groups where it was left, and finishes them where it was entered.
+    """
+
+    __slots__ = ("entered", "is_checkpoint", "left")
+
+    def __init__(self, entered: int, *, is_checkpoint: bool) -> None:
+        self.entered = self.left = entered
+        self.is_checkpoint = is_checkpoint
+
+
+class Visit(Generic[Group]):
+    """One call of a group's module in a forward that may have a backward."""
+
+    __slots__ = ("entered", "forward", "group", "interval", "may_read")
+
+    def __init__(self, group: Group, interval: Interval, entered: int, forward: int) -> None:
+        self.group = group
+        self.interval = interval
+        self.entered = entered  # when this call was entered, even inside a checkpoint
+        self.forward = forward
+        self.may_read = False  # whether a backward may read the parameters
+
+
+class PlanStep(NamedTuple, Generic[Group]):
+    """One step of the plan of a backward: gather a group, or finish (free and reduce) it."""
+
+    group: Group
+    is_gather: bool
+
+
+class Tape(Generic[Group]):
+    """The visits of all forwards since the last backward.
+
+    Attributes:
+        visits: In order of entry.
+        num_forwards: How many forwards have begun.
+    """
+
+    def __init__(self) -> None:
+        self.visits: list[Visit[Group]] = []
+        self.num_forwards = 0
+        self._clock = 0
+        self._any_reduce = False  # the latest forward has left a group that needs a reduction
+        self._orders: dict[Group, list[Group]] = {}  # by the outermost group
+        self._predicted_order: list[Group] = []
+        self._current_order: list[Group] = []
+
+    # Forward --------------------------------------------------------------------------------
+
+    def begin_forward(self, outermost: Group) -> None:
+        """Begin a forward; the previous one with the same ``outermost`` predicts its order."""
+        self.num_forwards += 1
+        self._any_reduce = False
+        self._current_order = []
+        self._predicted_order = self._orders.get(outermost, [])
+        if self.visits:
+            self._forget_superseded()
+
+    def advance(self, group: Group, depth: int = 1) -> Sequence[Group]:
+        """Record that forward needs ``group`` now; return the groups that it probably needs next.
+
+        A wrong prediction costs one gather, never correctness.
+        """
+        index = len(self._current_order)
+        self._current_order.append(group)
+        predicted = self._predicted_order
+        if index < len(predicted) and predicted[index] is group:
+            return predicted[index + 1 : index + 1 + depth]
+        return ()
+
+    def is_last(self, group: Group) -> bool:
+        """Return whether ``group`` was the last to be gathered, so that backward needs it first."""
+        predicted, current = self._predicted_order, self._current_order
+        return len(current) == len(predicted) and bool(current) and current[-1] is group
+
+    def enter(self, group: Group, checkpoint: Interval | None) -> Visit[Group]:
+        """Record the start of a call of ``group``, inside ``checkpoint`` if there is one."""
+        self._clock += 1
+        interval = checkpoint or Interval(self._clock, is_checkpoint=False)
+        visit = Visit(group, interval, self._clock, self.num_forwards)
+        self.visits.append(visit)
+        return visit
+
+    def enter_checkpoint(self) -> Interval:
+        """Return the interval of a new checkpoint; pass it to `enter` for each call inside."""
+        return Interval(self._clock + 1, is_checkpoint=True)
+
+    def leave(self, visit: Visit[Group], *, needs_reduce: bool, needs_grad: bool) -> None:
+        """Record the end of a call.
+
+        Args:
+            visit: The visit that :meth:`enter` returned.
+            needs_reduce: Whether the group has gradients to reduce.
+            needs_grad: Whether an output may get a gradient. Inputs may be detached on some ranks
+                only, so after a group that needs a reduction, later groups count on all ranks.
+        """
+        self._clock += 1
+        interval = visit.interval
+        interval.left = self._clock
+        visit.may_read = needs_reduce or needs_grad or self._any_reduce or interval.is_checkpoint
+        self._any_reduce = self._any_reduce or needs_reduce
+
+    def end_forward(self, outermost: Group) -> None:
+        """End a forward; its order predicts the next one."""
+        self._orders[outermost] = self._current_order
+
+    def discard_forward(self) -> None:
+        """Forget the visits of the latest forward, which has raised."""
+        self.visits = [visit for visit in self.visits if visit.forward != self.num_forwards]
+
+    def clear(self) -> None:
+        """Forget all visits, after their backward."""
+        self.visits = []
+
+    def _forget_superseded(self) -> None:
+        """Keep only visits that affect the plan, so forwards without backward cost nothing."""
+        first, last = self._first_and_last()
+        checkpoints = [visit for visit in self.visits if visit.interval.is_checkpoint]
+        keep = {id(visit) for visit in (*first.values(), *last.values(), *checkpoints)}
+        self.visits = [visit for visit in self.visits if id(visit) in keep]
+
+    # Backward -------------------------------------------------------------------------------
+
+    def __contains__(self, group: Group) -> bool:
+        return any(visit.group is group for visit in self.visits)
+
+    def plan_backward(self) -> list[PlanStep[Group]]:
+        """Return the plan of a backward through all forwards on the tape, the next step last.
+
+        The plan gathers a group where forward left it last, and finishes it where forward entered
+        it first. In between, a backward may read its parameters.
+        """
+        first, last = self._first_and_last()
+        found: list[tuple[int, int, PlanStep[Group]]] = []
+        for group, visit in last.items():
+            start = first[group]
+            found.append((visit.interval.left, -visit.entered, PlanStep(group, is_gather=True)))
+            found.append((start.interval.entered, start.entered, PlanStep(group, is_gather=False)))
+        found.sort(key=itemgetter(0, 1))
+        return [step for _, _, step in found]
+
+    def num_checkpoints(self) -> dict[Group, int]:
+        """Return, for each group inside a checkpoint, how many checkpoints recompute it."""
+        checkpoints: dict[Group, set[Interval]] = {}
+        for visit in self.visits:
+            if visit.interval.is_checkpoint:
+                checkpoints.setdefault(visit.group, set()).add(visit.interval)
+        return {group: len(intervals) for group, intervals in checkpoints.items()}
+
+    def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
+        first: dict[Group, Visit[Group]] = {}
+        last: dict[Group, Visit[Group]] = {}
+        for visit in self.visits:
+            first.setdefault(visit.group, visit)
+            if visit.may_read:
+                before = last.get(visit.group)
+                if before is None or before.interval.left <= visit.interval.left:
+                    last[visit.group] = visit
+        return first, last

@@ -1,0 +1,225 @@
+"""All groups of one root: forwards and backwards begin and end here; decides what stays gathered.
+
+Imports backward, group, tape, plugins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from composable_shard import _torch
+from composable_shard.core_next.backward import Backward
+from composable_shard.core_next.group import ParamGroup, State
+from composable_shard.core_next.plugins import Plugins
+from composable_shard.core_next.tape import Interval, PlanStep, Tape, Visit
+
+_current_task = _torch.current_backward
+
+
+class Call:
+    """One call of a group's module. Only the autograd graph of the call keeps it alive.
+
+    Attributes:
+        visit: Its record on the tape; ``None`` if it cannot have a backward.
+        is_recomputed: Whether a checkpoint makes the call during a backward.
+        exception_on_entry: The exception being handled when the call began.
+        markers: The autograd nodes of its input markers.
+    """
+
+    __slots__ = ("__weakref__", "exception_on_entry", "group", "is_recomputed", "markers", "visit")
+
+    def __init__(self, group: ParamGroup, *, is_recomputed: bool) -> None:
+        self.group = group
+        self.is_recomputed = is_recomputed
+        self.exception_on_entry = sys.exc_info()[1]
+        self.visit: Visit[ParamGroup] | None = None
+        self.markers: list[Node] = []
+
+    def on_output_gradient(self, _: Any) -> None:
+        """Gather the group: an output of this call has a gradient."""
+        group = self.group
+        group.tree.begin_backward().gather_for_backward(group, has_input_markers=bool(self.markers))
+
+
+class Tree:
+    """The groups that train together.
+
+    Attributes:
+        groups: The root group first.
+        tape: The record of forwards since the last backward.
+        call_stack: The calls in progress, the innermost last.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self.groups = list(groups)
+        self.root = groups[0]
+        features = [feature for group in groups for feature in group.plugins.features]
+        self.plugins = Plugins(features)
+        self.tape: Tape[ParamGroup] = Tape()
+        self.call_stack: list[Call] = []
+        self._backward: Backward | None = None
+        self._plan: tuple[list[PlanStep[ParamGroup]], dict[ParamGroup, int]] = ([], {})
+        self._planned: set[ParamGroup] = set()
+        for group in groups:
+            group.reshard()
+            group.tree, group.plugins, group.is_compiled = self, self.plugins, False
+
+    # Forward --------------------------------------------------------------------------------
+
+    def enter(self, group: ParamGroup) -> Call:
+        """Begin a call: gather ``group``, and prefetch the next group."""
+        is_recomputed = _current_task() != -1 and (group in self.tape or group in self._planned)
+        if not is_recomputed and self._is_outermost(group):
+            self._begin_forward(group)
+        call = Call(group, is_recomputed=is_recomputed)
+        self.call_stack.append(call)
+        if not group.params:
+            return call
+        if is_recomputed:
+            self.begin_backward().gather_for_recompute(group)
+        else:
+            self._gather(group)
+            checkpoints = _torch.notes_of_checkpoints(with_graph_around=False)
+            if checkpoints or torch.is_grad_enabled():
+                call.visit = self.tape.enter(group, self._interval_of(checkpoints))
+        group.register_unsharded()
+        return call
+
+    def leave(self, call: Call, *, needs_grad: bool, has_failed: bool) -> None:
+        """End the innermost call; free its group, unless backward keeps it.
+
+        A kept group keeps its memory. Its sharded parameters are still registered, except with
+        ``reshard_after_forward=False`` or on the root.
+        """
+        self.call_stack.pop()
+        group = call.group
+        if call.is_recomputed:
+            return
+        if call.visit is not None and not has_failed:
+            self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
+        for outer in self.call_stack:
+            if outer.group is group:  # the module has called itself
+                return
+        self._free(group, may_have_backward=call.visit is not None and not has_failed)
+        if not self.call_stack:
+            self._end_forward(group, has_failed=has_failed)
+
+    def _is_outermost(self, group: ParamGroup) -> bool:
+        """Return whether a call is outermost; an interrupt may have left old calls on the stack."""
+        return not self.call_stack or group is self.call_stack[0].group or group is self.root
+
+    def _begin_forward(self, outermost: ParamGroup) -> None:
+        backward = self._backward
+        if self.call_stack or (backward is not None and not backward.is_running):
+            self.reset()
+        for group in self.groups:  # may be stale: a write through ``.data`` bumps no version
+            if (
+                group.state is State.UNSHARDED
+                and group.settings.reshard_after_forward is not False
+                and not group.is_held
+            ):
+                group.reshard()
+        self.tape.begin_forward(outermost)
+        for feature in self.plugins.features:
+            feature.begin_forward(self)
+
+    def _end_forward(self, outermost: ParamGroup, *, has_failed: bool) -> None:
+        if has_failed:
+            self.tape.discard_forward()
+            self.reset()
+            return
+        self.tape.end_forward(outermost)
+        for group in self.groups:
+            if group.state is State.UNSHARDING:  # prefetched, but not used in this forward
+                group.reshard()
+
+    def _gather(self, group: ParamGroup) -> None:
+        """Gather ``group`` for forward; launch the next gather before waiting for this one."""
+        group.refresh()
+        group.unshard()
+        predicted = self.tape.advance(group, group.settings.prefetch_depth)
+        for other in group.settings.forward_prefetch or predicted:
+            other.prefetch()
+        group.wait()
+
+    def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
+        reshard = group.settings.reshard_after_forward
+        if group.is_held:
+            return
+        if reshard is None:
+            reshard = group is not self.root or not may_have_backward
+        if reshard and not (may_have_backward and self.tape.is_last(group)):
+            group.reshard()
+        elif group.is_unsharded_registered and (reshard or not may_have_backward):
+            group.register_sharded()
+
+    def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval | None:
+        """Return the interval of the enclosing checkpoints, which all of their calls share."""
+        if not checkpoints:
+            return None
+        found = next((notes[self] for notes in checkpoints if self in notes), None)
+        interval = found or self.tape.enter_checkpoint()
+        for notes in checkpoints:
+            notes.setdefault(self, interval)
+        return interval
+
+    # Backward -------------------------------------------------------------------------------
+
+    def begin_backward(self) -> Backward:
+        """Return the running backward, or begin one."""
+        backward = self._backward
+        if backward is not None and backward.is_running:
+            return backward
+        if backward is not None:
+            self.reset()
+        if self.tape.visits:  # otherwise the same forwards have another backward
+            self._plan = self.tape.plan_backward(), self.tape.num_checkpoints()
+            self._planned = {group for group, _ in self._plan[0]}
+        steps, num_checkpoints = self._plan
+        self._backward = Backward(self.groups, steps.copy(), num_checkpoints, self._end_backward)
+        return self._backward
+
+    def _end_backward(self, backward: Backward) -> None:
+        backward.close()
+        self._backward = None
+        self.tape.clear()
+        for feature in self.plugins.features:
+            feature.end_backward(self)
+
+    def synchronize_gradients(self) -> None:
+        """Reduce what backwards have accumulated without sync, one group after the other."""
+        settings = [(group.settings, group.settings.all_reduce_grads) for group in self.groups]
+        for setting, _ in settings:
+            setting.all_reduce_grads = True
+        try:
+            for group in self.groups:
+                if group.start_deferred_reduction():
+                    group.finish_reduction()
+        finally:
+            for setting, before in settings:
+                setting.all_reduce_grads = before
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither a forward nor a backward is running."""
+        backward = self._backward
+        return not self.call_stack and (backward is None or not backward.is_running)
+
+    def reset(self) -> None:
+        """Return to the state between two steps, after a forward or backward has failed.
+
+        Gradients already in ``.grad`` of the sharded parameters stay. All others are dropped.
+        """
+        if self._backward is not None:
+            self._backward = None
+            self.tape.clear()
+        self.call_stack.clear()
+        for group in self.groups:
+            group.reset()
+        for feature in self.plugins.features:
+            feature.fail(self)
