@@ -72,6 +72,11 @@ def fully_shard(
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     is_policy = isinstance(policy, MixedPrecisionPolicy)
     check_type("mp_policy", policy, is_policy, "a composable_shard.MixedPrecisionPolicy")
+    if offload_policy is not None or type(reshard_after_forward) is int:
+        raise ValueError(
+            "Expected neither offload_policy nor a number as reshard_after_forward, which this "
+            "core does not have yet; unset COMPOSABLE_SHARD_CORE"
+        )
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = find_managed(modules, ignored_params or ())
     params = plan_params(managed, shard_mesh, shard_placement_fn, policy)
@@ -91,6 +96,7 @@ def fully_shard(
 
 _replicas, _all_reduce_hook = Replicas(), AllReduceHook()
 _sharded_classes: dict[type, type] = {}
+_MISSING = "Expected a call that this core has, got one that it does not have yet"
 
 
 def _sharded_class(original: type) -> type:
@@ -378,10 +384,12 @@ _torch.let_foreach_zero_any_placement()
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Let several roots that train together bound their memory for reductions together."""
+    raise ShardError(_MISSING)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Gather a module's parameters around another method than forward."""
+    raise ShardError(_MISSING)
 
 
 def check_calls(calls: Any) -> None:
