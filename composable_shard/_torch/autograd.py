@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.checkpoint import (
     CheckpointFunction,
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
 )
-
-from composable_shard._torch.dtensors import is_wrapper_subclass
 
 # The transforms of torch.func: whether one runs, and what it wraps --------------------------------
 
@@ -226,13 +224,10 @@ def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
 
 def accumulate_node(param: nn.Parameter) -> Node:
     """Return the node that accumulates into the ``grad`` of a leaf."""
-    with torch.inference_mode(False):
-        if not is_wrapper_subclass(param):
-            return get_gradient_edge(param).node
-        with torch.enable_grad():
-            reached: Any = _Reached.apply(param)
-            node: Node = reached.grad_fn.next_functions[0][0]
-        return node
+    with torch.inference_mode(False), torch.enable_grad():
+        reached: Any = _Reached.apply(param)
+        node: Node = reached.grad_fn.next_functions[0][0]
+    return node
 
 
 class _Reached(torch.autograd.Function):
