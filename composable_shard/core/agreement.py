@@ -97,8 +97,8 @@ def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _
     """Warn if all ranks hold the same random numbers, as those do that fill shards by one seed."""
     digests = []
     for _, param in filled:
-        (first, *_) = _torch.leaves(_local_of(param).detach())
-        held = first.flatten()[:64].contiguous().view(torch.uint8).tolist()  # bytes, of any dtype
+        first = _local_of(param).detach().flatten()[:64].contiguous()
+        held = first.view(torch.uint8).tolist()  # bytes, of any dtype
         is_random = len({*held}) > max(4, len(held) / 4)  # no constants
         digests.append(hash(tuple(held)) >> 2 if is_random else ranks.rank())
     _, found = compare("", ranks, device, *digests, *(-digest for digest in digests))
