@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import math
 import os
@@ -168,13 +169,18 @@ class _GlooOfOneWorker(metaclass=_MeansGloo):
         if any(more.values()):  # what only the plain call can do
             return _Gloo(store, rank, num_ranks, timeout=timeout, **more)
         options = _Gloo._Options()
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        options._devices = [_Gloo.create_device(interface=name) for name in interfaces] or [
-            _Gloo.create_default_device()
-        ]
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        options._devices = [_gloo_device(name, os.getpid()) for name in interfaces]
         options._timeout = timeout
         options._threads = 1
         return _Gloo(store, rank, num_ranks, options)
+
+
+@functools.cache
+def _gloo_device(interface: str, process: int) -> Any:
+    """Return a device that the groups of a process share: each has a thread that polls."""
+    assert _Gloo is not None
+    return _Gloo.create_device(interface=interface) if interface else _Gloo.create_default_device()
 
 
 @contextlib.contextmanager
