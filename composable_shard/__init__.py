@@ -121,9 +121,9 @@ _MODULES = {
 """Where each public name is defined; for type checkers, the imports above say the same."""
 
 # The core that is being written stands in for today's where it is asked for.
-_REPLACED = ("api", "module") if os.environ.get("COMPOSABLE_SHARD_CORE") == "next" else ()
+_REPLACED = ("module", "api") if os.environ.get("COMPOSABLE_SHARD_CORE") == "next" else ()
 for _name in _REPLACED:
-    sys.modules[f"{__name__}.{_name}"] = import_module(f"{__name__}.core_next.module")
+    sys.modules[f"{__name__}.{_name}"] = import_module(f"{__name__}.core_next.{_name}")
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -190,7 +190,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 def cut_shard(
     name: str,
     whole: torch.Tensor,
-    form: DenseForm,
+    form: Any,
     rank: int,
     device: torch.device,
     policy: MixedPrecisionPolicy,

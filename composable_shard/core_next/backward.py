@@ -74,6 +74,7 @@ class Backward:
         groups: Sequence[ParamGroup],
         steps: list[PlanStep[ParamGroup]],
         num_checkpoints: dict[ParamGroup, int],
+        in_flight: deque[ParamGroup],
         on_end: Callable[[Backward], None],
     ) -> None:
         """Begin a backward.
@@ -82,15 +83,15 @@ class Backward:
             groups: All groups of the tree.
             steps: The plan, which all ranks share, the first step last.
             num_checkpoints: How many checkpoints recompute each group.
+            in_flight: The groups whose reductions are in flight, also from earlier backwards.
             on_end: Called when autograd has finished.
-
         """
         self.steps = steps
         self._num_checkpoints = num_checkpoints
         self._planned = {group for group, _ in steps}
         self._to_gather = self._planned.copy()
         self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
-        self._in_flight: deque[ParamGroup] = deque()  # their reductions are
+        self._in_flight = in_flight
         self._to_free: list[ParamGroup] = []  # in `close`
         self._task = _current_task()
         for group in groups:
@@ -227,15 +228,16 @@ class Backward:
         else:
             self._to_free.append(group)
         if group.needs_reduce:
-            while len(self._in_flight) >= group.settings.max_reductions:
+            limit = group.settings.max_reductions
+            while len(self._in_flight) >= limit or group in self._in_flight:
                 self._in_flight.popleft().finish_reduction()
             if group.start_reduction():
                 self._in_flight.append(group)
 
     # The end --------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Run the remaining steps, deliver all gradients, free everything.
+    def close(self, *, waits: bool) -> None:
+        """Run the remaining steps, free everything and, if it ``waits``, deliver all gradients.
 
         This finishes incomplete groups too: autograd may have passed undefined gradients, which
         are not counted.
@@ -252,7 +254,7 @@ class Backward:
                 self._gather(step.group)
             else:
                 self._finish(step.group)
-        while self._in_flight:
+        while waits and self._in_flight:
             self._in_flight.popleft().finish_reduction()
         for group in self._to_free:
             group.reshard()

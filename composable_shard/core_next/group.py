@@ -7,11 +7,12 @@ The layers above tell it when to gather, free and reduce.
 from __future__ import annotations
 
 import enum
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,9 +23,65 @@ from composable_shard.core.transport.channel import Channel
 from composable_shard.core_next.plugins import Plugins
 from composable_shard.core_next.program import Mode, Program
 from composable_shard.core_next.reduction import Reduction
-from composable_shard.core_next.storage import ShardedParam, Storage
+from composable_shard.core_next.storage import (
+    ShardedParam,
+    Storage,
+    check_materialized,
+    take_over_registered,
+)
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
+
+_GROUP = "_composable_shard_group"
+
+
+def group_of(module: nn.Module) -> ParamGroup | None:
+    """Return the group of a sharded module."""
+    found: ParamGroup | None = module.__dict__.get(_GROUP)
+    return found
+
+
+def set_group(module: nn.Module, group: ParamGroup) -> None:
+    """Let a module belong to a group."""
+    module.__dict__[_GROUP] = group
+
+
+def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
+    """Return the groups of all sharded modules in some modules, outer ones first."""
+    found = (group_of(child) for module in modules for child in module.modules())
+    return list(dict.fromkeys(group for group in found if group is not None))
+
+
+def check_reshard(
+    reshard_after_forward: bool | int | None, meshes: Iterable[ShardMesh]
+) -> bool | int | None:
+    """Return the choice for parameters over ``meshes``: ``1`` means False, all ranks mean True.
+
+    Raises:
+        ValueError: If it is neither a bool nor a number that divides that of the shards.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if not isinstance(reshard_after_forward, int):
+        raise ValueError(
+            "Expected reshard_after_forward to be True, False, a number of ranks or None, got "
+            f"{type(reshard_after_forward).__name__}: {reshard_after_forward!r}"
+        )
+    sizes = sorted({mesh.num_shards for mesh in meshes})
+    for num_shards in sizes:
+        if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+            raise ValueError(
+                "Expected reshard_after_forward to divide the number of shards, got "
+                f"{reshard_after_forward} for {num_shards} shards"
+            )
+    if reshard_after_forward == 1:
+        warnings.warn(
+            "reshard_after_forward=1 keeps all parameters on every rank after forward; "
+            "pass False to say so",
+            stacklevel=3,
+        )
+        return False
+    return True if sizes == [reshard_after_forward] else reshard_after_forward
 
 
 class State(enum.Enum):
@@ -54,6 +111,7 @@ class Settings:
         prefetch_depth: How many groups are gathered early.
         max_reductions: How many reductions may be in flight; each holds its unsharded gradients.
         all_reduce_hook: Called with each buffer of reduced gradients.
+        hook_stream: The stream on which it runs; ``None`` for that of compute.
         zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
     """
 
@@ -70,7 +128,20 @@ class Settings:
     prefetch_depth: int = 1
     max_reductions: int = 1
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
+    hook_stream: torch.Stream | None = None
     zeros_for_unused: bool = False
+
+
+class BucketFactory(NamedTuple):
+    """Makes the buckets of a group, of kinds that the group does not know.
+
+    Attributes:
+        build: Copies the shards of some parameters into buckets.
+        prepare: Called before a program is compiled, by all ranks at their first use of a group.
+    """
+
+    build: Callable[[Sequence[ShardedParam], Sequence[torch.Tensor]], list[Storage]]
+    prepare: Callable[[Sequence[Storage], dict[ShardMesh, Channel]], None]
 
 
 class ParamGroup:
@@ -101,13 +172,14 @@ class ParamGroup:
         self,
         modules: Sequence[nn.Module],
         buckets: Sequence[Storage],
+        factory: BucketFactory,
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.modules = tuple(modules)
         self.name = type(modules[0]).__name__
-        self.buckets, self.mesh = list(buckets), mesh
-        self.params: list[ShardedParam] = [param for bucket in buckets for param in bucket.params]
+        self._factory, self.mesh = factory, mesh
+        self._set_buckets(buckets)
         self.policy = policy
         self.settings = Settings()
         self.plugins = Plugins()
@@ -119,18 +191,28 @@ class ParamGroup:
         self.finished_nodes: list[int] = []
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
         self.count_gradient = partial(next, count)  # appends at each `next`
-        self.channels = {bucket.mesh: Channel(bucket.mesh) for bucket in buckets}
+        meshes = dict.fromkeys([mesh, *(bucket.mesh for bucket in buckets)])
+        self.channels = {over: Channel(over) for over in meshes}
         self.tree: Any = None
         self.progress: Any = None
         self.calls: list[weakref.ref[Any]] = []
         self._gathered_version = -1
         self.is_compiled = False
 
+    def _set_buckets(self, buckets: Sequence[Storage]) -> None:
+        self.buckets = list(buckets)
+        self.params: list[ShardedParam] = [param for bucket in buckets for param in bucket.params]
+
     def set_name(self, name: str) -> None:
         """Set the qualified name below the root, which messages contain."""
         self.name = name
         for channel in self.channels.values():
             channel.set_label(self.label)
+
+    def all_modules(self) -> Iterator[nn.Module]:
+        """Yield its modules and all modules below."""
+        for top in self.modules:
+            yield from top.modules()
 
     @property
     def label(self) -> str:
@@ -159,13 +241,34 @@ class ParamGroup:
         before = self.program if self.is_compiled else None
         if before is not None:
             self.reshard()
-        with torch.inference_mode(False):  # the program outlives this forward
+        with torch.inference_mode(False), torch.no_grad():  # the program outlives this forward
+            if take_over_registered(self.params, self.label) and not _torch.in_functional_call():
+                self._rebuild()
+            check_materialized(self.params, self.label)
+            self._factory.prepare(self.buckets, self.channels)
             self.program = Program(self)
         self.is_compiled = True
         if before is None or not self.program.has_shards_of(before):
             self._gathered_version = -1
         for sharded in self.program.sharded:
             _owners[id(sharded)] = weakref.ref(self)
+
+    def remove(self, param: ShardedParam) -> None:
+        """Remove a parameter, which another group owns from now on."""
+        self.params.remove(param)
+        self._rebuild()
+
+    @torch.no_grad()
+    def _rebuild(self) -> None:
+        """Copy the shards into new buckets, after some were replaced or removed."""
+        for param in self.params:
+            param.retire_unsharded()
+        buckets = self._factory.build(self.params, [param.local for param in self.params])
+        for bucket in buckets:
+            for param, local in zip(bucket.params, bucket.locals, strict=True):
+                param.hold(local)
+        self._set_buckets(buckets)
+        self.is_compiled = False
 
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding."""

@@ -5,9 +5,12 @@ A hook inspects tensors and calls the tree. It runs no collectives and makes no 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
-from functools import partial
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,22 +22,43 @@ from composable_shard.core.nested import map_tensors, tensors_in
 from composable_shard.core_next.group import ParamGroup
 from composable_shard.core_next.tree import Call
 
+_HOOKS = "_composable_shard_hooks"
+
+
+def install(group: ParamGroup) -> None:
+    """Let the modules of a group call back before and after forward."""
+    hooks = ModuleHooks(group)
+    for module in group.modules:
+        module.__dict__[_HOOKS] = hooks
+        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.post_forward, always_call=True)
+
+
+def run_as_forward(
+    module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call ``method`` between the hooks of a sharded module, as its forward is called."""
+    hooks: ModuleHooks = module.__dict__[_HOOKS]
+    try:
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
+        output = method(*args, **kwargs)
+    except Exception:
+        hooks.post_forward(module, args, None)
+        raise
+    return hooks.leave(output, has_failed=False)
+
+
+_torch.count_as_module_call(run_as_forward)
+_torch.keep_from_compiling(__name__.partition(".")[0])
+
 
 class ModuleHooks:
-    """The forward hooks of a group's module."""
+    """The forward hooks of a group's modules."""
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
         policy = group.policy
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        self._storages = {
-            _torch.storage_number(param.unsharded_local)
-            for param in group.params
-            if not param.shares_storage
-        }
-        for module in group.modules:
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, always_call=True)
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -62,7 +86,13 @@ class ModuleHooks:
         if call is None or call.group is not self._group:  # pre_forward has raised
             return None
         has_failed = output is None and sys.exc_info()[1] is not call.exception_on_entry
-        if not has_failed:
+        return self.leave(output, has_failed=has_failed)
+
+    def leave(self, output: Any, *, has_failed: bool) -> Any:
+        """End the innermost call; return the output, hooked, cast, and safe from the free."""
+        tree = self._group.tree
+        call = tree.call_stack[-1]
+        if not has_failed and self._group.params:
             output = map_tensors(self._keep_from_free, output)
         hooks = bool(call.group.params) and torch.is_grad_enabled()
         if hooks and call.markers:
@@ -76,7 +106,11 @@ class ModuleHooks:
 
     def _keep_from_free(self, tensor: Tensor) -> Tensor:
         """Copy an output that is a view of an unsharded parameter, which is about to be freed."""
-        return tensor.clone() if _torch.storage_number(tensor) in self._storages else tensor
+        return (
+            tensor.clone()
+            if _torch.storage_number(tensor) in self._group.program.storages
+            else tensor
+        )
 
     def _prepare_input(self, call: Call, adds_markers: bool, tensor: Tensor) -> Tensor:
         """Cast an input and wrap it in an identity (the input marker), whose backward runs last."""
@@ -124,3 +158,53 @@ def _is_inside(call: Call, node: Any) -> bool:
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+# Methods that are called as a forward is: between the hooks of their module -----------------------
+
+
+class ForwardMethod:
+    """Stands on one module in the place of a method, and runs it as that module's forward.
+
+    It is bound to the module like a function and holds no reference to it, so a deep copy of the
+    module has the method bound to the copy.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        update_wrapper(self, getattr(module, name))
+        del self.__dict__["__wrapped__"]  # it is bound to this module
+        self._bind = _binder(module, name)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_as_forward(module, self._bind(module), args, kwargs)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Run the method ``name`` of a sharded module as its forward; idempotent."""
+    present = module.__dict__.get(name)
+    if not isinstance(getattr(present, "__func__", None), ForwardMethod):
+        module.__dict__[name] = MethodType(ForwardMethod(module, name), module)
+
+
+def forward_methods(module: nn.Module) -> list[str]:
+    """Return the names of the methods that are run as forward of a module."""
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if isinstance(getattr(value, "__func__", None), ForwardMethod)
+    ]
+
+
+def _binder(module: nn.Module, name: str) -> Callable[[nn.Module], Callable[..., Any]]:
+    """Return what looks the method up for a module, this one or a copy of it."""
+    if name in module.__dict__:
+        own = module.__dict__[name]
+        if isinstance(own, MethodType) and own.__self__ is module:
+            return partial(MethodType, own.__func__)
+        return lambda _: own
+    try:
+        found = inspect.getattr_static(type(module), name)
+    except AttributeError:  # it comes from __getattr__
+        method = getattr(module, name)
+        return lambda _: method
+    return lambda owner: found.__get__(owner, type(owner))

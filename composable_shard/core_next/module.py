@@ -1,15 +1,17 @@
-"""``fully_shard`` and the methods of a sharded module, over the core of this folder."""
+"""What a sharded module can do: the class that ``fully_shard`` mixes into a module's own."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.arguments import (
@@ -26,77 +28,57 @@ from composable_shard.core.transport.collectives import (
     symmetric_memory,
 )
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.core_next.features.hybrid import AllReduceHook, Replicas
-from composable_shard.core_next.group import ParamGroup, State
-from composable_shard.core_next.hooks import ModuleHooks
-from composable_shard.core_next.reduction import clear, is_partial
-from composable_shard.core_next.shard import (
-    ShardPlacementFn,
-    build_group,
-    commit,
-    find_managed,
+from composable_shard.core_next.copying import (
+    SavedModule,
+    copy_sharded,
+    restore_module,
+    save_module,
+)
+from composable_shard.core_next.features.hybrid import AllReduceHook
+from composable_shard.core_next.group import (
+    ParamGroup,
+    State,
+    check_reshard,
     group_of,
     groups_in,
-    plan_params,
     set_group,
-    top_modules,
 )
+from composable_shard.core_next.reduction import assign_grad, clear, is_partial
+from composable_shard.core_next.storage import LIFTED, grad_dtype_asked
+from composable_shard.core_next.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.core_next.tree import Tree
 from composable_shard.errors import ShardError
-from composable_shard.mesh import DataParallelMeshDims, resolve_mesh
-from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.train.clip import clip_grad_norm
 
-_Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
+__all__ = [
+    "FSDPModule",
+    "GradientReductionHandle",
+    "UnshardHandle",
+    "check_class",
+    "group_of",
+    "make_sharded",
+]
 
-
-def fully_shard(
-    module: _Sharded,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> _Sharded:
-    """Shard the parameters of a module over a mesh, in place."""
-    modules: tuple[nn.Module, ...] = top_modules(module)
-    for top in modules:
-        if group_of(top) is not None:
-            raise ValueError(
-                f"Expected a module that is not sharded, got {type(top).__name__}, which "
-                "fully_shard was applied to before"
-            )
-    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    is_policy = isinstance(policy, MixedPrecisionPolicy)
-    check_type("mp_policy", policy, is_policy, "a composable_shard.MixedPrecisionPolicy")
-    if offload_policy is not None or type(reshard_after_forward) is int:
-        raise ValueError(
-            "Expected neither offload_policy nor a number as reshard_after_forward, which this "
-            "core does not have yet; unset COMPOSABLE_SHARD_CORE"
-        )
-    shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
-    managed = find_managed(modules, ignored_params or ())
-    params = plan_params(managed, shard_mesh, shard_placement_fn, policy)
-    group: ParamGroup = build_group(modules, params, shard_mesh, policy)
-    group.settings.reshard_after_forward = reshard_after_forward
-    for top in modules:
-        top.__class__ = _sharded_class(type(top))
-        set_group(top, group)
-    commit(group, managed)
-    tree = Tree([group, *(inner for inner in groups_in(modules) if inner is not group)])
-    if any(mesh.num_replicas > 1 for one in tree.groups for mesh in one.channels):
-        tree.plugins.install(_replicas)
-    _name_groups(modules)
-    ModuleHooks(group)
-    return module
-
-
-_replicas, _all_reduce_hook = Replicas(), AllReduceHook()
 _sharded_classes: dict[type, type] = {}
-_MISSING = "Expected a call that this core has, got one that it does not have yet"
+
+
+def make_sharded(module: nn.Module, group: ParamGroup) -> None:
+    """Give a module its group and mix :class:`FSDPModule` into its class."""
+    set_group(module, group)
+    answer_torch(module, group)
+    module.__class__ = _sharded_class(type(module))
+
+
+def check_class(module: nn.Module) -> None:
+    """Make the class that a module will have, and try it, before anything is changed.
+
+    Raises:
+        Exception: What the module's class raises when it is inherited from.
+        TypeError: If the module cannot be of another class.
+    """
+    original = type(module)
+    module.__class__ = _sharded_class(original)
+    module.__class__ = original
 
 
 def _sharded_class(original: type) -> type:
@@ -108,296 +90,25 @@ def _sharded_class(original: type) -> type:
     return sharded
 
 
-def _name_groups(modules: Sequence[nn.Module]) -> None:
-    for root in modules:
-        for name, child in root.named_modules():
-            group = group_of(child)
-            if group is not None:
-                group.set_name(name)
+def _original_class(sharded: type) -> type:
+    return next(
+        c for c in sharded.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule)
+    )
 
 
-class FSDPModule(TorchFSDPModule):
-    """What :func:`fully_shard` adds to the class of a module."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class: slicing a sharded container gives a plain one."""
-        original = next(
-            kind
-            for kind in cls.__mro__
-            if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule)
-        )
-        return original(*args, **kwargs)
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
-        """Gather this module's own group and register the unsharded parameters."""
-        checked_bool("async_op", async_op)
-        group = self._group()
-        group.refresh()
-        group.unshard()
-        group.is_held = True
-        handle = UnshardHandle(group)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Free the unsharded parameters of this module's own group. Collective: none."""
-        self._group().reshard()
-
-    def reset_iter_state(self) -> None:
-        """Return to the state between iterations and drop every gradient not yet reduced."""
-        tree = self._group().tree
-        tree.reset()
-        for group in tree.groups:
-            for param in group.params:
-                if is_partial(param.sharded.grad):
-                    param.sharded.grad = None
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether backward reduces gradients over the ranks."""
-        checked_bool("requires_gradient_sync", requires_gradient_sync)
-        for group in self._groups(recurse):
-            group.settings.reduce_grads = requires_gradient_sync
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication within this context."""
-        groups = self._groups(recurse=True)
-        before = [group.settings.reduce_grads for group in groups]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for group, value in zip(groups, before, strict=True):
-                group.settings.reduce_grads = value
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward goes on to reduce gradients over the replicas of a hybrid mesh."""
-        checked_bool("requires_all_reduce", requires_all_reduce)
-        for group in self._groups(recurse):
-            group.settings.all_reduce_grads = requires_all_reduce
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether the parameters are freed between forward and backward."""
-        checked_bool("reshard_after_forward", reshard_after_forward)
-        for group in self._groups(recurse):
-            group.settings.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether the parameters are freed after backward."""
-        checked_bool("reshard_after_backward", reshard_after_backward)
-        for group in self._groups(recurse):
-            group.settings.reshard_after_backward = reshard_after_backward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what the sum of gradients over all ranks is divided by, instead of their number."""
-        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        check_value("factor", factor, is_number and factor > 0, "to be a positive number")
-        self._group().settings.divisor = float(factor)
-        self._group().plugins.invalidate_programs()
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether collectives only ever sum, and averages are taken beside them."""
-        self._group().settings.sums_only = checked_bool("enable", enable)
-        self._group().plugins.invalidate_programs()
-
-    # Setters --------------------------------------------------------------------------------
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing but check: every backward leaves complete gradients."""
-        checked_bool("is_last_backward", is_last_backward)
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward gathers this module's own group."""
-        checked_bool("unshard_in_backward", unshard_in_backward)
-        self._group().settings.unshard_in_backward = unshard_in_backward
-
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Set whether the memory of unsharded parameters stays allocated between uses."""
-        checked_bool("keep", keep)
-        for group in self._groups(recurse):
-            group.reshard()
-            group.settings.keeps_storage = keep
-            group.is_compiled = False
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
-        """Set which modules' groups are gathered early when forward uses this module's own."""
-        self._group().settings.forward_prefetch = groups_of("modules", modules)
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
-        """Set which modules' groups are gathered early when backward uses this module's own."""
-        self._group().settings.backward_prefetch = groups_of("modules", modules)
-
-    def set_prefetch_depth(self, depth: int, *, recurse: bool = True) -> None:
-        """Set how many groups are gathered early."""
-        check_int("depth", depth, 0)
-        for group in self._groups(recurse):
-            group.settings.prefetch_depth = depth
-
-    def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int, *, recurse: bool = True
-    ) -> None:
-        """Set how many reductions may be in flight at once."""
-        check_int("max_input_buffers", max_input_buffers, 1)
-        for group in self._groups(recurse):
-            group.settings.max_reductions = max_input_buffers
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether parameters that no rank used get gradients of zeros."""
-        checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for group in self._groups(recurse):
-            group.settings.zeros_for_unused = reduce_scatter_unused_params
-            group.plugins.invalidate_programs()
-
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], object], *, stream: torch.Stream | None = None
-    ) -> None:
-        """Call ``hook`` with each flat buffer of reduced gradients before they are handed out."""
-        check_type("hook", hook, callable(hook), "callable")
-        group = self._group()
-        group.settings.all_reduce_hook = hook
-        group.plugins.install(_all_reduce_hook)
-
-    def set_post_optim_event(self, event: Waitable | None) -> None:
-        """Let the next forward wait for an event instead of the current stream."""
-        if event is not None:
-            event.wait()
-
-    def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
-        """Gather this module's own group by a custom all-gather."""
-        _check_comm("all-gather", comm)
-        for channel in self._group().channels.values():
-            channel.use_all_gather(comm)
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
-        """Reduce the gradients of this module's own group by a custom reduce-scatter."""
-        _check_comm("reduce-scatter", comm)
-        for channel in self._group().channels.values():
-            channel.use_reduce_scatter(comm)
-        self._group().plugins.invalidate_programs()
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Set whether reductions run in a process group of their own."""
-        checked_bool("enable", enable)
-        for group in self._groups(recurse):
-            for channel in group.channels.values():
-                channel.separate_reductions(enable)
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether collectives use memory that their backend allocates."""
-        checked_bool("enable", enable)
-        group = self._group()
-        for channel in group.channels.values():
-            channel.check_built_in()
-            channel.use_memory(backend_memory(channel.mesh, group.label) if enable else None)
-        group.plugins.invalidate_programs()
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Let collectives use symmetric memory."""
-        if backend != "NCCL":
-            raise ValueError(f"Expected the symmetric memory of 'NCCL', got {backend!r}")
-        group = self._group()
-        for channel in group.channels.values():
-            channel.check_built_in()
-            channel.use_memory(symmetric_memory(channel.mesh, group.label))
-        group.plugins.invalidate_programs()
-
-    # Gradients ------------------------------------------------------------------------------
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        """Scale all gradients together so that their norm is at most ``max_norm``."""
-        return clip_grad_norm(
-            cast(nn.Module, self).parameters(),
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-            foreach=foreach,
-        )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those that are not reduced yet too, or fill them with zeros."""
-        for group in self._groups(recurse=True):
-            for param in group.params:
-                for tensor in (param.sharded, param.unsharded):
-                    if tensor.grad is not None:
-                        clear(tensor, to_none=set_to_none)
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freeze or unfreeze all parameters, in both of their forms."""
-        for group in self._groups(recurse=True):
-            for param in group.params:
-                param.sharded.requires_grad_(requires_grad)
-        return super().requires_grad_(requires_grad)  # type: ignore[misc]
-
-    def synchronize_gradients(self) -> None:
-        """Reduce over all ranks what backwards have accumulated, without another backward."""
-        group = self._group()
-        if not group.tree.is_idle:
-            raise ShardError(
-                f"Expected synchronize_gradients() of {group.label} outside of forward and "
-                "backward, got it within one; call it between iterations"
-            )
-        group.tree.synchronize_gradients()
-
-    def _group(self) -> ParamGroup:
-        group = group_of(cast(nn.Module, self))
-        assert group is not None
-        return group
-
-    def _groups(self, recurse: bool) -> list[ParamGroup]:
-        checked_bool("recurse", recurse)
-        return groups_in([cast(nn.Module, self)]) if recurse else [self._group()]
+def _new_sharded(original: type) -> nn.Module:
+    """Return what unpickling makes a sharded module of; see ``FSDPModule.__reduce_ex__``."""
+    module: nn.Module = object.__new__(_sharded_class(original))
+    return module
 
 
-class UnshardHandle:
-    """Waits for an ``unshard(async_op=True)``."""
+def groups_of(name: str, modules: Iterable[nn.Module]) -> list[ParamGroup]:
+    """Return the group of each sharded module.
 
-    def __init__(self, group: ParamGroup) -> None:
-        self._group: ParamGroup | None = group
-
-    def wait(self) -> None:
-        """Wait for the gather and register the unsharded parameters; idempotent."""
-        group, self._group = self._group, None
-        if group is not None and group.state is not State.SHARDED:
-            group.wait()
-            group.register_unsharded()
-
-
-_torch.let_foreach_zero_any_placement()
-
-
-def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Let several roots that train together bound their memory for reductions together."""
-    raise ShardError(_MISSING)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather a module's parameters around another method than forward."""
-    raise ShardError(_MISSING)
-
-
-def check_calls(calls: Any) -> None:
-    """Raise what one of several calls of ``fully_shard`` would raise, and shard nothing."""
-
-
-def groups_of(name: str, modules: Sequence[nn.Module]) -> list[ParamGroup]:
-    """Return the group of each sharded module."""
+    Raises:
+        TypeError: If it is one module instead of several; ``name`` is that of the argument.
+        ValueError: If one is not sharded.
+    """
     groups = []
     for module in checked_list(name, modules, "sharded modules", "pass a list, also of one"):
         group = group_of(module) if isinstance(module, nn.Module) else None
@@ -416,5 +127,989 @@ def _check_comm(what: str, comm: Any) -> None:
         )
 
 
+_Conversion = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _convert(
+    modules: list[nn.Module], fn: _Conversion, apply: Callable[[_Conversion], Any]
+) -> None:
+    """Convert parameters, their gradients and buffers; all of them or, if that fails, none.
+
+    All are converted before any is replaced. Torch replaces a DTensor as a whole, with what was
+    asked of its gradient, and then refuses a gradient of another dtype; so it gets to see none.
+
+    Args:
+        modules: The modules.
+        fn: What converts one tensor.
+        apply: Replaces each parameter and buffer of the modules by what a function returns for it.
+
+    Memory: the tensors before and after the conversion.
+    """
+    groups = groups_in(modules)
+    for group in groups:
+        group.reshard()
+    held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    params = [param for group in groups for param in group.params if id(param.sharded) in held]
+    grads = [param.sharded.grad for param in params]
+    asked = [grad_dtype_asked(param.sharded) for param in params]
+    with torch.no_grad():
+        others = [t for m in modules for t in m._buffers.values() if t is not None]
+        others += [p.grad for p in held.values() if p.grad is not None]
+        converted = {id(t): (t, fn(t)) for t in (*held.values(), *others)}
+        new_grads: list[torch.Tensor | None] = []
+        for param, grad in zip(params, grads, strict=True):
+            new = None if grad is None else converted[id(grad)][1]
+            if grad is None or new is None or grad.dtype in (param.sharded.dtype, new.dtype):
+                new_grads.append(new)
+            else:  # it has a dtype of its own, and keeps it
+                new_grads.append(grad.to(new.device))
+    before = [(p, p.detach(), _torch.local_part(p)) for p in held.values()]
+    buffers = [(module, dict(module._buffers)) for module in modules]
+    attributes = [dict(param.sharded.__dict__) for param in params]
+    for param in params:
+        param.sharded.grad = None
+    try:
+        apply(lambda t: converted[id(t)][1] if id(t) in converted else fn(t))
+        grads = new_grads
+    except BaseException:
+        for tensor, value, local in before:
+            if not isinstance(tensor, DTensor):
+                tensor.data = value
+            elif _torch.local_part(tensor) is not local:
+                torch.utils.swap_tensors(tensor, nn.Parameter(value, tensor.requires_grad))
+        for module, present in buffers:
+            module._buffers.update(present)
+        raise
+    finally:
+        for param, grad, (has_asked, dtype), own in zip(
+            params, grads, asked, attributes, strict=True
+        ):
+            now = param.find_registered()
+            if now is None:
+                continue
+            for name, value in own.items():
+                if name != LIFTED:
+                    now.__dict__.setdefault(name, value)
+            if has_asked and now.grad_dtype != dtype:
+                now.grad_dtype = dtype
+            if grad is not None:
+                assign_grad(now, grad)
+
+
+class FSDPModule(TorchFSDPModule):
+    """What :func:`fully_shard` adds to the class of a module.
+
+    Settings act from the next forward or backward on, whenever they are called. A flag that is no
+    bool is a ``ValueError`` in all of them. In the examples of the methods, ``model`` is an
+    ``nn.Sequential`` of two sharded layers, sharded itself, on one of two ranks, and ``x`` a batch.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct the original class: slicing a sharded container gives a plain one."""
+        return _original_class(cls)(*args, **kwargs)
+
+    # Moments --------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+        """Gather this module's own group and register the unsharded parameters.
+
+        They stay registered until :meth:`reshard`, or until a forward, a backward or an optimizer
+        step that goes on to show the sharded ones. A forward trusts them meanwhile, but for
+        changes that move a version counter.
+
+        Args:
+            async_op: Return a handle instead of waiting; forward waits by itself.
+
+        Raises:
+            ValueError: If ``async_op`` is no bool.
+            ShardError: If called inside of :func:`composable_shard.unsharded`.
+
+        Collective: one all-gather of the group's bytes, none if it is unsharded already.
+
+        Example:
+            >>> handle = model[0].unshard(async_op=True)
+            >>> handle.wait()
+            >>> hasattr(model[0].weight, "to_local")
+            False
+        """
+        checked_bool("async_op", async_op)
+        group = self._group()
+        if not group.tree.call_stack:
+            group.tree.prepare_gather()
+        group.refresh()
+        group.unshard()
+        group.is_held = True
+        handle = UnshardHandle(group)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters of this module's own group. Collective: none.
+
+        Example:
+            >>> model[0].unshard()
+            >>> model[0].reshard()
+            >>> model[0].weight.placements
+            (Shard(dim=0),)
+        """
+        self._group().reshard()
+
+    def reset_iter_state(self) -> None:
+        """Return to the state between iterations and drop every gradient not yet reduced.
+
+        Never needed after an exception, which the next forward of the root cleans up after; this
+        does it at once, and drops accumulated gradients (``Partial`` ones) too. Harmless at any
+        time outside of a forward or backward, also before the first forward.
+
+        Collective: none, but waits for launched ones.
+
+        Example:
+            >>> with model.no_sync():
+            ...     model(x).sum().backward()
+            >>> model.reset_iter_state()
+            >>> model[0].weight.grad is None
+            True
+        """
+        tree = self._group().tree
+        tree.reset()
+        for group in tree.groups:
+            for param in group.params:
+                if is_partial(param.sharded.grad):
+                    param.sharded.grad = None
+
+    def synchronize_gradients(self) -> None:
+        """Reduce over all ranks what backwards have accumulated, without another backward.
+
+        Finishes what :meth:`no_sync`, ``set_requires_gradient_sync(False)``,
+        ``set_requires_all_reduce(False)`` and ``set_is_last_backward(False)`` have deferred, in the
+        whole tree and whatever is set now. Call it on all ranks, outside of forward and backward.
+        What a backward that failed had under way is dropped.
+
+        Raises:
+            ShardError: In a forward or backward.
+
+        Collective: the reductions that are left to do.
+
+        Example:
+            >>> from composable_shard import fully_shard
+            >>> from composable_shard.testing import run_threads
+            >>> def accumulate():
+            ...     model = fully_shard(nn.Linear(2, 1, bias=False))
+            ...     with model.no_sync():
+            ...         model(torch.ones(1, 2)).sum().backward()
+            ...     before = model.weight.grad.placements
+            ...     model.synchronize_gradients()
+            ...     return before, model.weight.grad.placements
+            >>> run_threads(accumulate, 2)[0]
+            ((Partial(avg),), (Shard(dim=0),))
+        """
+        self._between_iterations("synchronize_gradients").synchronize_gradients()
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards have left, after ``set_manual_backward_finalization(True)``.
+
+        What is reduced and freed is what is set now: with gradient sync all that was accumulated
+        without, and over the replicas what was reduced over the shards alone. Call it on the root,
+        on all ranks, when all backwards of an iteration have run. Nothing happens before the first
+        forward.
+
+        Args:
+            async_op: Return a handle instead of waiting. Wait by it before the gradients are used,
+                and before the next forward.
+
+        Raises:
+            ValueError: If ``async_op`` is no bool.
+            ShardError: In a forward or backward; below the root; if the end of a backward does it;
+                if an earlier one was not waited for. After a pipeline schedule that splits
+                backward into inputs and weights and has lost gradients.
+
+        Collective: the reductions that are left to do.
+
+        Example:
+            >>> model.set_manual_backward_finalization(True)
+            >>> with model.no_sync():
+            ...     model(x).sum().backward()
+            >>> handle = model.finalize_backward(async_op=True)
+            >>> handle.wait()
+            >>> model[0].weight.grad.placements
+            (Shard(dim=0),)
+            >>> model.set_manual_backward_finalization(False)
+        """
+        checked_bool("async_op", async_op)
+        tree = self._between_iterations("finalize_backward")
+        group = self._group()
+        if group is not tree.root:
+            raise ShardError(
+                f"Expected finalize_backward() of the root, got it of {group.label}; call it on "
+                "the outermost sharded module"
+            )
+        if not tree.tape.num_forwards:
+            return GradientReductionHandle(None) if async_op else None
+        tree.finalization.check_ended()
+        if not tree.finalization.by_hand:
+            raise ShardError(
+                "Expected finalize_backward() where backward is finalized by hand, got a root that "
+                "does it at the end of backward; call set_manual_backward_finalization(True) first"
+            )
+        handle = GradientReductionHandle(tree)
+        tree.finalization.start(handle)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _between_iterations(self, method: str) -> Tree:
+        """Return the tree; raise in a forward or backward, and forget one that failed.
+
+        Raises:
+            ShardError: In a forward or backward.
+        """
+        group = self._group()
+        tree: Tree = group.tree
+        if not tree.is_idle:
+            raise ShardError(
+                f"Expected {method}() of {group.label} outside of forward and backward, got it "
+                "within one; call it between iterations"
+            )
+        if tree.has_failed:
+            tree.reset()
+        return tree
+
+    # Training -------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Scale all gradients below so that their norm is at most ``max_norm``.
+
+        What :func:`composable_shard.clip_grad_norm_` does with ``self.parameters()``.
+
+        Args:
+            max_norm: The norm to scale down to.
+            norm_type: Order of the norm; ``float("inf")`` for the largest absolute value.
+            error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
+            foreach: ``False`` to treat gradients one by one.
+
+        Returns:
+            The norm before, a scalar tensor that is bitwise the same on all ranks.
+
+        Raises:
+            TypeError: If a number is none.
+            ValueError: If ``max_norm`` is negative or NaN, or a flag no bool.
+            ShardError: On all ranks, if the norm is not finite and ``error_if_nonfinite``.
+
+        Collective: one all-gather of a few scalars for each mesh axis gradients are sharded on.
+
+        Example:
+            >>> model(x).sum().backward()
+            >>> model.clip_grad_norm_(1.0).ndim
+            0
+        """
+        return clip_grad_norm(
+            cast(nn.Module, self).parameters(),
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            foreach=foreach,
+        )
+
+    # nn.Module ------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients below: reduced, accumulated, and under way.
+
+        Args:
+            set_to_none: Whether to drop them (the default) or fill them with zeros.
+
+        Example:
+            >>> model(x).sum().backward()
+            >>> model.zero_grad()
+            >>> model[0].weight.grad is None
+            True
+        """
+        for group in self._groups(recurse=True):
+            for reduction in group.reductions:
+                reduction.discard()
+            for param in group.params:
+                clear(param.sharded, to_none=set_to_none)
+        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Set whether the parameters below get gradients, in whatever form they are registered.
+
+        Args:
+            requires_grad: The choice.
+
+        Returns:
+            The module.
+
+        Example:
+            >>> output = model(x)
+            >>> _ = model.requires_grad_(False)
+            >>> output.sum().backward()
+            >>> all(p.grad is None and not p.requires_grad for p in model.parameters())
+            True
+        """
+        for group in self._groups(recurse=True):
+            for param in group.params:
+                param.sharded.requires_grad_(requires_grad)
+        return super(TorchFSDPModule, self).requires_grad_(requires_grad)  # type: ignore[misc]
+
+    def _apply(self, fn: _Conversion, recurse: bool = True) -> Any:
+        module = cast(nn.Module, self)
+        apply = super(TorchFSDPModule, self)._apply  # type: ignore[misc]
+        _convert(
+            list(module.modules()) if recurse else [module], fn, partial(apply, recurse=recurse)
+        )
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a sharded copy with shards, groups and settings of its own; without gradients."""
+        return copy_sharded(cast(nn.Module, self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle this rank's shards, and how they are sharded; see ``docs/checkpoints.md``.
+
+        To be loaded by the same rank, over a mesh of the same ranks. Left out is what belongs to a
+        process: gradients (as of any module), streams, events, and memory of a backend.
+        """
+        return _new_sharded, (_original_class(type(self)),), save_module(cast(nn.Module, self))
+
+    def __setstate__(self, state: Any) -> None:
+        saved = state if isinstance(state, SavedModule) else None
+        attributes = state if saved is None else saved.attributes
+        super(TorchFSDPModule, self).__setstate__(attributes)  # type: ignore[misc]
+        if saved is not None:
+            restore_module(cast(nn.Module, self), saved)
+
+    def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
+        """Answer those that read torch's private state; it cannot be written to."""
+        return torch_state(cast(nn.Module, self))
+
+    # What is freed, what is gathered ahead --------------------------------------------------
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | int, recurse: bool = True
+    ) -> None:
+        """Set whether unsharded parameters are freed after forward.
+
+        Args:
+            reshard_after_forward: The choice, as for :func:`fully_shard`; also for a root, which
+                has no say of its own then. ``False`` keeps them until backward; after a forward
+                without gradients they are freed all the same.
+            recurse: Whether to set it for all sharded modules below.
+
+        Raises:
+            ValueError: If it is neither a bool nor a number that divides that of the shards.
+
+        Example:
+            >>> model.set_reshard_after_forward(False)
+            >>> output = model(x)
+            >>> tuple(model[0].weight.shape), hasattr(model[0].weight, "to_local")
+            ((4, 4), False)
+        """
+        choice: object = reshard_after_forward  # None is for fully_shard, which knows no root yet
+        what = "to be True, False or a number of ranks"
+        check_value("reshard_after_forward", choice, choice is not None, what)
+        groups = self._groups(recurse)
+        checked = [check_reshard(reshard_after_forward, group.channels) for group in groups]
+        for group, choice in zip(groups, checked, strict=True):
+            group.settings.reshard_after_forward = choice
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether unsharded parameters are freed after backward.
+
+        ``False`` saves the gather of the next microbatch, as long as gradients are accumulated
+        without sync or another backward is said to come (:meth:`set_is_last_backward`). The sharded
+        parameters are registered meanwhile, so what is done to them or their gradients counts.
+
+        Args:
+            reshard_after_backward: The choice.
+            recurse: Whether to set it for all sharded modules below.
+
+        Example:
+            >>> model.set_reshard_after_backward(False)
+            >>> with model.no_sync():
+            ...     model(x).sum().backward()
+            >>> with record_events(model, "all_gather") as events:
+            ...     output = model(x)
+            >>> events
+            []
+        """
+        checked_bool("reshard_after_backward", reshard_after_backward)
+        for group in self._groups(recurse):
+            group.settings.reshard_after_backward = reshard_after_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether the memory of unsharded parameters stays when they are resharded.
+
+        Then every gather fills the same memory, as a captured CUDA graph needs. Parameters that are
+        replaced (by loading with ``assign=True``, by moving the module) get other memory.
+
+        Args:
+            keep: The choice; ``False`` frees at once what is not unsharded.
+            recurse: Whether to set it for all sharded modules below.
+
+        Memory: with ``True``, the unsharded parameters, all the time.
+
+        Example:
+            >>> model[0].set_keep_unsharded_storage(True)
+            >>> places = []
+            >>> for _ in range(2):
+            ...     model[0].unshard()
+            ...     places.append(model[0].weight.data_ptr())
+            ...     model[0].reshard()
+            >>> places[0] == places[1]
+            True
+        """
+        checked_bool("keep", keep)
+        for group in self._groups(recurse):
+            group.reshard()
+            group.settings.keeps_storage = keep
+            group.is_compiled = False
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward gathers this module's own group.
+
+        ``False`` is for parameters whose values backward does not read, such as an embedding's.
+
+        Args:
+            unshard_in_backward: The choice.
+
+        Example:
+            >>> model[0].set_unshard_in_backward(False)
+            >>> model(x).sum().backward()
+            >>> model[0].bias.grad.placements
+            (Shard(dim=0),)
+        """
+        checked_bool("unshard_in_backward", unshard_in_backward)
+        self._group().settings.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
+        """Gather these modules' groups when this one runs forward, instead of the recorded next.
+
+        Args:
+            modules: Sharded modules, in the order to gather them; empty for the recorded order.
+
+        Raises:
+            TypeError: If it is one module instead of several.
+            ValueError: If one of them is not sharded.
+
+        Example:
+            >>> model.set_modules_to_forward_prefetch([model[0], model[1]])
+            >>> with record_events(model, "all_gather") as events:
+            ...     output = model(x)
+            >>> events
+            [('all_gather', '0'), ('all_gather', '1')]
+        """
+        self._group().settings.forward_prefetch = groups_of("modules", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
+        """Gather these modules' groups when this one runs backward, instead of the recorded next.
+
+        Args:
+            modules: Sharded modules, in the order to gather them; empty for the recorded order.
+
+        Raises:
+            TypeError: If it is one module instead of several.
+            ValueError: If one of them is not sharded.
+
+        Example:
+            >>> model[1].set_modules_to_backward_prefetch([model[0]])
+            >>> model(x).sum().backward()
+        """
+        self._group().settings.backward_prefetch = groups_of("modules", modules)
+
+    def set_prefetch_depth(self, depth: int, *, recurse: bool = True) -> None:
+        """Gather so many groups ahead of the one that runs, in the recorded order.
+
+        One is gathered ahead by default, which hides a gather that takes no longer than the compute
+        of one group. Each more keeps the unsharded parameters of one more group.
+
+        Args:
+            depth: How many; 0 gathers nothing ahead.
+            recurse: Whether it holds for sharded modules below, too.
+
+        Raises:
+            TypeError: If it is no int.
+            ValueError: If it is negative.
+
+        Example:
+            >>> model.set_prefetch_depth(2)
+            >>> model(x).sum().backward()
+        """
+        check_int("depth", depth, 0)
+        for group in self._groups(recurse):
+            group.settings.prefetch_depth = depth
+
+    def set_post_optim_event(self, event: Waitable | None) -> None:
+        """Let the next gather wait for ``event``, such as the end of an optimizer step.
+
+        Needed for an optimizer that steps on a stream, or on a thread, of its own.
+
+        Args:
+            event: Any object with a ``wait``, called without arguments before the next gather is
+                launched, once: a ``torch.Event``, that of a backend such as ``torch.cuda.Event``,
+                or a ``threading.Event``. ``None`` (what a stream of the CPU records) waits for
+                nothing.
+
+        Raises:
+            TypeError: If it has no ``wait``.
+
+        Example:
+            >>> import torch
+            >>> model.set_post_optim_event(torch.Event("cpu"))
+            >>> output = model(x)
+        """
+        if event is not None and not callable(getattr(event, "wait", None)):
+            raise TypeError(
+                "Expected event to have a method wait, as a torch.Event has, got "
+                f"{type(event).__name__}"
+            )
+        self._group().tree.post_optim_event = event
+
+    # When gradients are reduced -------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the end of a backward waits for its reductions.
+
+        ``False`` lets the last reductions of a microbatch overlap with the next one; gradients
+        are complete after a backward for which it is ``True``. Acts on the whole tree.
+
+        Args:
+            is_last_backward: The choice.
+
+        Example:
+            >>> model.set_is_last_backward(False)
+            >>> model(x).sum().backward()
+            >>> model.set_is_last_backward(True)
+            >>> model(x).sum().backward()
+            >>> model[0].weight.grad.placements
+            (Shard(dim=0),)
+        """
+        tree: Tree = self._group().tree
+        tree.is_last_backward = checked_bool("is_last_backward", is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether :meth:`FSDPModule.finalize_backward` finishes reductions, by a call.
+
+        Then no end of a backward waits for its reductions, whatever ``set_is_last_backward`` says;
+        what it reduces and frees is what is set at the time. Call it on the root, between
+        iterations.
+
+        Args:
+            enabled: The choice.
+
+        Raises:
+            ValueError: If it is no bool.
+            ShardError: Below the root; while a backward runs, or one has run that is not finished.
+
+        Example:
+            >>> model.set_manual_backward_finalization(True)
+            >>> model(x).sum().backward()
+            >>> model.finalize_backward()
+            >>> model[0].weight.grad.placements
+            (Shard(dim=0),)
+            >>> model.set_manual_backward_finalization(False)
+        """
+        checked_bool("enabled", enabled)
+        group = self._group()
+        tree: Tree = group.tree
+        if group is tree.root:
+            tree.finalization.set_by_hand(enabled)
+            return
+        if enabled:
+            raise ShardError(
+                "Expected set_manual_backward_finalization() on the root, got it on "
+                f"{group.label}; call it on the outermost sharded module"
+            )
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients over the ranks.
+
+        Without, gradients are accumulated unsharded, visible as ``Partial`` DTensors in ``.grad``,
+        and reduced by the next backward with it.
+
+        Args:
+            requires_gradient_sync: The choice.
+            recurse: Whether to set it for all sharded modules below.
+
+        Example:
+            >>> model.set_requires_gradient_sync(False)
+            >>> model(x).sum().backward()
+            >>> model[0].weight.grad.placements
+            (Partial(avg),)
+        """
+        checked_bool("requires_gradient_sync", requires_gradient_sync)
+        for group in self._groups(recurse):
+            group.settings.reduce_grads = requires_gradient_sync
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication within this context.
+
+        Nests, and restores what was set before. Acts on this module and all below.
+
+        Example:
+            >>> with model.no_sync():
+            ...     model(x).sum().backward()
+            >>> model[0].weight.grad.placements
+            (Partial(avg),)
+        """
+        groups = self._groups(recurse=True)
+        before = [group.settings.reduce_grads for group in groups]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for group, value in zip(groups, before, strict=True):
+                group.settings.reduce_grads = value
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward goes on to reduce gradients over the replicas of a hybrid mesh.
+
+        Without, gradients are reduced over the shards alone, visible as ``(Partial, Shard)``
+        DTensors in ``.grad``, and over the replicas by the next backward with it.
+
+        Args:
+            requires_all_reduce: The choice; without effect on other meshes.
+            recurse: Whether to set it for all sharded modules below.
+
+        Example:
+            >>> model.set_requires_all_reduce(False)
+            >>> model(x).sum().backward()
+        """
+        checked_bool("requires_all_reduce", requires_all_reduce)
+        for group in self._groups(recurse):
+            group.settings.all_reduce_grads = requires_all_reduce
+
+    # How gradients are reduced --------------------------------------------------------------
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set what the sum of gradients over all ranks is divided by, instead of their number.
+
+        Args:
+            factor: A positive number. Gradients that were accumulated without sync are divided by
+                it, too, when they are reduced.
+
+        Raises:
+            ValueError: If it is not a positive number.
+            ShardError: If gradients were accumulated without sync and added to some that had been
+                reduced, which were divided already; on all ranks.
+
+        Example:
+            >>> model[0].set_gradient_divide_factor(1.0)
+            >>> model(x).sum().backward()
+        """
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        check_value("factor", factor, is_number and factor > 0, "to be a positive number")
+        self._group().settings.divisor = float(factor)
+        self._group().plugins.invalidate_programs()
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Call :meth:`set_gradient_divide_factor`, as it was named before; deprecated."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Set whether collectives only ever sum, and averages are taken beside them.
+
+        Args:
+            enable: The choice. Some backends sum faster than they average.
+
+        Example:
+            >>> model[0].set_force_sum_reduction_for_comms(True)
+            >>> model(x).sum().backward()
+        """
+        self._group().settings.sums_only = checked_bool("enable", enable)
+        self._group().plugins.invalidate_programs()
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether trainable parameters that no rank used get gradients of zeros.
+
+        By default their gradient stays ``None``, and the optimizer skips them. With zeros AdamW
+        decays them, for example, as FSDP2 does. Ranks may use different parameters either way.
+        A parameter that was never gathered gets none, nor does one of a class made of inner
+        tensors.
+
+        Args:
+            reduce_scatter_unused_params: The choice.
+            recurse: Whether to set it for all sharded modules below.
+
+        Memory: an unsharded gradient for each unused parameter while its group is reduced.
+
+        Example:
+            >>> model.set_reduce_scatter_unused_params(True)
+            >>> model(x).sum().backward()
+        """
+        checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for group in self._groups(recurse):
+            group.settings.zeros_for_unused = reduce_scatter_unused_params
+            group.plugins.invalidate_programs()
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set how many reductions may be under way at once; the largest number of a tree counts.
+
+        Each holds its unsharded gradients until it is done. More than the default, one, helps
+        where reductions take longer than the backward beside them.
+
+        Args:
+            max_input_buffers: At least 1.
+            recurse: Whether to set it for all sharded modules below.
+
+        Raises:
+            TypeError: If it is not an int.
+            ValueError: If it is less than 1.
+
+        Example:
+            >>> model.set_reduce_scatter_max_input_buffers(2)
+            >>> model(x).sum().backward()
+        """
+        check_int("max_input_buffers", max_input_buffers, 1)
+        for group in self._groups(recurse):
+            group.settings.max_reductions = max_input_buffers
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], object], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with each flat buffer of reduced gradients before they are handed out.
+
+        With a hook, every parameter that is reduced gets a gradient, of zeros if no rank has one,
+        where it would stay ``None`` without: the hook may reduce over ranks that only it knows, and
+        nobody here could tell what those decide.
+
+        Args:
+            hook: Gets a 1-D tensor, reduced over shards and replicas, to change in place.
+            stream: Where to run it; not with replicas, whose reduction has its own place. On the
+                CPU, which has no streams, it changes nothing.
+
+        Raises:
+            TypeError: If ``hook`` cannot be called, or ``stream`` is none.
+            ValueError: If ``stream`` is given for a hybrid mesh.
+
+        Example:
+            >>> sums = []
+            >>> model[0].set_all_reduce_hook(lambda grads: sums.append(grads.shape))
+            >>> model(x).sum().backward()
+            >>> sums
+            [torch.Size([10])]
+        """
+        check_type("hook", hook, callable(hook), "callable")
+        group = self._group()
+        has_streams = _torch.has_streams(group.mesh.device)
+        needed = "stream_id" if has_streams else "wait_stream"  # torch.cpu.Stream has the latter
+        is_stream = stream is None or hasattr(stream, needed)
+        check_type("stream", stream, is_stream, "a torch.Stream or None")
+        if stream is not None and any(mesh.num_replicas > 1 for mesh in group.channels):
+            raise ValueError(
+                f"Expected no stream for {group.label}, which has replicas: their all-reduce "
+                "decides when the hook runs"
+            )
+        group.settings.all_reduce_hook = hook
+        group.settings.hook_stream = stream if has_streams else None
+        group.plugins.install(_all_reduce_hook)
+
+    # How tensors travel ---------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
+        """Gather this module's own group by a custom all-gather.
+
+        Args:
+            comm: Called with one flat tensor for each mesh and dtype; copied in and out.
+
+        Raises:
+            TypeError: If it has no ``allocate`` or cannot be called.
+
+        Example:
+            >>> from composable_shard import AllGather
+            >>> class Plain(AllGather):
+            ...     def allocate(self, size, *, dtype, device):
+            ...         return torch.empty(size, dtype=dtype, device=device)
+            ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            ...         output_tensor.copy_(input_tensor.repeat(group.size()))
+            >>> model[0].set_custom_all_gather(Plain())
+            >>> output = model(x)
+        """
+        _check_comm("all-gather", comm)
+        for channel in self._group().channels.values():
+            channel.use_all_gather(comm)
+        self._group().plugins.invalidate_programs()
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
+        """Reduce the gradients of this module's own group by a custom reduce-scatter.
+
+        Args:
+            comm: Called with one flat tensor for each mesh and dtype; copied in and out.
+
+        Raises:
+            TypeError: If it has no ``allocate`` or cannot be called.
+
+        Example:
+            >>> from composable_shard import ReduceScatter
+            >>> class First(ReduceScatter):
+            ...     def allocate(self, size, *, dtype, device):
+            ...         return torch.empty(size, dtype=dtype, device=device)
+            ...     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+            ...         output_tensor.copy_(input_tensor.chunk(group.size())[0])
+            >>> model[0].set_custom_reduce_scatter(First())
+            >>> model(x).sum().backward()
+        """
+        _check_comm("reduce-scatter", comm)
+        for channel in self._group().channels.values():
+            channel.use_reduce_scatter(comm)
+        self._group().plugins.invalidate_programs()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Set whether collectives use memory that their backend allocates.
+
+        Args:
+            enable: The choice; ``False`` returns to collectives in place.
+
+        Raises:
+            ShardError: If the backend allocates none, or custom communication was set.
+
+        Example:
+            >>> model[0].set_allocate_memory_from_process_group_for_comm(False)
+        """
+        checked_bool("enable", enable)
+        group = self._group()
+        for channel in group.channels.values():
+            channel.check_built_in()
+            channel.use_memory(backend_memory(channel.mesh, group.label) if enable else None)
+        group.plugins.invalidate_programs()
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Let collectives use symmetric memory.
+
+        Args:
+            backend: Whose; only ``"NCCL"``.
+
+        Raises:
+            ValueError: For another backend.
+            ShardError: If the process group is not one of NCCL, or custom communication was set.
+
+        Example:
+            >>> model[0].set_symm_mem_for_comm("NCCL")
+            Traceback (most recent call last):
+            composable_shard.errors.ShardError: Expected group '0' on NCCL, ...
+        """
+        if backend != "NCCL":
+            raise ValueError(f"Expected the symmetric memory of 'NCCL', got {backend!r}")
+        group = self._group()
+        for channel in group.channels.values():
+            channel.check_built_in()
+            channel.use_memory(symmetric_memory(channel.mesh, group.label))
+        group.plugins.invalidate_programs()
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Set whether reductions run in a process group of their own, beside the gathers.
+
+        Args:
+            enable: The choice.
+            recurse: Whether to set it for all sharded modules below.
+
+        Collective: makes one process group for each set of ranks, once.
+
+        Example:
+            >>> model.set_separate_reduce_scatter_group()
+            >>> model(x).sum().backward()
+        """
+        checked_bool("enable", enable)
+        for group in self._groups(recurse):
+            for channel in group.channels.values():
+                channel.separate_reductions(enable)
+            group.plugins.invalidate_programs()
+
+    # Groups ---------------------------------------------------------------------------------
+
+    def _group(self) -> ParamGroup:
+        group = group_of(cast(nn.Module, self))
+        assert group is not None
+        return group
+
+    def _groups(self, recurse: bool) -> list[ParamGroup]:
+        if not checked_bool("recurse", recurse):
+            return [self._group()]
+        modules = cast(nn.Module, self).modules()
+        return list(dict.fromkeys(g for m in modules if (g := group_of(m)) is not None))
+
+
 class GradientReductionHandle:
-    """Waits for a ``finalize_backward(async_op=True)``."""
+    """Waits for a ``finalize_backward(async_op=True)``.
+
+    Example:
+        >>> model.set_manual_backward_finalization(True)
+        >>> with model.no_sync():
+        ...     model(x).sum().backward()
+        >>> handle = model.finalize_backward(async_op=True)
+        >>> handle.wait()  # other work goes here, before the wait
+        >>> model[0].weight.grad.placements
+        (Shard(dim=0),)
+    """
+
+    def __init__(self, tree: Tree | None) -> None:
+        self._tree = tree
+
+    def wait(self) -> None:
+        """Wait until the gradients are reduced, on the device's own time; idempotent.
+
+        Raises:
+            ShardError: If ``reset_iter_state``, or cleaning up after a failure, has dropped them.
+        """
+        tree = self._tree
+        if tree is None:
+            return
+        if tree.finalization.handle is not self:
+            raise ShardError(
+                "Expected the reductions that finalize_backward() launched, got none, since they "
+                "were dropped by reset_iter_state() or after a failure; run the iteration again"
+            )
+        tree.finalization.end()
+        self._tree = None
+
+
+class UnshardHandle:
+    """Waits for an ``unshard(async_op=True)``."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group: ParamGroup | None = group
+
+    def wait(self) -> None:
+        """Wait for the gather and register the unsharded parameters; idempotent."""
+        group, self._group = self._group, None
+        if group is not None and group.state is not State.SHARDED:
+            group.wait()
+            group.register_unsharded()
+
+
+_all_reduce_hook = AllReduceHook()
+_torch.let_foreach_zero_any_placement()

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core_next.plugins import Op
 from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
 from composable_shard.core_next.storage import ShardedParam, Slot
-from composable_shard.errors import StaleParameterError
 
 FREED = 2**31
 """The version of freed unsharded parameters: autograd then refuses the saved ones."""
@@ -49,6 +47,7 @@ class Program:
         deliver: Operations that complete a reduction.
         version_tensors: Tensors whose version counters grow when the shards change.
         sharded: The sharded parameters that were registered at compile time.
+        storages: The numbers of the storages that are freed.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
         reduced_names: The parameters to reduce: trainable ones, and frozen ones that still have
             unsynced gradients.
@@ -59,14 +58,18 @@ class Program:
     def __init__(self, group: Any) -> None:
         self.generation = group.plugins.generation
         params: list[ShardedParam] = group.params
-        for param in params:
-            _take_over_registered(param)
         self.sharded = tuple(param.sharded for param in params)
         self._nones = (None,) * len(params)
         self._local_shards = tuple(param.local for param in params)
         self.version_tensors = (*self.sharded, *self._local_shards)
         self._requires_grad = tuple(map(_requires_grad, self.sharded))
         self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))
+        self.storages = {
+            _torch.storage_number(leaf)
+            for param in params
+            if not param.shares_storage
+            for leaf in _torch.leaves(param.unsharded_local)
+        }
         self._list_slots(params)
         self._match_requires_grad(group)
         self._compile(group)
@@ -154,6 +157,7 @@ class Program:
         unsharded = [param.unsharded for param in group.params]
         locals_ = [p for p in group.params if p.unsharded_local is not p.unsharded]
         unsharded += [param.unsharded_local for param in locals_]
+        unsharded += [part for param in group.params for part in param.parts]
         gather: list[Op] = [*ops("gather")]
         wait: list[Op] = []
         free: list[Op] = [*ops("free")]
@@ -220,46 +224,3 @@ def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:
 
 def _set_unsharded_version(group: Any, unsharded: Sequence[torch.Tensor]) -> None:
     _torch.set_versions(unsharded, (group.unsharded_version,) * len(unsharded))
-
-
-def _take_over_registered(param: ShardedParam) -> None:
-    """Take over the registered sharded parameter, which users may have replaced.
-
-    Raises:
-        StaleParameterError: If it does not fit, or differs between tied names.
-    """
-    holders = [slot.module._parameters.get(slot.name) for slot in param.slots]
-    found = param.sharded if holders[0] is param.unsharded else holders[0]
-    misfit = _misfit(param, found)
-    if misfit is not None:
-        raise StaleParameterError(
-            f"Expected the shard of '{param.name}' that fully_shard or a load has put there, got "
-            f"{misfit}; distribute full tensors with torch.distributed.tensor.distribute_tensor"
-        )
-    if any(other is not holders[0] for other in holders):
-        raise StaleParameterError(
-            f"Expected one parameter under all names of '{param.name}', got several; replace a "
-            "tied parameter under every name"
-        )
-    assert found is not None
-    param.sharded, param.local = found, _torch.local_tensor(found)
-    param.dtype = param.local.dtype
-
-
-def _misfit(param: ShardedParam, found: torch.Tensor | None) -> str | None:
-    """Return how a registered parameter differs from the expected shard, if it does."""
-    if found is None:
-        return "none"
-    if not isinstance(found, DTensor):
-        return f"a plain tensor of shape {list(found.shape)}"
-    expected, spec = _torch.spec_of(param.sharded), _torch.spec_of(found)
-    local = _torch.local_tensor(found)
-    for what, mine, other in (
-        ("shape", list(expected.shape), list(spec.shape)),
-        ("placements", expected.placements, spec.placements),
-        ("mesh", expected.mesh, spec.mesh),
-        ("local shape", list(param.local.shape), list(local.shape)),
-    ):
-        if mine != other:
-            return f"one of {what} {other} instead of {mine}"
-    return None

@@ -25,16 +25,18 @@ from composable_shard import _torch
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
 from composable_shard.core_next.placement import GradStage
-from composable_shard.core_next.storage import ShardedParam, Storage
+from composable_shard.core_next.storage import (
+    LIFTED,
+    ShardedParam,
+    Storage,
+    grad_dtype_asked,
+)
 from composable_shard.errors import ShardError
 
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _no_hooks = (None, None)
-
-LIFTED = "_composable_shard_lifted"
-"""On a parameter whose ``grad_dtype`` the library, and not the user, has set to ``None``."""
 
 
 # By what a gradient is divided --------------------------------------------------------------------
@@ -158,7 +160,7 @@ class Reduction:
         self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.params]
         self._specs = self._specs_of("sharded")
         self._are_lifted = [
-            grad_dtype_asked(param)[1] not in (None, dtype) or param.sharded.dtype != dtype
+            grad_dtype_asked(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
             for param, dtype in zip(self.params, self._final_dtypes, strict=True)
         ]
 
@@ -423,18 +425,9 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
     return "unreduced" if is_unreduced else "unreplicated"
 
 
-def grad_dtype_asked(param: ShardedParam) -> tuple[bool, torch.dtype | None]:
-    """Return whether the user has set ``grad_dtype`` of a parameter, and to what."""
-    sharded = param.sharded
-    if LIFTED in sharded.__dict__:
-        return sharded.__dict__[LIFTED]
-    asked = sharded.grad_dtype
-    return (False, None) if asked == sharded.dtype else (True, asked)
-
-
 def reduce_dtype(param: ShardedParam) -> torch.dtype:
     """Return the dtype in which a parameter's gradient is reduced, other parameters aside."""
-    has_asked, asked = grad_dtype_asked(param)
+    has_asked, asked = grad_dtype_asked(param.sharded)
     if has_asked and asked is None and param.policy.reduce_dtype is None:
         return param.compute_dtype
     return param.policy.reduction_dtype(param.dtype, asked)
@@ -442,7 +435,7 @@ def reduce_dtype(param: ShardedParam) -> torch.dtype:
 
 def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter's reduced gradient in ``.grad``."""
-    has_asked, asked = grad_dtype_asked(param)
+    has_asked, asked = grad_dtype_asked(param.sharded)
     if has_asked and asked is None:
         return reduced
     return asked or param.policy.grad_dtype or param.dtype

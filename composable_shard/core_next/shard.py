@@ -1,44 +1,33 @@
 """From a plain module to a sharded one: who takes part, can it be done, then all at once.
 
-Imports group, storage, tree, hooks. Everything that can fail happens before the module is touched.
+Imports group, storage, ties, features. Everything that can fail happens before the module is
+touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
-from composable_shard.core_next.group import ParamGroup
+from composable_shard.core.codec import agree_on_shards, cut_shard, needs_extension
+from composable_shard.core.not_sharded import is_taken
+from composable_shard.core.transport.host import Offload, check_names, offload_of
+from composable_shard.core_next.features.extension import ExtensionBucket, gather_unknown
+from composable_shard.core_next.features.hybrid import Replicas
+from composable_shard.core_next.group import BucketFactory, ParamGroup, group_of
 from composable_shard.core_next.storage import Bucket, ShardedParam, Slot, Storage
+from composable_shard.core_next.ties import Managed, owner_of_sharded, remember
+from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementResult, resolve_mesh
 from composable_shard.policy import MixedPrecisionPolicy
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | DeviceMesh | ShardPlacementResult | None]
-
-_GROUP = "_composable_shard_group"
-
-
-def group_of(module: nn.Module) -> ParamGroup | None:
-    """Return the group of a sharded module."""
-    found: ParamGroup | None = module.__dict__.get(_GROUP)
-    return found
-
-
-def set_group(module: nn.Module, group: ParamGroup) -> None:
-    """Let a module belong to a group."""
-    module.__dict__[_GROUP] = group
-
-
-def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
-    """Return the groups of all sharded modules in some modules, outer ones first."""
-    found = (group_of(child) for module in modules for child in module.modules())
-    return list(dict.fromkeys(group for group in found if group is not None))
 
 
 def top_modules(module: object) -> tuple[nn.Module, ...]:
@@ -70,22 +59,52 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
     return tuple(unique.values())
 
 
-class Managed(NamedTuple):
-    """The parameters that one ``fully_shard`` call shards.
+def check_not_taken(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules whose gradients another call, or another function, reduces.
 
-    Attributes:
-        modules: All modules below the top modules, except those of inner groups.
-        slots: Each parameter with the modules and names that hold it.
-        names: The qualified name of each parameter.
+    Raises:
+        ValueError: If ``fully_shard``, ours or torch's, or ``replicate`` has one, or if a function
+            of torch has converted the parameters of a module around it.
     """
+    for module in modules:
+        kind = type(module).__name__
+        if _torch.is_replicated(module):
+            raise ValueError(
+                f"Expected a module without torch's replicate or DistributedDataParallel, got "
+                f"{kind}; leave that out, or apply fully_shard to modules inside of it, before it, "
+                "or to one around it"
+            )
+        if is_taken(module):
+            raise ValueError(
+                f"Expected a module that is not sharded, got {kind}, which fully_shard was "
+                "applied to before; shard what was added to it, such as new adapters, alone"
+            )
+        if not any(isinstance(param, DTensor) for param in module.parameters()):
+            continue
+        for outer in _torch.modules_with_state():
+            is_of_torch = group_of(outer) is None and is_taken(outer)
+            if is_of_torch and any(module is inner for inner in outer.modules()):
+                raise ValueError(
+                    f"Expected fully_shard of {kind} before torch has converted the parameters "
+                    f"of {type(outer).__name__} around it, got it after; start with the inner "
+                    "modules"
+                )
 
-    modules: tuple[nn.Module, ...]
-    slots: Mapping[nn.Parameter, Sequence[Slot]]
-    names: Mapping[nn.Parameter, str]
 
+def find_managed(
+    modules: Sequence[nn.Module],
+    ignored: Iterable[nn.Parameter],
+    planned: Collection[nn.Module] = (),
+) -> Managed:
+    """Collect the parameters above all inner modules that are sharded or replicated.
 
-def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> Managed:
-    """Collect the parameters above all inner modules that are sharded or replicated."""
+    A parameter that is tied to one of a replicated module is replicated, too.
+
+    Args:
+        modules: The top modules.
+        ignored: Parameters to leave alone.
+        planned: Modules that will be sharded before.
+    """
     ignored_ids = {id(param) for param in ignored}
     visited: dict[nn.Module, str] = {}
 
@@ -96,7 +115,7 @@ def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) 
         for name, child in module.named_children():
             if _torch.is_replicated(child):
                 ignored_ids.update(map(id, child.parameters()))
-            elif group_of(child) is None:
+            elif not is_taken(child) and child not in planned:
                 visit(child, f"{prefix}{name}.")
 
     for top in modules:
@@ -108,7 +127,7 @@ def find_managed(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) 
             if param is not None and id(param) not in ignored_ids:
                 slots.setdefault(param, []).append(Slot.of(module, name))
                 names.setdefault(param, f"{prefix}{name}")
-    return Managed(tuple(visited), slots, names)
+    return Managed(tuple(visited), {param: tuple(places) for param, places in slots.items()}, names)
 
 
 def plan_params(
@@ -116,31 +135,51 @@ def plan_params(
     mesh: ShardMesh,
     shard_placement_fn: ShardPlacementFn | None,
     policy: MixedPrecisionPolicy,
+    offload: Offload = None,
 ) -> list[ShardedParam]:
     """Decide how each parameter is cut, over which mesh, in which dtypes.
 
     Raises:
         ValueError: For a parameter that cannot be sharded as asked, with its name.
     """
+    check_names(offload, set(managed.names.values()))
     meshes: dict[DeviceMesh, ShardMesh] = {}
     planned = []
     for param, slots in managed.slots.items():
         name = managed.names[param]
+        if is_lazy(param):
+            raise ValueError(
+                f"Expected parameter '{name}' of {type(slots[0].module).__name__} to have a shape, "
+                "got an uninitialized one; run a forward of the model before fully_shard"
+            )
         placement, own_mesh = _placement_of(name, param, shard_placement_fn)
         over = mesh
         if own_mesh is not None:
             if own_mesh not in meshes:
                 meshes[own_mesh] = _own_mesh(name, own_mesh)
             over = meshes[own_mesh]
-        if param.device.type not in ("meta", "cpu", over.device.type):
-            raise ValueError(
-                f"Expected parameter '{name}' on {over.device}, on the CPU or on the meta device, "
-                f"got {param.device}"
-            )
+        _check_param(name, param, over)
         dim = _shard_dim(name, param, placement)
         dtypes = policy.for_parameter(name, param)
-        planned.append(ShardedParam(name, slots, param, dim, over, dtypes))
+        how = offload_of(name, offload)
+        planned.append(ShardedParam(name, slots, param, dim, over, dtypes, how))
     return planned
+
+
+def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
+    owner = owner_of_sharded(param)
+    if owner is not None:
+        raise ValueError(
+            f"Expected parameter '{name}' to be sharded by one fully_shard call, got the sharded "
+            f"parameter '{owner.name}' of another group; shard inner modules before outer ones, "
+            "tie parameters before either, and where a sharded base was wrapped shard the new "
+            "adapters alone"
+        )
+    if param.device.type not in ("meta", "cpu", mesh.device.type):
+        raise ValueError(
+            f"Expected parameter '{name}' on {mesh.device}, on the CPU or on the meta device, "
+            f"got {param.device}"
+        )
 
 
 def _placement_of(
@@ -189,30 +228,116 @@ def _shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int |
     return placement.dim % param.ndim
 
 
-@torch.no_grad()
 def build_group(
     modules: tuple[nn.Module, ...],
-    params: Sequence[ShardedParam],
+    managed: Managed,
+    planned: Sequence[ShardedParam],
     mesh: ShardMesh,
     policy: MixedPrecisionPolicy,
 ) -> ParamGroup:
-    """Copy this rank's shards into buckets; touches no module."""
-    kinds: dict[tuple[ShardMesh, torch.dtype, torch.dtype, torch.device], list[ShardedParam]] = {}
-    for param in params:
-        device = param.original.device
-        device = device if device.type == "meta" else param.mesh.device
-        key = param.mesh, param.dtype, param.compute_dtype, device
-        kinds.setdefault(key, []).append(param)
+    """Copy this rank's shards into buckets and make the sharded parameters; touches no module.
+
+    Collective: for tensor subclasses, one small object for each mesh axis.
+    """
+    originals = list(managed.slots)
+    with torch.no_grad():
+        shards = _own_shards(planned, originals)
+    for param, shard, original in zip(planned, shards, originals, strict=True):
+        param.create_sharded(shard, original)
+    group: ParamGroup = object.__new__(ParamGroup)
+    init_group(group, modules, planned, shards, mesh, policy)
+    return group
+
+
+@torch.no_grad()
+def init_group(
+    group: ParamGroup,
+    modules: tuple[nn.Module, ...],
+    params: Sequence[ShardedParam],
+    shards: Sequence[torch.Tensor],
+    mesh: ShardMesh,
+    policy: MixedPrecisionPolicy,
+) -> None:
+    """Initialize an empty group; copy shards into buckets, where they are from then on."""
     with torch.inference_mode(False):
-        buckets: list[Storage] = [Bucket(same, key[-1]) for key, same in kinds.items()]
-    return ParamGroup(modules, buckets, mesh, policy.without_override())
+        buckets = build_buckets(params, shards)
+        for bucket in buckets:
+            for param, local in zip(bucket.params, bucket.locals, strict=True):
+                param.hold(local)
+    factory = BucketFactory(build_buckets, gather_unknown)
+    group.__init__(modules, buckets, factory, mesh, policy.without_override())  # type: ignore[misc]
+    if any(over.num_replicas > 1 for over in group.channels):
+        group.plugins.install(_replicas)
+
+
+_replicas = Replicas()
+
+
+def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Storage]:
+    """Copy shards into buckets: one for each mesh, dtype and device, and one for each subclass.
+
+    Args:
+        params: The parameters.
+        shards: This rank's shard of each.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, (param, shard) in enumerate(zip(params, shards, strict=True)):
+        dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
+        own = index if needs_extension(shard) else None
+        kinds.setdefault((param.mesh, *dtypes, shard.device, own), []).append(index)
+    buckets: list[Storage] = []
+    for indices in kinds.values():
+        some = [params[index] for index in indices], [shards[index] for index in indices]
+        if needs_extension(some[1][0]):
+            buckets.append(ExtensionBucket(some[0][0], some[1][0]))
+        else:
+            buckets.append(Bucket(*some))
+    return buckets
+
+
+def _own_shards(
+    planned: Sequence[ShardedParam], originals: Sequence[nn.Parameter]
+) -> list[torch.Tensor]:
+    """Cut this rank's shards; those of tensor subclasses are copies.
+
+    Collective: one small object for each mesh axis if there are tensor subclasses, else none.
+    """
+    shards: list[torch.Tensor] = []
+    meshes: dict[DeviceMesh, None] = {}
+    failure = None
+    for param, original in zip(planned, originals, strict=True):
+        whole = param.model_part(original)
+        if not needs_extension(whole):
+            shard = param.shard_of(original)
+            shards.append(shard if shard.device.type == "meta" else shard.to(param.device))
+            continue
+        meshes[param.placement.mesh] = None
+        try:
+            place = param.layout, param.mesh.shard_rank, param.device
+            shards.append(cut_shard(param.name, whole, *place, param.policy))
+        except ExtensionError as error:
+            failure = failure or error
+    if meshes:
+        agree_on_shards(failure, list(meshes))
+    return shards
+
+
+def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
+    """Raise what :func:`build_group` raises, on all ranks; keep nothing.
+
+    Collective: see build_group.
+    """
+    pairs = zip(planned, managed.slots, strict=True)
+    cut = [(p, original) for p, original in pairs if needs_extension(p.model_part(original))]
+    _own_shards([param for param, _ in cut], [original for _, original in cut])
 
 
 def commit(group: ParamGroup, managed: Managed) -> None:
     """Register the sharded parameters and move buffers to the device of compute."""
+    originals = {managed.names[original]: original for original in managed.slots}
     for param in group.params:
-        for slot in param.slots:
-            slot.module._parameters[slot.name] = param.sharded
+        param.put(param.sharded)
+        remember(originals[param.name], param.slots, group, param)
     device = group.mesh.device
     for module in managed.modules:
         for name, buffer in module._buffers.items():

@@ -1,6 +1,6 @@
 """Memory of a group: the parameters, the flat buffers of a bucket, the all-gather.
 
-Imports layout, placement, plugins, and the transport below. The tensors a parameter goes through:
+Imports layout, placement, plugins, and the transport below. The tensors of a parameter:
 
 - original: what the module held before ``fully_shard``.
 - sharded: a DTensor parameter, registered outside of compute; its local tensor is a view of the
@@ -15,13 +15,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.host import pins
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.core_next.layout import ParamLayout, message_cost, plan_bucket
 from composable_shard.core_next.placement import (
@@ -33,10 +35,14 @@ from composable_shard.core_next.placement import (
     plan_tensor,
 )
 from composable_shard.core_next.plugins import Op
+from composable_shard.errors import MaterializationError, ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
-from composable_shard.policy import MixedPrecisionPolicy
+from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 
 # One parameter ------------------------------------------------------------------------------------
+
+LIFTED = "_composable_shard_lifted"
+"""On a parameter whose ``grad_dtype`` the library, and not the user, has set to ``None``."""
 
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
 
@@ -62,6 +68,17 @@ class Slot(NamedTuple):
         is_unsafe = any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES)
         return cls(module, name, not is_plain and not is_unsafe)
 
+    def put(self, param: nn.Parameter) -> None:
+        """Register a parameter under the name."""
+        if self.calls_setattr:
+            setattr(self.module, self.name, param)
+        else:
+            self.module._parameters[self.name] = param
+
+    def get(self) -> nn.Parameter | None:
+        """Return what is registered under the name."""
+        return self.module._parameters.get(self.name)
+
 
 class ShardedParam:
     """One parameter of a group.
@@ -71,12 +88,16 @@ class ShardedParam:
         slots: The modules and names that hold it.
         mesh: The data-parallel ranks.
         policy: Its dtypes.
+        offload: How its shard is kept on the CPU; ``None`` if it is not.
+        device: Where its shard belongs.
         layout: How it lies in flat buffers.
         placement: The mesh and placements of its DTensors.
+        began_on_meta: Whether it was sharded before it had values.
         local: This rank's shard; outside of loads and conversions, a view of the bucket.
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
         unsharded_local: Its plain tensor: itself, except under tensor parallelism.
+        parts: Inner tensors of a subclass that are freed too, and that autograd may save.
     """
 
     local: torch.Tensor
@@ -92,16 +113,54 @@ class ShardedParam:
         dim: int | None,
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.name, self.slots = name, list(slots)
-        self.mesh, self.policy = mesh, policy
-        self.original = original
+        self.mesh, self.policy, self.offload = mesh, policy, offload
+        self.device = torch.device("cpu") if offload is not None else mesh.device
         whole = _torch.local_part(original)
         self.placement: ParamPlacement = plan_placement(name, original, dim, mesh)
         self.layout: TensorLayout = plan_tensor(whole, dim, mesh.num_shards)
         stride = original.stride() if self.layout.order is not None else _contiguous(original.shape)
         self._shape, self._stride = original.shape, stride
         self.dtype = original.dtype
+        self.began_on_meta = original.is_meta
+        self.shares_storage = False
+        self.parts: list[torch.Tensor] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the sharded parameter alone."""
+        left_out = {"local", "unsharded", "unsharded_local", "parts"}
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.forget_unsharded()
+        if not self.sharded.is_leaf:  # torch loads a DTensor on the meta device as a view
+            local = _torch.local_tensor(self.sharded).detach()
+            tensor = _torch.from_local(local, _torch.spec_of(self.sharded))
+            leaf = _torch.parameter_of(tensor, self.sharded.requires_grad)
+            leaf.__dict__.update(self.sharded.__dict__)
+            torch.utils.swap_tensors(self.sharded, leaf)
+        for spec in (self.placement.model, _torch.spec_of(self.sharded)):
+            if spec is not None:
+                _torch.rebind(spec.mesh)
+        _torch.rebind(self.placement.mesh)
+        self.local = _torch.local_tensor(self.sharded)
+
+    def __deepcopy__(self, memo: object) -> ShardedParam:
+        """Return itself; `copying.py` copies the parameters of a group."""
+        return self
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return self._shape
+
+    @property
+    def sharded_spec(self) -> _torch.DTensorSpec:
+        """The mesh, placements and global shape of the sharded parameter."""
+        return self.spec("sharded", self.dtype)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -110,26 +169,63 @@ class ShardedParam:
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a full tensor, plain or a DTensor like the original."""
-        return self.layout.shard_of(_torch.local_part(full), self.mesh.shard_rank).detach()
+        return self.layout.shard_of(self.model_part(full), self.mesh.shard_rank).detach()
+
+    def model_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the part of a full tensor that the data-parallel ranks share."""
+        if isinstance(full, DTensor):
+            return _torch.local_tensor(full)
+        model = self.placement.model
+        return full if model is None else _torch.cut(full, model.mesh, model.placements)
 
     def spec(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
         """Describe the parameter, or a gradient at a stage of its reduction, as a DTensor."""
         meta = _torch.TensorMeta(self._shape, self._stride, dtype)
         return _torch.make_spec(self.placement.mesh, getattr(self.placement, stage), meta)
 
-    def create_sharded(self, local: torch.Tensor) -> None:
+    def create_sharded(self, local: torch.Tensor, original: nn.Parameter) -> None:
         """Make the sharded parameter around ``local``; take over the hooks of the original."""
-        original = self.original
         tensor = _torch.from_local(local, self.spec("sharded", local.dtype))
         self.sharded = _torch.parameter_of(tensor, original.requires_grad)
-        # The same tensor object, so that `local` shares the version counter of its bucket.
-        _torch.set_local_tensor(self.sharded, local)
-        self.local = local
+        self.hold(local)
         self.sharded.__dict__.update(original.__dict__)
         _torch.share_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
-        del self.original
+
+    def hold(self, local: torch.Tensor) -> None:
+        """Let ``local`` be this rank's shard."""
+        # The same tensor object, so that `local` shares the version counter of its bucket.
+        _torch.set_local_tensor(self.sharded, local)
+        self.local, self.dtype = local, local.dtype
+
+    def version(self) -> int:
+        """Return a number that grows when the shard changes in place."""
+        return int(self.sharded._version + self.local._version)
+
+    def put(self, param: nn.Parameter) -> None:
+        """Register a parameter under all names."""
+        for slot in self.slots:
+            slot.put(param)
+
+    def find_registered(self) -> nn.Parameter | None:
+        """Return the registered parameter: the sharded one, or the one that has replaced it."""
+        sharded, unsharded = self.sharded, self.__dict__.get("unsharded", self.sharded)
+        found = (slot.get() for slot in self.slots)
+        return next((one for one in found if one is not sharded and one is not unsharded), sharded)
+
+    def retire_unsharded(self) -> None:
+        """Forget the unsharded parameter; a graph that still accumulates into it raises."""
+        unsharded = self.__dict__.get("unsharded")
+        if unsharded is not None and unsharded.requires_grad:
+            unsharded.register_hook(partial(_refuse_stale, self.name))
+        self.forget_unsharded()
+
+    def forget_unsharded(self) -> None:
+        """Forget the unsharded parameter; the next gather makes another."""
+        self.__dict__.pop("unsharded", None)
+        self.__dict__.pop("unsharded_local", None)
+        self.parts, self.shares_storage = [], False
 
     def create_unsharded(self, tensor: torch.Tensor) -> None:
         """Make the leaf of autograd around the plain tensor ``tensor``."""
@@ -142,6 +238,107 @@ class ShardedParam:
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
+
+
+def grad_dtype_asked(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
+    """Return whether the user has set ``grad_dtype`` of a sharded parameter, and to what."""
+    if LIFTED in sharded.__dict__:
+        asked: tuple[bool, torch.dtype | None] = sharded.__dict__[LIFTED]
+        return asked
+    dtype = sharded.grad_dtype
+    return (False, None) if dtype == sharded.dtype else (True, dtype)
+
+
+def _refuse_stale(name: str, _: torch.Tensor) -> None:
+    raise StaleParameterError(
+        f"Expected the backward of a forward before its parameters were replaced, got '{name}' "
+        "replaced by a load or a conversion in between; run backward before replacing them"
+    )
+
+
+def take_over_registered(params: Sequence[ShardedParam], label: str) -> bool:
+    """Take over sharded parameters that users have replaced, by a load or a conversion.
+
+    Args:
+        params: The parameters of a group.
+        label: The group as messages call it.
+
+    Returns:
+        Whether any shard was replaced.
+
+    Raises:
+        ShardError: If one does not fit, with all that do not. Nothing is taken over then.
+    """
+    found = [param.find_registered() for param in params]
+    misfits = [
+        text
+        for param, tensor in zip(params, found, strict=True)
+        if (text := _misfit(param, tensor)) is not None
+    ]
+    if misfits:
+        raise ShardError(
+            f"Expected the parameters of {label} as fully_shard made them, got "
+            f"{', '.join(misfits)}; change values by load_state_dict or in place"
+        )
+    replaced = False
+    for param, tensor in zip(params, found, strict=True):
+        assert tensor is not None
+        local = _torch.local_tensor(tensor)
+        replaced = replaced or local is not param.local
+        if tensor is not param.sharded:
+            _carry_over(param.sharded, tensor)
+            param.sharded = tensor
+            param.put(tensor)
+        param.local, param.dtype = local, local.dtype
+    return replaced
+
+
+def _carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Give a parameter the attributes and the ``grad_dtype`` of the one that it replaces."""
+    has_asked, asked = grad_dtype_asked(old)
+    for name, value in old.__dict__.items():
+        if name != LIFTED:
+            new.__dict__.setdefault(name, value)
+    fits = new.grad is None or asked in (None, new.grad.dtype)
+    if has_asked and new.is_leaf and new.grad_dtype == new.dtype and fits:
+        new.grad_dtype = asked
+
+
+def _misfit(param: ShardedParam, found: torch.Tensor | None) -> str | None:
+    """Return how a registered parameter differs from the expected shard, if it does."""
+    if found is None:
+        return f"none for '{param.name}'"
+    if not isinstance(found, DTensor):
+        return f"a plain tensor for '{param.name}'"
+    expected, spec = _torch.spec_of(param.sharded), _torch.spec_of(found)
+    local = _torch.local_tensor(found)
+    for what, got, own in (
+        ("shape", list(spec.shape), list(expected.shape)),
+        ("placements", spec.placements, expected.placements),
+        ("mesh", spec.mesh, expected.mesh),
+        ("local shape", list(local.shape), list(param.local.shape)),
+    ):
+        if got != own:
+            return f"one of {what} {got} for '{param.name}' of {what} {own}"
+    return None
+
+
+def check_materialized(params: Sequence[ShardedParam], label: str) -> None:
+    """Raise ``MaterializationError`` if shards are not where they belong, with the remedy."""
+    wrong = [param for param in params if param.local.device != param.device]
+    if not wrong:
+        return
+    place = wrong[0].device
+    if any(param.local.is_meta for param in wrong):
+        remedy = "call init_sharded(model, seed=...), or load values by load_sharded()"
+    elif wrong[0].offload is not None:
+        remedy = "leave the module there, since its policy offloads them"
+    else:
+        remedy = f"call module.to('{place}') before training"
+    places = ", ".join(f"{param.name} on {param.local.device}" for param in wrong)
+    raise MaterializationError(
+        f"Expected the parameters of {label} on {place}, got {places}; {remedy}"
+    )
 
 
 # The interface of a bucket ------------------------------------------------------------------------
@@ -166,6 +363,7 @@ class Storage(Protocol):
 
     Attributes:
         params: Its parameters.
+        locals: The shard of each.
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
         num_direct: How many of ``params``, at the front, have their own message.
@@ -173,6 +371,7 @@ class Storage(Protocol):
     """
 
     params: list[ShardedParam]
+    locals: list[torch.Tensor]
     mesh: ShardMesh
     compute_dtype: torch.dtype
     num_direct: int
@@ -198,6 +397,7 @@ class Bucket:
 
     Attributes:
         sharded: This rank's shards [shard_numel].
+        locals: The shard of each parameter, a view of ``sharded``.
         unsharded: All parameters [unsharded_numel]; it has no memory between uses. With one shard
             and no cast it is ``sharded`` itself, and nothing is ever copied.
         gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
@@ -206,16 +406,17 @@ class Bucket:
         copy_out: Views of ``unsharded``, and the views of ``staging`` to copy to them.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], device: torch.device) -> None:
-        """Copy this rank's shards out of the originals.
+    def __init__(self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
+        """Lay out the buffers and copy the shards; :attr:`locals` is then where they are.
 
         Args:
-            params: The parameters, which have no sharded form yet.
-            device: Where the shards are.
+            params: The parameters, with one mesh and one compute dtype.
+            shards: This rank's shard of each, of one dtype and on one device.
         """
         first = params[0]
-        self.mesh, self.device = first.mesh, device
-        self.dtype, self.compute_dtype = first.dtype, first.compute_dtype
+        self.mesh, self.device = first.mesh, shards[0].device
+        self.dtype = shards[0].dtype
+        self.compute_dtype = first.policy.compute_dtype(self.dtype)
         group = self.mesh.shard_group
         backend = None if group is None else _torch.backend_name(group, self.mesh.device)
         self.layout = plan_bucket(
@@ -225,13 +426,14 @@ class Bucket:
             min(self.dtype.itemsize, self.compute_dtype.itemsize),
         )
         self.params = [params[index] for index in self.layout.order]
+        self._pins = first.offload is not None and pins(first.offload)
         self.num_direct = self.layout.num_direct
         self.shares_storage = (
             self.mesh.num_shards == 1
             and self.dtype == self.compute_dtype
-            and device == self.mesh.device
+            and self.device == self.mesh.device
         )
-        self._make_sharded()
+        self._make_sharded([shards[index] for index in self.layout.order])
         self._make_unsharded()
         self.version_tensors = [self.sharded]
 
@@ -258,11 +460,13 @@ class Bucket:
             for param, offset in zip(self.params, offsets, strict=True)
         ]
 
-    def _make_sharded(self) -> None:
-        self.sharded = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
-        for param, local in zip(self.params, self.shard_views(self.sharded), strict=True):
-            local.copy_(param.shard_of(param.original))
-            param.create_sharded(local)
+    def _make_sharded(self, shards: Sequence[torch.Tensor]) -> None:
+        self.sharded = torch.zeros(
+            self.layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=self._pins
+        )
+        self.locals = self.shard_views(self.sharded)
+        if self.device.type != "meta":
+            _torch.copy_all_(self.locals, list(shards))
 
     def _make_unsharded(self) -> None:
         """Make the unsharded and the staging buffer, and all views of them; then free both."""

@@ -1,11 +1,12 @@
 """All groups of one root: forwards and backwards begin and end here; decides what stays gathered.
 
-Imports backward, group, tape, plugins.
+Imports agreement, backward, finalization, group, tape, plugins.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,14 @@ import torch
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
+from composable_shard.core.transport.pending import Waitable
+from composable_shard.core_next.agreement import agree_on_model
 from composable_shard.core_next.backward import Backward
-from composable_shard.core_next.group import ParamGroup, State
+from composable_shard.core_next.finalization import Finalization
+from composable_shard.core_next.group import ParamGroup, State, group_of
 from composable_shard.core_next.plugins import Plugins
 from composable_shard.core_next.tape import Interval, PlanStep, Tape, Visit
+from composable_shard.core_next.ties import refuse_unowned
 
 _current_task = _torch.current_backward
 
@@ -53,6 +58,11 @@ class Tree:
         groups: The root group first.
         tape: The record of forwards since the last backward.
         call_stack: The calls in progress, the innermost last.
+        in_flight: The groups whose reductions are, the oldest first; trees may share it.
+        is_last_backward: Whether the end of a backward waits for its reductions.
+        is_agreed: Whether all ranks are known to hold the same model.
+        post_optim_event: The next gather waits for it.
+        finalization: Finishes backwards by a call of the user.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -62,6 +72,10 @@ class Tree:
         self.plugins = Plugins(features)
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
+        self.in_flight: deque[ParamGroup] = deque()
+        self.is_last_backward, self.is_agreed = True, False
+        self.post_optim_event: Waitable | None = None
+        self.finalization = Finalization(self)
         self._backward: Backward | None = None
         self._plan: tuple[list[PlanStep[ParamGroup]], dict[ParamGroup, int]] = ([], {})
         self._planned: set[ParamGroup] = set()
@@ -124,9 +138,21 @@ class Tree:
                 and not group.is_held
             ):
                 group.reshard()
+        self.finalization.check_ended()
+        self.prepare_gather()
         self.tape.begin_forward(outermost)
         for feature in self.plugins.features:
             feature.begin_forward(self)
+
+    def prepare_gather(self) -> None:
+        """Agree on the model before the first gather; wait for an optimizer that runs beside."""
+        if not self.is_agreed:
+            refuse_unowned(module for group in self.groups for module in group.all_modules())
+            agree_on_model(self.groups)
+            self.is_agreed = True
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
 
     def _end_forward(self, outermost: ParamGroup, *, has_failed: bool) -> None:
         if has_failed:
@@ -181,11 +207,14 @@ class Tree:
             self._plan = self.tape.plan_backward(), self.tape.num_checkpoints()
             self._planned = {group for group, _ in self._plan[0]}
         steps, num_checkpoints = self._plan
-        self._backward = Backward(self.groups, steps.copy(), num_checkpoints, self._end_backward)
+        self._backward = Backward(
+            self.groups, steps.copy(), num_checkpoints, self.in_flight, self._end_backward
+        )
         return self._backward
 
     def _end_backward(self, backward: Backward) -> None:
-        backward.close()
+        by_hand = self.finalization.note_backward()
+        backward.close(waits=self.is_last_backward and not by_hand)
         self._backward = None
         self.tape.clear()
         for feature in self.plugins.features:
@@ -197,12 +226,35 @@ class Tree:
         for setting, _ in settings:
             setting.all_reduce_grads = True
         try:
+            self.finish_reductions()
             for group in self.groups:
                 if group.start_deferred_reduction():
                     group.finish_reduction()
         finally:
             for setting, before in settings:
                 setting.all_reduce_grads = before
+
+    def finish_reductions(self) -> None:
+        """Deliver all gradients whose reductions are in flight."""
+        while self.in_flight:
+            self.in_flight.popleft().finish_reduction()
+
+    def finish_backwards(self) -> None:
+        """Reduce and deliver all gradients that backwards have left, as the settings say."""
+        self.finish_reductions()
+        for group in self.groups:
+            if group.settings.reduce_grads and group.start_deferred_reduction():
+                group.finish_reduction()
+
+    def share_reductions(self, other: Tree) -> None:
+        """Bound the reductions in flight together with those of another tree."""
+        self.finish_reductions()
+        self.in_flight = other.in_flight
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward has begun and neither ended nor is running."""
+        return self._backward is not None and not self._backward.is_running
 
     @property
     def is_idle(self) -> bool:
@@ -219,7 +271,29 @@ class Tree:
             self._backward = None
             self.tape.clear()
         self.call_stack.clear()
+        self.finalization.reset()
         for group in self.groups:
+            if group in self.in_flight:
+                self.in_flight.remove(group)
             group.reset()
         for feature in self.plugins.features:
             feature.fail(self)
+
+
+def join_tree(root: ParamGroup) -> Tree:
+    """Put the group of an outer module and all groups below it into one tree, and name them."""
+    groups: dict[ParamGroup, list[str]] = {root: []}
+    for place, top in enumerate(root.modules):
+        prefix = f"{place}." if len(root.modules) > 1 else ""
+        for name, module in top.named_modules():
+            group = group_of(module)
+            if group is not None and group is not root:
+                groups.setdefault(group, []).append(f"{prefix}{name}")
+    inner = list(dict.fromkeys(group.tree for group in groups if group is not root))
+    tree = Tree(list(groups))
+    if inner:
+        tree.in_flight = inner[0].in_flight  # other trees may share it
+        tree.is_last_backward = all(one.is_last_backward for one in inner)
+    for group, names in groups.items():
+        group.set_name(", ".join(names))
+    return tree

@@ -1,0 +1,150 @@
+"""Whether all ranks hold the same model, compared once before its first gather. Imports group.
+
+A collective that two ranks call with different sizes, or that only one of them calls, aborts or
+hangs without saying why. So the facts that decide which collectives there will be are compared
+first: one number each, and the whole description only if the numbers differ.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.codec import has_extension, has_grad_extension
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.failures import watched
+from composable_shard.core.transport.process_groups import (
+    compare,
+    gather_objects,
+    raise_first_difference,
+)
+from composable_shard.core_next.group import ParamGroup
+from composable_shard.core_next.storage import ShardedParam, grad_dtype_asked
+from composable_shard.mesh import ShardMesh
+from composable_shard.policy import MixedPrecisionPolicy
+
+_last_tag = 0
+"""The last tag that this rank has heard of, in any process group.
+
+Hazard: what a model has left over, when it failed, is taken for that of another one. Guard: no two
+trees of a process have a tag in common, though their process groups differ.
+"""
+
+
+def agree_on_model(groups: Sequence[ParamGroup]) -> None:
+    """Raise the same error on all ranks if ``groups`` differ between them; else give them tags.
+
+    Raises:
+        RankMismatchError: On all ranks, with the first difference to rank 0.
+
+    Collective: one all-reduce of 40 bytes for each process group of more than one rank; another for
+        what was sharded on the meta device; more only if it raises.
+    """
+    channels = [(group, channel) for group in groups for channel in group.channels.values()]
+    process_groups: dict[dist.ProcessGroup, list[tuple[ParamGroup, Channel]]] = {}
+    for group, channel in channels:
+        channel.set_label(group.label)
+        for ranks in channel.mesh.process_groups:
+            process_groups.setdefault(ranks, []).append((group, channel))
+    for ranks, members in process_groups.items():
+        facts = [line for group, channel in members for line in _facts(group, channel.mesh)]
+        filled = [
+            (group.label, param)
+            for group, channel in members
+            for param in group.params
+            if param.began_on_meta and param.mesh == channel.mesh
+            if channel.mesh.shard_group is ranks and _is_filled_on_cpu(param)
+        ]
+        tag = _agree(ranks, members[0][1].mesh.device, facts, len(members), filled)
+        for place, (_, channel) in enumerate(members):
+            if channel.mesh.shard_group is ranks:
+                channel.set_tag(tag + place)
+
+
+def _is_filled_on_cpu(param: ShardedParam) -> bool:
+    local = _local_of(param)
+    return local.device.type == "cpu" and not _torch.is_subclass(local)
+
+
+_Filled = list[tuple[str, ShardedParam]]
+"""Parameters that users have filled as shards, with what messages call their groups."""
+
+
+def _agree(
+    ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num_tags: int, filled: _Filled
+) -> int:
+    """Compare ``facts`` over ``ranks``; return the first of ``num_tags`` tags for all of them."""
+    global _last_tag
+    op = "comparing the model with that of the other ranks"
+    with watched(ranks, op):
+        numbers = (_last_tag, len(filled), -len(filled))
+        is_same, (last, most, fewest) = compare("\n".join(facts), ranks, device, *numbers)
+    if not is_same:
+        heard = gather_objects(facts, ranks, op)
+        raise_first_difference(heard, range(ranks.size()), "model")
+    _last_tag = max(_last_tag, last + num_tags)
+    if 0 < most == -fewest and _torch.backend_name(ranks, device) != "fake":
+        _warn_of_same_rows(ranks, device, filled)
+    return last + 1
+
+
+def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _Filled) -> None:
+    """Warn if all ranks hold the same random numbers, as those do that fill shards by one seed."""
+    digests = []
+    for _, param in filled:
+        first = _local_of(param).detach().flatten()[:64].contiguous()
+        held = first.view(torch.uint8).tolist()  # bytes, of any dtype
+        is_random = len({*held}) > max(4, len(held) / 4)  # no constants
+        digests.append(hash(tuple(held)) >> 2 if is_random else ranks.rank())
+    _, found = compare("", ranks, device, *digests, *(-digest for digest in digests))
+    pairs = zip(filled, found, found[len(filled) :], strict=False)
+    same = [f"'{param.name}' of {label}" for (label, param), most, least in pairs if most == -least]
+    if same:
+        warnings.warn(
+            f"All ranks hold the same rows of {same[0]}: random functions fill shards on the CPU "
+            "alike where ranks have one seed; initialize by init_sharded(model, seed=...)",
+            stacklevel=2,
+        )
+
+
+def _facts(group: ParamGroup, mesh: ShardMesh) -> list[str]:
+    name = group.label
+    policy = group.policy
+    replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
+    return [
+        f"{name} over {mesh.num_shards} ranks{replicas}, param_dtype {policy.param_dtype}, "
+        f"reduce_dtype {policy.reduce_dtype}",
+        *(
+            f"parameter '{param.name}' of {name}: {_fact(param, policy)}"
+            for param in group.params
+            if param.mesh == mesh
+        ),
+    ]
+
+
+def _local_of(param: ShardedParam) -> torch.Tensor:
+    """Return the local shard of what stands in the place of a parameter."""
+    current = param.slots[0].get()
+    return _torch.local_tensor(current) if isinstance(current, DTensor) else param.local
+
+
+def _fact(param: ShardedParam, policy: MixedPrecisionPolicy) -> str:
+    local = _local_of(param)
+    kind = "trainable" if param.sharded.requires_grad else "frozen"
+    placement = "replicated" if param.layout.dim is None else f"Shard({param.layout.dim})"
+    extension = ", with its own all-gather" if has_extension(local) else ""
+    extension += ", with its own reduce-scatter" if has_grad_extension(local) else ""
+    own = param.policy.param_dtype
+    dtypes = f", computed in {own}" if own != policy.param_dtype else ""
+    has_asked, asked = grad_dtype_asked(param.sharded)
+    if has_asked and (asked is not None or param.policy.reduce_dtype is None):
+        dtypes += f", gradients in {asked or 'any dtype'}"
+    return (
+        f"shape {list(param.layout.shape)}, {local.dtype}, {placement}, "
+        f"{kind}, on {local.device.type}{dtypes}{extension}"
+    )

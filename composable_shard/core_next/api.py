@@ -1,0 +1,302 @@
+"""The public interface: ``fully_shard`` and ``share_comm_ctx``.
+
+Source: ``torch.distributed.fsdp.fully_shard`` (FSDP2), whose names, arguments and defaults it
+keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction, signature
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_shard.arguments import check_module, check_type
+from composable_shard.core.not_sharded import ignore
+from composable_shard.core.transport.host import check_offload
+from composable_shard.core_next.group import ParamGroup, check_reshard, group_of
+from composable_shard.core_next.hooks import install, register_forward_method
+from composable_shard.core_next.module import check_class, groups_of, make_sharded
+from composable_shard.core_next.shard import (
+    ShardPlacementFn,
+    build_group,
+    check_not_taken,
+    check_subclasses,
+    commit,
+    find_managed,
+    plan_params,
+    top_modules,
+)
+from composable_shard.core_next.state_dict import install_state_dict_hooks
+from composable_shard.core_next.storage import ShardedParam
+from composable_shard.core_next.ties import Claims, Managed, claim_ties
+from composable_shard.core_next.tree import join_tree
+from composable_shard.mesh import DataParallelMeshDims, ShardMesh, resolve_mesh
+from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
+
+_Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
+
+
+def fully_shard(
+    module: _Sharded,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> _Sharded:
+    """Shard the parameters of a module over a mesh, in place.
+
+    Each parameter becomes a DTensor sharded on dim 0. The parameters of one call form one group:
+    gathered together before forward and backward, freed after them, their gradients reduced
+    together. Call it on submodules first and on the root last; parameters that are already in a
+    group stay there.
+
+    Args:
+        module: A module, or a list of modules that form one group.
+        mesh: 1-D mesh to shard over, or 2-D mesh ``(replicate, shard)`` with names, whose rows each
+            hold all shards; all ranks if absent, on the current accelerator or else the CPU.
+            Starts the default process group from the environment if there is none; without a
+            launcher, this process is the only rank, and a warning says so.
+        reshard_after_forward: Whether unsharded parameters are freed after forward and gathered
+            again for backward. ``None`` means ``True`` but for the root, whose parameters are
+            needed at once. A number that divides that of the shards keeps them sharded over as
+            many neighbours only, whose gather for backward is cheaper.
+        shard_placement_fn: Returns for a parameter the dim to shard, ``Shard(dim)``, a mesh of its
+            own, both as a :class:`ShardPlacementResult`, or ``None`` for ``Shard(0)``. Uneven and
+            negative dims are allowed.
+        mp_policy: Dtypes of compute and reduction; see :class:`MixedPrecisionPolicy`.
+        offload_policy: :class:`CPUOffloadPolicy` keeps shards, gradients and optimizer states on
+            the CPU; a mapping from parameter names does so for those it names.
+        ignored_params: Parameters to leave as they are.
+        dp_mesh_dims: Which axes of ``mesh`` are data-parallel, for parameters that are DTensors on
+            all of its axes, or plain if these are all. Parameters that are DTensors on another part
+            of the same mesh (tensor parallelism) do not need it.
+
+    Returns:
+        The argument, whose modules are now :class:`FSDPModule`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a module or parameter cannot be sharded. The module is then as it was.
+        ExtensionError: If a tensor subclass cannot be cut on some rank; on all ranks.
+
+    Collective: none, but for making process groups for a ``reshard_after_forward`` that is a
+        number and for flattened axes, and for tensor subclasses: an all-gather of a small object
+        over each axis, so that one that cannot be cut is refused on all ranks.
+    Memory: this rank's shards; the full parameters are let go.
+
+    Example:
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(4):
+        ...     model = fully_shard(nn.Linear(8, 8, bias=False))
+        ...     model.weight.to_local().shape
+        torch.Size([2, 8])
+    """
+    plan = _planned(
+        module,
+        mesh=mesh,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
+    group = build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
+    group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
+    plan.claims.commit()
+    ignore(plan.managed.modules, ignored_params or ())
+    _adopt(group, plan.managed)
+    return module
+
+
+class _Plan(NamedTuple):
+    """What a call will shard, and how."""
+
+    modules: tuple[nn.Module, ...]
+    managed: Managed
+    claims: Claims
+    params: list[ShardedParam]
+    mesh: ShardMesh
+    policy: MixedPrecisionPolicy
+
+
+def _planned(
+    module: object,
+    *,
+    mesh: DeviceMesh | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    before: Collection[nn.Module] = (),
+) -> _Plan:
+    """Plan a call of ``fully_shard``; ``before`` are the modules that are sharded before it."""
+    modules = top_modules(module)
+    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    _check_arguments(modules, policy, offload_policy, ignored_params)
+    check_type(
+        "shard_placement_fn",
+        shard_placement_fn,
+        shard_placement_fn is None or callable(shard_placement_fn),
+        "a function of a parameter or None",
+        "pass lambda param: Shard(1), say",
+    )
+    shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
+    managed = find_managed(modules, ignored_params or (), before)
+    managed, claims = claim_ties(managed, modules)
+    params = plan_params(managed, shard_mesh, shard_placement_fn, policy, offload_policy)
+    return _Plan(modules, managed, claims, params, shard_mesh, policy)
+
+
+def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
+    """Raise what one of several calls of ``fully_shard`` would raise, and shard nothing.
+
+    Args:
+        calls: Modules, and arguments by name; inner modules first.
+
+    Collective: that of ``fully_shard`` for tensor subclasses.
+    """
+    before = set[nn.Module]()
+    for module, arguments in calls:
+        signature(fully_shard).bind(module, **arguments)
+        rest = dict(arguments)
+        reshards = rest.pop("reshard_after_forward", None)
+        plan = _planned(module, **rest, before=before)
+        if reshards != 1:  # of which the call itself warns
+            check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params)])
+        check_subclasses(plan.params, plan.managed)
+        for top in plan.modules:
+            check_class(top)
+        before.update(plan.modules)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Let several roots that train together bound their memory for reductions together.
+
+    Each tree launches a reduction only when its earlier ones have been waited for (see
+    ``set_reduce_scatter_max_input_buffers``), since each holds the gradients of its group. Trees
+    that share count those of all of them: what one launches waits for what another left. Nothing
+    else needs sharing: all work is on the compute stream, and no two trees share a message. May be
+    called at any time after the last ``fully_shard``, also before the first forward, the same on
+    all ranks.
+
+    Args:
+        modules: Sharded modules of the trees; fewer than two trees change nothing.
+
+    Raises:
+        TypeError: If it is one module instead of several.
+        ValueError: If one of them is not sharded. On the ranks that call it so.
+
+    Collective: none.
+    Source: ``torch.distributed.fsdp.share_comm_ctx``, which shares streams.
+
+    Example:
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     share_comm_ctx([fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))])
+    """
+    trees = list(dict.fromkeys(group.tree for group in groups_of("modules", modules)))
+    for tree in trees[1:]:
+        tree.share_reductions(trees[0])
+
+
+def _check_arguments(
+    modules: Sequence[nn.Module],
+    policy: object,
+    offload_policy: object,
+    ignored_params: object,
+) -> None:
+    check_not_taken(modules)
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(
+            "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got "
+            f"{type(policy).__module__}.{type(policy).__name__}"
+        )
+    check_offload(offload_policy)
+    if ignored_params is None:
+        return
+    if not isinstance(ignored_params, (set, frozenset)):
+        raise TypeError(f"Expected ignored_params to be a set, got {type(ignored_params).__name__}")
+    for param in ignored_params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"Expected ignored_params to hold parameters, got {type(param).__name__}; pass "
+                "the parameters themselves, such as {module.weight}"
+            )
+
+
+def _adopt(group: ParamGroup, managed: Managed) -> None:
+    """Turn the modules into sharded ones. Behind the check nothing can fail for the user's sake."""
+    for module in group.modules:
+        check_class(module)
+    commit(group, managed)
+    install(group)
+    install_state_dict_hooks(group)
+    for module in group.modules:
+        make_sharded(module, group)
+    join_tree(group)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a sharded module be called as its forward is.
+
+    The parameters of the module's group are gathered before the method runs and freed after it,
+    inputs and outputs are cast as the policy says, and a backward through its outputs reduces the
+    gradients: what calling the module itself does, but for forward hooks that users registered.
+
+    Args:
+        module: A module; nothing happens if it is not sharded.
+        method_name: Name of the method, such as ``"generate"`` or ``"encode"``.
+
+    Raises:
+        TypeError: If ``module`` is no module, or ``method_name`` no string.
+        ValueError: If the module is sharded and has no such method, or it is a generator or a
+            coroutine, which would compute after the parameters are freed.
+
+    Collective: none here; those of a forward when the method is called.
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
+
+    Example:
+        >>> import torch
+        >>> from composable_shard.testing import fake_ranks
+        >>> class Encoder(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(8, 8)
+        ...     def encode(self, x):
+        ...         return self.layer(x)
+        ...     def forward(self, x):
+        ...         return self.encode(x).sum()
+        >>> with fake_ranks(4):
+        ...     encoder = fully_shard(Encoder())
+        ...     register_fsdp_forward_method(encoder, "encode")
+        ...     encoder.encode(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+    check_module("module", module)
+    is_name = isinstance(method_name, str)
+    check_type("method_name", method_name, is_name, "the name of a method")
+    if group_of(module) is None:
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(
+            f"Expected {type(module).__name__} to have a method '{method_name}', got none; "
+            "register a method that it has"
+        )
+    if any(is_later(getattr(module, method_name)) for is_later in _COMPUTE_LATER):
+        raise ValueError(
+            f"Expected method '{method_name}' of {type(module).__name__} to return what it has "
+            "computed, got a generator or coroutine, which computes when the parameters are freed; "
+            "register the method that it calls for each item"
+        )
+    register_forward_method(module, method_name)
+
+
+_COMPUTE_LATER = isgeneratorfunction, isasyncgenfunction, iscoroutinefunction

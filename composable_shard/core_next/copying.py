@@ -1,0 +1,279 @@
+"""Deep copies and pickles of sharded modules: the same shards, groups and settings once more.
+
+Everything of ours that a module refers to (groups, parameters, hooks) is reached by the copy of its
+attributes. So empty objects take the places of groups and parameters first, the modules are copied
+around them, and then they are filled in.
+
+A pickle, too, goes through the attributes of modules, plain ones included, and finds our objects
+there; each says what of it is saved. A group is restored before, or after, its modules are, as
+they refer to each other; whoever comes last joins the tree.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from composable_shard import _torch
+from composable_shard.core_next.group import ParamGroup, group_of
+from composable_shard.core_next.hooks import forward_methods, register_forward_method
+from composable_shard.core_next.shard import init_group
+from composable_shard.core_next.state_dict import Params, StateDictHook, hooks_of_state_dicts
+from composable_shard.core_next.storage import ShardedParam, Slot
+from composable_shard.core_next.torch_state import answer_torch, list_with_torch
+from composable_shard.core_next.tree import Tree, join_tree
+from composable_shard.mesh import ShardMesh
+from composable_shard.policy import MixedPrecisionPolicy
+
+Memo = dict[int, Any]
+
+
+def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
+    """Return a deep copy of a sharded module and all below.
+
+    Gradients are not copied, as ``copy.deepcopy`` of a parameter does not either.
+
+    Args:
+        module: A sharded module.
+        memo: As for ``copy.deepcopy``.
+
+    Collective: none.
+    Memory: this rank's shards once more.
+    """
+    groups = _groups_below(module, memo)
+    for group in groups:
+        group.reshard()
+        memo[id(group)] = object.__new__(ParamGroup)
+        for param in group.params:
+            memo[id(param)] = object.__new__(ShardedParam)
+            memo[id(param.sharded)] = _copied_sharded(param, memo.get(id(param.sharded)))
+    copied = _copied_module(module, memo)
+    for group in groups:
+        _fill(group, memo)
+    for group in reversed(groups):  # as fully_shard is called: the inner ones first
+        join_tree(memo[id(group)]).is_last_backward = group.tree.is_last_backward
+    return copied
+
+
+def _groups_below(module: nn.Module, memo: Memo) -> list[ParamGroup]:
+    """Return the groups below that are not being copied already, the outer ones first."""
+    found = dict.fromkeys(
+        group
+        for inner in module.modules()
+        if (group := group_of(inner)) is not None and id(group) not in memo
+    )
+    return list(found)
+
+
+@torch.no_grad()
+def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Parameter:
+    """Copy the sharded form, or go on with a copy that there is: of an optimizer, for example."""
+    local = _torch.local_tensor(param.sharded)
+    if copied is None:
+        with torch.inference_mode(False):
+            own = _torch.cloned(local)
+            spec = _torch.spec_with_dtype(param.sharded_spec, own.dtype)
+            copied = _torch.parameter_of(_torch.from_local(own, spec), param.sharded.requires_grad)
+    own = _torch.local_tensor(copied)
+    if type(own) is torch.Tensor:
+        own.__dict__.update(local.__dict__)
+    for name, value in param.sharded.__dict__.items():
+        copied.__dict__.setdefault(name, value)
+    if param.sharded.grad_dtype != copied.grad_dtype:
+        copied.grad_dtype = param.sharded.grad_dtype
+    return copied
+
+
+def _copied_module(module: nn.Module, memo: Memo) -> nn.Module:
+    """Copy the attributes of a module as ``copy.deepcopy`` would, without making one anew."""
+    copied = object.__new__(type(module))
+    memo[id(module)] = copied
+    copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    return copied
+
+
+def _fill(group: ParamGroup, memo: Memo) -> None:
+    """Make the object that took the place of a group's copy a group."""
+    params = []
+    for param in group.params:
+        filled: ShardedParam = memo[id(param)]
+        filled.__dict__.update(param.__dict__)
+        filled.slots = [
+            Slot(copy.deepcopy(module, memo), name, calls_setattr)
+            for module, name, calls_setattr in param.slots
+        ]
+        filled.forget_unsharded()
+        filled.sharded = memo[id(param.sharded)]
+        params.append(filled)
+    copied: ParamGroup = memo[id(group)]
+    modules = tuple(copy.deepcopy(module, memo) for module in group.modules)
+    _initialize(copied, modules, params, group.mesh, group.policy)
+    for module in modules:
+        list_with_torch(module)
+    _copy_settings(group, copied, memo)
+
+
+def _initialize(
+    group: ParamGroup,
+    modules: tuple[nn.Module, ...],
+    params: Sequence[ShardedParam],
+    mesh: ShardMesh,
+    policy: MixedPrecisionPolicy,
+) -> None:
+    """Make an empty object a group of parameters whose sharded DTensors exist."""
+    shards = [_torch.local_tensor(param.sharded) for param in params]
+    init_group(group, modules, params, shards, mesh, policy)
+
+
+def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
+    """Give a copy the choices of its source; prefetched groups that are not copied drop out."""
+    settings = target.settings
+    settings.__dict__.update(source.settings.__dict__)
+    for name in ("forward_prefetch", "backward_prefetch"):
+        targets: Sequence[ParamGroup] | None = getattr(source.settings, name)
+        if targets is not None:
+            setattr(settings, name, [memo[id(group)] for group in targets if id(group) in memo])
+    for mesh, channel in source.channels.items():
+        target.channels[mesh].__dict__.update(channel.__dict__)
+
+
+# Pickles --------------------------------------------------------------------------------------
+
+
+class SavedModule(NamedTuple):
+    """What is pickled of a sharded module.
+
+    Attributes:
+        attributes: What the module itself would pickle, without what has a name of this process.
+        states: What other composable functions of torch keep on it, by function.
+        applied: What these functions are called, and what stands for them.
+        forward_methods: The names of methods that are called as forward is.
+    """
+
+    attributes: Any
+    states: dict[Any, Any]
+    applied: dict[str, Any]
+    forward_methods: list[str]
+
+
+class _SavedGroup(NamedTuple):
+    """What is pickled of a group; it refers to others by their names.
+
+    Prefetched groups are not referred to, or the pickle of a chain of layers would be as deep.
+    """
+
+    modules: tuple[nn.Module, ...]
+    params: list[ShardedParam]
+    mesh: ShardMesh
+    policy: MixedPrecisionPolicy
+    name: str
+    settings: dict[str, Any]
+    prefetch: dict[str, list[str]]
+    channels: dict[ShardMesh, tuple[Any, Any, bool]]
+    hooks: list[tuple[StateDictHook, Params]]
+    is_last_backward: bool
+
+
+class _Restored(NamedTuple):
+    """What of a saved group has to wait until the groups around it are restored, too."""
+
+    name: str
+    prefetch: dict[str, list[str]]
+    is_last_backward: bool
+
+
+_LISTS = ("forward_prefetch", "backward_prefetch")
+_SAVED = "_composable_shard_saved"
+
+
+def save_module(module: nn.Module) -> SavedModule:
+    """Return what is to be pickled of a sharded module. Collective: none.
+
+    Memory: none here; the groups below free their unsharded parameters.
+    """
+    for inner in module.modules():
+        group = group_of(inner)
+        if group is not None:
+            group.reshard()
+    methods = forward_methods(module)
+    attributes = module.__getstate__()
+    states, applied = {}, {}
+    if isinstance(attributes, dict):
+        attributes = {k: v for k, v in attributes.items() if k not in methods}
+        states = dict(attributes.pop(_torch.COMPOSABLE_STATE, {}))
+        applied = dict(attributes.pop(_torch.COMPOSABLE_REGISTRY, {}))
+    return SavedModule(attributes, states, applied, methods)
+
+
+def restore_module(module: nn.Module, saved: SavedModule) -> None:
+    """Make a module sharded again, whose attributes are there."""
+    group = group_of(module)
+    assert group is not None
+    module.__dict__[_torch.COMPOSABLE_STATE] = saved.states
+    module.__dict__[_torch.COMPOSABLE_REGISTRY] = saved.applied
+    answer_torch(module, group)
+    for name in saved.forward_methods:
+        register_forward_method(module, name)
+    _join(group)
+
+
+def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
+    settings = {**group.settings.__dict__, "hook_stream": None}
+    saved = _SavedGroup(
+        group.modules,
+        group.params,
+        group.mesh,
+        group.policy,
+        group.name,
+        settings,
+        {name: [one.name for one in some] for name in _LISTS if (some := settings.pop(name))},
+        {mesh: channel.saved() for mesh, channel in group.channels.items()},
+        hooks_of_state_dicts(group),
+        group.tree.is_last_backward,
+    )
+    return object.__new__, (ParamGroup,), saved, None, None, _restore_group
+
+
+def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
+    _initialize(group, saved.modules, saved.params, saved.mesh, saved.policy)
+    group.settings.__dict__.update(saved.settings)
+    for mesh, channel in saved.channels.items():
+        group.channels[mesh].restore(*channel)
+    for hook, params in saved.hooks:
+        hook.group, hook.params = group, params
+    group.__dict__[_SAVED] = _Restored(saved.name, saved.prefetch, saved.is_last_backward)
+    Tree([group])
+    _join(group)
+
+
+copyreg.pickle(ParamGroup, _reduce_group)
+
+
+def _join(group: ParamGroup) -> None:
+    """Join what is below a restored group, if all of it is restored."""
+    below = [inner for top in group.__dict__.get("modules", ()) for inner in _below(top)]
+    if not below or not all("_modules" in module.__dict__ for module in below):
+        return
+    for module in below:
+        _torch.reserve_hook_ids(module)
+    groups = list(dict.fromkeys(found for m in below if (found := group_of(m)) is not None))
+    if not all(_SAVED in found.__dict__ for found in groups):
+        return
+    join_tree(group).is_last_backward = group.__dict__[_SAVED].is_last_backward
+    by_name = {found.__dict__[_SAVED].name: found for found in groups}
+    for found in groups:
+        for name, targets in found.__dict__[_SAVED].prefetch.items():
+            setattr(found.settings, name, [by_name[one] for one in targets if one in by_name])
+
+
+def _below(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those below, as far as they are restored."""
+    yield module
+    for child in module.__dict__.get("_modules", {}).values():
+        if child is not None:
+            yield from _below(child)

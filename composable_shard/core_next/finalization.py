@@ -1,0 +1,88 @@
+"""Finishing the reductions of several backwards by a call of the user. Imports group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composable_shard import _torch
+from composable_shard.errors import ShardError
+
+
+class Finalization:
+    """Finishes the reductions of a tree when the user calls ``finalize_backward``.
+
+    Attributes:
+        by_hand: Whether a call, and not the end of a backward, finishes the reductions.
+        handle: The handle of the last call, until it is waited for.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self.by_hand = False
+        self.handle: object = None
+        self._used: bool | None = None  # what the unfinished backwards went by
+
+    def note_backward(self) -> bool:
+        """Note that a backward ends; return whether the user finishes it by a call."""
+        is_unfinished = self.by_hand or not self._tree.is_last_backward
+        self._used = self.by_hand if is_unfinished else None
+        return self.by_hand
+
+    def set_by_hand(self, enabled: bool) -> None:
+        """Set whether a call, and not the end of a backward, finishes the reductions.
+
+        Raises:
+            ShardError: If it changes while a backward runs, or one before is not finished.
+        """
+        if self._tree.has_failed:
+            self._tree.reset()
+        used = True if self.handle is not None else self._used
+        if enabled != (self.by_hand if used is None else used):
+            if _torch.current_backward() != -1:
+                raise ShardError(
+                    "Expected set_manual_backward_finalization() to change outside of backward, "
+                    "got it within one; call it between iterations"
+                )
+            if used is not None:
+                remedy = "finalize_backward()" if used else "set_is_last_backward(True)"
+                if self.handle is not None:
+                    remedy = "the wait() of its handle"
+                raise ShardError(
+                    "Expected set_manual_backward_finalization() to change between iterations, got "
+                    f"a backward that is not finished; end it by {remedy}, or drop it by "
+                    "reset_iter_state()"
+                )
+        self.by_hand = enabled
+
+    def start(self, handle: object) -> None:
+        """Launch the reductions that backwards have left, and free.
+
+        Collective: those reductions.
+        """
+        tree = self._tree
+        for group in tree.groups:
+            if group in tree.in_flight:
+                tree.finish_reductions()
+            if group.settings.reduce_grads and group.start_deferred_reduction():
+                tree.in_flight.append(group)
+            if group.settings.reshard_after_backward and not group.is_held:
+                group.reshard()
+        self._used, self.handle = None, handle
+
+    def check_ended(self) -> None:
+        """Raise if reductions were launched by :meth:`start` and not waited for."""
+        if self.handle is not None:
+            raise ShardError(
+                "Expected the gradients of the last backward before another forward or "
+                "finalize_backward(), got a GradientReductionHandle that was not waited for; call "
+                "its wait()"
+            )
+
+    def end(self) -> None:
+        """Wait for the reductions. Collective: none."""
+        self._tree.finish_reductions()
+        self.handle = None
+
+    def reset(self) -> None:
+        """Forget unfinished backwards, whose gradients are dropped."""
+        self._used = self.handle = None

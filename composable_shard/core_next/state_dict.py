@@ -1,0 +1,203 @@
+"""State dicts: shards go out as they are; full tensors that come in are cut to shards.
+
+Nothing here communicates, but for loading DTensors that are cut in another way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_shard import _torch
+from composable_shard.core.transport import host
+from composable_shard.core_next.group import ParamGroup, State
+from composable_shard.core_next.storage import ShardedParam
+from composable_shard.errors import ShardError
+
+Params = dict[str, ShardedParam]
+"""The sharded parameters that one module owns, by attribute."""
+
+
+def install_state_dict_hooks(group: ParamGroup) -> None:
+    """Have state dicts of the group's modules hold shards, and take shards or full tensors.
+
+    What users register for saving runs after this, and for loading before it, if they have
+    registered it before: so they always see shards that go out and what comes in as it came.
+    """
+    places: dict[nn.Module, Params] = {}
+    for param in group.params:
+        for slot in param.slots:
+            places.setdefault(slot.module, {})[slot.name] = param
+    for owner, params in places.items():
+        for handle in (
+            owner.register_state_dict_pre_hook(StateDictHook(_before_save, group, params)),
+            owner.register_state_dict_post_hook(StateDictHook(_after_save, group, params)),
+        ):
+            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+        owner.register_load_state_dict_pre_hook(StateDictHook(_before_load, group, params))
+        owner.register_load_state_dict_post_hook(StateDictHook(_after_load, group, params))
+
+
+def hooks_of_state_dicts(group: ParamGroup) -> list[tuple[StateDictHook, Params]]:
+    """Return the hooks that :func:`install_state_dict_hooks` made for a group, and what of each."""
+    owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+    return [
+        (hook, hook.params)
+        for owner in owners
+        for _, hook in _torch.hooks_on(owner)
+        if isinstance(hook, StateDictHook) and hook.group is group
+    ]
+
+
+class StateDictHook:
+    """Calls one of the functions below for a module and what its group owns there.
+
+    A module that is copied or pickled without its group, as ``copy.deepcopy(model.head)`` and
+    ``torch.save(model.head, file)`` do where the group is that of the model, has shards of its own
+    and belongs to none: there it does nothing. A pickle of the group gives it back its group.
+
+    Attributes:
+        group: The group; ``None`` if it does nothing.
+        params: What the group owns of the module.
+    """
+
+    def __init__(self, act: Callable[..., None], group: ParamGroup | None, params: Params) -> None:
+        self._act = act
+        self.group = group
+        self.params = params
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if self.group is not None:
+            self._act(self.group, self.params, module, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHook:
+        group = memo.get(id(self.group))
+        params = {} if group is None else copy.deepcopy(self.params, memo)
+        return StateDictHook(self._act, group, params)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateDictHook, (self._act, None, {})
+
+
+def _owned(group: ParamGroup, params: Params) -> Params:
+    """Leave out what the group has given back: another one owns it, and has hooks of its own."""
+    own = {id(param) for param in group.params}
+    return {attribute: param for attribute, param in params.items() if id(param) in own}
+
+
+# Out ----------------------------------------------------------------------------------------
+
+
+def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
+    """Show the sharded parameters: for good, or in the middle of compute for this call."""
+    if not group.is_unsharded_registered:
+        return
+    if not group.is_held and not any(_is_computing(one) for one in group.tree.groups):
+        group.register_sharded()
+        return
+    for attribute, param in _owned(group, params).items():
+        module._parameters[attribute] = param.sharded
+
+
+def _after_save(
+    group: ParamGroup,
+    params: Params,
+    module: nn.Module,
+    *_: object,
+) -> None:
+    """Go back to compute, if this was in the middle of it."""
+    if group.is_unsharded_registered:
+        for attribute, param in _owned(group, params).items():
+            module._parameters[attribute] = param.unsharded
+
+
+def _is_computing(group: ParamGroup) -> bool:
+    """Tell whether this is called from within a forward of the group, or from a backward.
+
+    A forward that was interrupted leaves its calls behind, but runs inside of no module.
+    """
+    if _torch.current_backward() != -1:
+        return True
+    is_running = any(call.group is group for call in group.tree.call_stack)
+    return is_running and _torch.module_call_frame() is not None
+
+
+# In -----------------------------------------------------------------------------------------
+
+
+def _before_load(
+    group: ParamGroup,
+    params: Params,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *rest: Any,
+) -> None:
+    """Replace full tensors by this rank's rows of them; the dict is the loader's own copy.
+
+    What does not fit is left as it is: torch says what is wrong with it.
+    """
+    if group.state is State.UNSHARDED and _is_computing(group):
+        raise ShardError(
+            f"Expected to load parameters of {group.label} before or after its forward and "
+            "backward, got a load_state_dict in the middle of one; load it when that has ended"
+        )
+    group.reshard()
+    host.settle()  # copies of shards that a forward without a backward has launched
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    for attribute, param in _owned(group, params).items():
+        key, current = prefix + attribute, module._parameters.get(attribute)
+        value = state_dict.get(key)
+        if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):
+            continue
+        if param.shape == () and value.shape == (1,):
+            value = value[0]  # as torch has it, which no longer can when this is a shard
+        if value.shape != param.shape:
+            continue
+        model = param.placement.model
+        if not isinstance(value, DTensor):
+            state_dict[key] = _shard_of(param, value, current, assign)
+        elif value.device_mesh == param.sharded_spec.mesh:
+            if value.placements != param.sharded_spec.placements:
+                state_dict[key] = value.redistribute(placements=param.sharded_spec.placements)
+        elif model is not None and value.device_mesh == model.mesh:
+            value = value.redistribute(placements=model.placements)
+            state_dict[key] = _shard_of(param, value, current, assign)
+        else:
+            state_dict[key] = current
+            error_messages: list[str] = rest[-1]
+            error_messages.append(
+                f'Expected a DTensor for "{key}" on {param.sharded_spec.mesh}, got one on '
+                f"{value.device_mesh}; pass its full_tensor()."
+            )
+
+
+def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign: bool) -> DTensor:
+    """Return this rank's rows of a full tensor: a view to copy from, or a copy to keep.
+
+    Under tensor parallelism also of a DTensor of the kind that was sharded.
+    """
+    local = param.shard_of(full)
+    if assign:
+        device = _torch.local_tensor(current).device
+        if local.device.type == "meta":
+            device = local.device
+        elif device.type == "meta":
+            device = param.device
+        local = local.to(device, copy=True)
+    return _torch.from_local(local, _torch.spec_with_dtype(param.sharded_spec, full.dtype))
+
+
+def _after_load(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
+    """Register an assigned parameter wherever the one that it replaces is; keep attributes."""
+    for attribute, param in _owned(group, params).items():
+        current = module._parameters.get(attribute)
+        if len(param.slots) > 1 and isinstance(current, DTensor):
+            for slot in param.slots:
+                slot.put(current)

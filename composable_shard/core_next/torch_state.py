@@ -1,0 +1,158 @@
+"""What functions of torch, and subclasses that follow them, find out about a sharded module.
+
+Schedules call ``torch.distributed.fsdp.fully_shard.state(module)``, which looks into a dict of the
+module. Tensor subclasses (those of Transformer Engine do) read the private state of ``fully_shard``
+in ``fsdp_pre_all_gather``, to send only what a forward or only what a backward reads: they call
+``module._get_fsdp_state()`` on the nearest sharded module, which they look for among all modules
+that torch has a state of. Here is a state with what they read, and nothing to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any
+
+from torch import nn
+
+from composable_shard import _torch
+from composable_shard.core_next.group import ParamGroup, State
+from composable_shard.errors import TorchStateError
+
+
+class TrainingState(Enum):
+    """The moment a group is in; equal to the member of the same name of torch's enum."""
+
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    IDLE = auto()
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Enum)
+            and type(other).__name__ == type(self).__name__
+            and other.name == self.name
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class _ReadOnly:
+    """Refuses what torch's states have and this one has not, and every assignment."""
+
+    _group: ParamGroup
+    _offered: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy being made has no attributes yet.
+        label = self._group.label if "_group" in self.__dict__ else "a sharded module"
+        raise TorchStateError(
+            f"Expected to read {', '.join(self._offered)} alone of torch's private state of "
+            f"{label}, got {name}; use the methods of composable_shard.FSDPModule"
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self.__getattr__(name)
+
+    @property
+    def _training_state(self) -> TrainingState:
+        if _torch.current_backward() != -1:
+            return TrainingState.PRE_BACKWARD
+        is_running = bool(self._group.tree.call_stack)
+        return TrainingState.FORWARD if is_running else TrainingState.IDLE
+
+
+class TorchParamGroup(_ReadOnly):
+    """What is read of torch's ``FSDPParamGroup``.
+
+    ``_reshard_after_forward`` says whether backward gathers by itself, so that a forward may do
+    with less. It is False: the group that ends forward may stay for backward.
+    """
+
+    _offered = ("_training_state", "_reshard_after_forward", "is_unsharded")
+    _reshard_after_forward = False
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.__dict__["_group"] = group
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the unsharded parameters are valid."""
+        return self._group.state is State.UNSHARDED
+
+
+class TorchState(_ReadOnly):
+    """What is read of torch's ``FSDPState``.
+
+    A pipeline schedule of torch before 2.15 goes through all states of a context and their groups
+    to have the gradients of a stage reduced. Here there are none, and one call does everything.
+    """
+
+    _offered = ("_training_state", "_fsdp_param_group", "_fsdp_param_groups", "_comm_ctx")
+    all_states: tuple[()] = ()
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.__dict__["_group"] = group
+
+    @property
+    def _state_ctx(self) -> TorchState:
+        return self
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what all microbatches left, wait, and free.
+
+        Collective: the reductions of a backward.
+        """
+        self._group.tree.finish_backwards()
+
+    @property
+    def _comm_ctx(self) -> object:
+        """The same object for trees that wait for each other's reductions."""
+        return self._group.tree.in_flight
+
+    @property
+    def _fsdp_param_group(self) -> TorchParamGroup | None:
+        return TorchParamGroup(self._group) if self._group.params else None
+
+    @property
+    def _fsdp_param_groups(self) -> list[TorchParamGroup]:
+        return [TorchParamGroup(self._group)] if self._group.params else []
+
+
+class _States(dict[Any, Any]):
+    """Answers for ``fully_shard`` of torch, and is an ordinary dict to all others.
+
+    Args:
+        state: The answer.
+        others: What other functions keep there already.
+    """
+
+    def __init__(self, state: TorchState, others: Mapping[Any, Any]) -> None:
+        super().__init__(others)
+        self.state = state
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state that a function of torch has given the module."""
+        if key not in self and getattr(key, "__name__", None) == "fully_shard":
+            return self.state
+        return super().get(key, default)
+
+
+def answer_torch(module: nn.Module, group: ParamGroup) -> None:
+    """Let torch, and what follows it, find a state of ``module``, and that it is sharded."""
+    others = module.__dict__.get(_torch.COMPOSABLE_STATE, {})
+    module.__dict__[_torch.COMPOSABLE_STATE] = _States(TorchState(group), others)
+    _torch.add_composable_function(module, "fully_shard")
+    list_with_torch(module)
+
+
+def list_with_torch(module: nn.Module) -> None:
+    """Have a sharded module, which may be a copy, found among those that torch has a state of."""
+    _torch.list_module_state(module, torch_state(module))
+
+
+def torch_state(module: nn.Module) -> TorchState:
+    """Return the state of a sharded module."""
+    states: _States = module.__dict__[_torch.COMPOSABLE_STATE]
+    return states.state
