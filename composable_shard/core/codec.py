@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import _torch
-from composable_shard.core.placement import DenseForm
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ExtensionError
 from composable_shard.policy import MixedPrecisionPolicy

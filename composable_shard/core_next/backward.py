@@ -27,15 +27,16 @@ from composable_shard.errors import ShardError
 _current_task = _torch.current_backward
 
 
-def _refuse_create_graph() -> None:
+def _refuse_create_graph(group: ParamGroup) -> None:
     """Raise on the ranks whose backward has ``create_graph=True``.
 
     A recompute must not call this: it enables gradients in every backward.
     """
     if torch.is_grad_enabled():
         raise ShardError(
-            "Expected backward without create_graph=True, got create_graph=True; gradients are "
-            "reduced outside the graph"
+            f"Expected a backward into the parameters of {group.label} without "
+            "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
+            "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
         )
 
 
@@ -110,7 +111,10 @@ class Backward:
 
     def gather_for_backward(self, group: ParamGroup, *, has_input_markers: bool) -> None:
         """Gather ``group``, because an output of its module has a gradient."""
-        _refuse_create_graph()
+        _refuse_create_graph(group)
+        if group.progress is None:
+            for op in group.program.pre_backward:
+                op()
         progress = self._ensure_progress(group)
         progress.has_input_markers = progress.has_input_markers and has_input_markers
         self._run_steps_to_gather(group)
@@ -125,7 +129,7 @@ class Backward:
 
     def count_marker(self, group: ParamGroup) -> None:
         """Count an input marker: the backward of one call of ``group`` has ended."""
-        _refuse_create_graph()
+        _refuse_create_graph(group)
         progress, task = group.progress, _current_task()
         if progress is not None and task in progress.expected_nodes:
             group.finished_nodes.append(task)
@@ -221,6 +225,8 @@ class Backward:
 
     def _finish(self, group: ParamGroup) -> None:
         """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
+        for op in group.program.post_backward:
+            op()
         if not group.settings.reshard_after_backward:
             group.register_sharded()  # the memory is kept, and gathered again if it is stale
         elif group.progress is None or group.progress.has_input_markers:

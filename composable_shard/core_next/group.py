@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from composable_shard import _torch
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.failures import announce
 from composable_shard.core_next.plugins import Plugins
 from composable_shard.core_next.program import Mode, Program
 from composable_shard.core_next.reduction import Reduction
@@ -29,8 +31,12 @@ from composable_shard.core_next.storage import (
     check_materialized,
     take_over_registered,
 )
+from composable_shard.core_next.substituted import is_substituted
+from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
+
+_version = attrgetter("_version")
 
 _GROUP = "_composable_shard_group"
 
@@ -215,6 +221,11 @@ class ParamGroup:
             yield from top.modules()
 
     @property
+    def context(self) -> Any:
+        """The tree, as other parts of the package call it."""
+        return self.tree
+
+    @property
     def label(self) -> str:
         """The group as messages call it."""
         return f"group '{self.name}'" if self.name else "the root group"
@@ -226,32 +237,46 @@ class ParamGroup:
 
     # Gather ---------------------------------------------------------------------------------
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Free stale unsharded parameters; recompile the program if it is out of date.
 
         Each use in forward calls this. Backward does not: it must use the values that forward used,
         and autograd raises if the version of a saved parameter has changed.
+
+        Returns:
+            Whether the group computes with its own parameters, and not with full tensors that
+            ``torch.func.functional_call`` has put in their places.
         """
         if self.is_compiled and self.program.is_current(
             self.plugins.generation, is_unsharded_registered=self.is_unsharded_registered
         ):
             if self.state is not State.SHARDED and self._gathered_version != self._shard_version():
                 self.reshard()
-            return
+            return True
+        if is_substituted(
+            self.params, self.label, is_unsharded_registered=self.is_unsharded_registered
+        ):
+            return False
         before = self.program if self.is_compiled else None
         if before is not None:
             self.reshard()
-        with torch.inference_mode(False), torch.no_grad():  # the program outlives this forward
+        with torch.inference_mode(False), torch.no_grad():
             if take_over_registered(self.params, self.label) and not _torch.in_functional_call():
                 self._rebuild()
             check_materialized(self.params, self.label)
             self._factory.prepare(self.buckets, self.channels)
-            self.program = Program(self)
-        self.is_compiled = True
+        self.compile()
         if before is None or not self.program.has_shards_of(before):
             self._gathered_version = -1
         for sharded in self.program.sharded:
             _owners[id(sharded)] = weakref.ref(self)
+        return True
+
+    def compile(self) -> None:
+        """Compile the program for the parameters, settings and features as they are."""
+        with torch.inference_mode(False):  # the program outlives this forward
+            self.program = Program(self)
+        self.is_compiled = True
 
     def remove(self, param: ShardedParam) -> None:
         """Remove a parameter, which another group owns from now on."""
@@ -362,6 +387,30 @@ class ParamGroup:
         for op in self.program.reduce[Mode.ADDING]:
             op()
         return True
+
+    def unsharded_versions(self) -> int:
+        """Return a number that grows when unsharded parameters are written in place."""
+        return sum(map(_version, self.program.freed))
+
+    def refuse_writes(self, versions: int) -> None:
+        """Raise if unsharded parameters were written in place, which is lost when they are freed.
+
+        The data of a rank may decide whether they are, so the other ranks are told.
+        """
+        if self.state is not State.UNSHARDED or self.unsharded_versions() == versions:
+            return
+        unsharded = [(p.name, p.unsharded) for p in self.params if not p.shares_storage]
+        names = [repr(name) for name, one in unsharded if one._version != self.unsharded_version]
+        error = ShardError(
+            f"Expected a forward that does not write the parameters of {self.label}, got "
+            f"{', '.join(names)} written in place, which is lost when they are freed; write the "
+            "sharded parameters under torch.no_grad(), before forward or after the optimizer's "
+            "step (for nn.Embedding, instead of max_norm)"
+        )
+        groups = self.tree.groups
+        ranks = [pg for group in groups for c in group.channels.values() for pg in c.process_groups]
+        announce(ranks, f"running forward of {self.label}", error)
+        raise error
 
     def reset(self) -> None:
         """Return to the state between two steps after a forward or backward has failed."""

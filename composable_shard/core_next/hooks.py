@@ -66,6 +66,8 @@ class ModuleHooks:
         """Gather the group, cast the inputs and add input markers."""
         group = self._group
         call = group.tree.enter(group)
+        if call.is_substituted:
+            return args, kwargs
         adds_markers = bool(group.params) and torch.is_grad_enabled()
         if adds_markers or self._input_dtype is not None:
             prepare = partial(self._prepare_input, call, adds_markers)
@@ -92,7 +94,12 @@ class ModuleHooks:
         """End the innermost call; return the output, hooked, cast, and safe from the free."""
         tree = self._group.tree
         call = tree.call_stack[-1]
+        if call.is_substituted:
+            tree.leave(call, needs_grad=False, has_failed=has_failed)
+            return output
         if not has_failed and self._group.params:
+            if not call.is_recomputed:
+                self._group.refuse_writes(call.versions)
             output = map_tensors(self._keep_from_free, output)
         hooks = bool(call.group.params) and torch.is_grad_enabled()
         if hooks and call.markers:
@@ -106,11 +113,11 @@ class ModuleHooks:
 
     def _keep_from_free(self, tensor: Tensor) -> Tensor:
         """Copy an output that is a view of an unsharded parameter, which is about to be freed."""
-        return (
-            tensor.clone()
-            if _torch.storage_number(tensor) in self._group.program.storages
-            else tensor
-        )
+        try:
+            is_freed = _torch.storage_number(tensor) in self._group.program.storages
+        except RuntimeError:  # a sparse tensor, or one of torch.func, has no storage
+            return tensor
+        return tensor.clone() if is_freed else tensor
 
     def _prepare_input(self, call: Call, adds_markers: bool, tensor: Tensor) -> Tensor:
         """Cast an input and wrap it in an identity (the input marker), whose backward runs last."""

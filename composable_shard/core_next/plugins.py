@@ -8,13 +8,35 @@ from typing import Any, Literal
 Op = Callable[[], object]
 """One operation of a program: a callable without arguments."""
 
-Phase = Literal["gather", "wait", "free", "reduce", "deliver", "delivered"]
+Phase = Literal[
+    "pre_forward",
+    "gather",
+    "gathered",
+    "await_gather",
+    "wait",
+    "free",
+    "freed",
+    "post_forward",
+    "pre_backward",
+    "accumulated",
+    "reduce",
+    "reduced",
+    "await_reduction",
+    "deliver",
+    "delivered",
+    "post_backward",
+]
 """When the operations of a feature run, relative to those of the core:
 
-- ``gather``: before the all-gather is launched.
-- ``wait``: after the all-gather has finished and the unsharded parameters are filled.
-- ``free``: before the unsharded memory is freed.
-- ``reduce``: after the gradients are taken, before the reduce-scatter is launched.
+- ``pre_forward``, ``post_forward``: when a forward enters and leaves the group's module.
+- ``gather``, ``gathered``: before and after the all-gather is launched.
+- ``await_gather``, ``wait``: before and after the wait for it; then the unsharded parameters are
+  filled.
+- ``free``, ``freed``: before and after the unsharded memory is freed.
+- ``pre_backward``, ``post_backward``: when a backward first needs the group, and has finished it.
+- ``accumulated``: after gradients were accumulated without a reduction.
+- ``reduce``, ``reduced``: before and after the reduce-scatter is launched.
+- ``await_reduction``: before the wait for it.
 - ``deliver``: after the mean is in the reduced buffer, before it is written to ``.grad``.
 - ``delivered``: after ``.grad`` is written.
 """

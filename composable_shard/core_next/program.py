@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core_next.plugins import Op
@@ -43,11 +44,13 @@ class Program:
 
     Attributes:
         gather, wait, free: Operations that launch the all-gather, complete it, and undo it.
+        pre_forward, post_forward, pre_backward, post_backward: Operations of features alone.
         reduce: For each mode, operations that launch the reduction, or accumulate without sync.
         deliver: Operations that complete a reduction.
         version_tensors: Tensors whose version counters grow when the shards change.
         sharded: The sharded parameters that were registered at compile time.
-        storages: The numbers of the storages that are freed.
+        freed: The unsharded parameters whose memory is freed.
+        storages: The numbers of their storages.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
         reduced_names: The parameters to reduce: trainable ones, and frozen ones that still have
             unsynced gradients.
@@ -64,12 +67,10 @@ class Program:
         self.version_tensors = (*self.sharded, *self._local_shards)
         self._requires_grad = tuple(map(_requires_grad, self.sharded))
         self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))
-        self.storages = {
-            _torch.storage_number(leaf)
-            for param in params
-            if not param.shares_storage
-            for leaf in _torch.leaves(param.unsharded_local)
-        }
+        freed = [param for param in params if not param.shares_storage]
+        self.freed = tuple(param.unsharded for param in freed)
+        leaves = (leaf for param in freed for leaf in _torch.leaves(param.unsharded_local))
+        self.storages = set(map(_torch.storage_number, leaves))
         self._list_slots(params)
         self._match_requires_grad(group)
         self._compile(group)
@@ -140,6 +141,8 @@ class Program:
         reduced = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
             unsharded = param.unsharded.requires_grad_(sharded.requires_grad)
+            if type(unsharded) in (nn.Parameter, DTensor):
+                unsharded.__dict__ = sharded.__dict__  # attributes hold on both forms
             is_wider = reduce_dtype(param).itemsize > unsharded.dtype.itemsize
             unsharded.grad_dtype = None if is_wider else unsharded.dtype
             if sharded.requires_grad:
@@ -159,7 +162,7 @@ class Program:
         unsharded += [param.unsharded_local for param in locals_]
         unsharded += [part for param in group.params for part in param.parts]
         gather: list[Op] = [*ops("gather")]
-        wait: list[Op] = []
+        wait: list[Op] = [*ops("await_gather")]
         free: list[Op] = [*ops("free")]
         free += [partial(_torch.set_versions, unsharded, (FREED,) * len(unsharded))]
         for bucket in group.buckets:
@@ -174,17 +177,25 @@ class Program:
             free += bucket_ops.free
         self.reductions = reductions = list(self._plan_reductions(group))
         wait += [partial(_set_unsharded_version, group, unsharded), *ops("wait")]
-        self.gather, self.wait, self.free = tuple(gather), tuple(wait), tuple(free)
+        self.gather, self.wait = (*gather, *ops("gathered")), tuple(wait)
+        self.free = (*free, *ops("freed"))
+        self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
+        self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
         group.program = self  # features look at it
-        launch = (*ops("reduce"), *(reduction.launch for reduction in reductions))
+        launches = (reduction.launch for reduction in reductions)
+        launch = (*ops("reduce"), *launches, *ops("reduced"))
         self.reduce: dict[Mode, tuple[Op, ...]] = {
             Mode.FRESH: (*(reduction.take_grads for reduction in reductions), *launch),
             Mode.ADDING: (*(reduction.take_with_unsynced for reduction in reductions), *launch),
-            Mode.UNSYNCED: tuple(reduction.accumulate_unsynced for reduction in reductions),
+            Mode.UNSYNCED: (
+                *(reduction.accumulate_unsynced for reduction in reductions),
+                *ops("accumulated"),
+            ),
         }
         reduce_wait = (reduction.wait_and_average for reduction in reductions)
         write_grads = (reduction.write_grads for reduction in reductions)
         self.deliver: tuple[Op, ...] = (
+            *ops("await_reduction"),
             *reduce_wait,
             *ops("deliver"),
             *write_grads,

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.codec import has_extension
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import pins
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
@@ -127,6 +128,7 @@ class ShardedParam:
         self.began_on_meta = original.is_meta
         self.shares_storage = False
         self.parts: list[torch.Tensor] = []
+        self._kind = _torch.class_in_memory(original)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the sharded parameter alone."""
@@ -233,7 +235,10 @@ class ShardedParam:
         model = self.placement.model
         if model is not None:
             tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
-        self.unsharded = _torch.parameter_of(tensor, requires_grad=False)
+        if self._kind is None or has_extension(self.local):
+            self.unsharded = _torch.parameter_of(tensor, requires_grad=False)
+        else:
+            self.unsharded = _torch.parameter_of_class(tensor, self._kind, requires_grad=False)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

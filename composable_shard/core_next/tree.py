@@ -19,7 +19,7 @@ from composable_shard.core_next.agreement import agree_on_model
 from composable_shard.core_next.backward import Backward
 from composable_shard.core_next.finalization import Finalization
 from composable_shard.core_next.group import ParamGroup, State, group_of
-from composable_shard.core_next.plugins import Plugins
+from composable_shard.core_next.plugins import Feature, Plugins
 from composable_shard.core_next.tape import Interval, PlanStep, Tape, Visit
 from composable_shard.core_next.ties import refuse_unowned
 
@@ -33,10 +33,15 @@ class Call:
         visit: Its record on the tape; ``None`` if it cannot have a backward.
         is_recomputed: Whether a checkpoint makes the call during a backward.
         exception_on_entry: The exception being handled when the call began.
+        is_substituted: Whether it computes with tensors of ``torch.func.functional_call``.
+        versions: The versions of the unsharded parameters when it began.
         markers: The autograd nodes of its input markers.
     """
 
-    __slots__ = ("__weakref__", "exception_on_entry", "group", "is_recomputed", "markers", "visit")
+    __slots__ = (
+        *("__weakref__", "exception_on_entry", "group", "is_recomputed", "is_substituted"),
+        *("markers", "versions", "visit"),
+    )
 
     def __init__(self, group: ParamGroup, *, is_recomputed: bool) -> None:
         self.group = group
@@ -44,6 +49,7 @@ class Call:
         self.exception_on_entry = sys.exc_info()[1]
         self.visit: Visit[ParamGroup] | None = None
         self.markers: list[Node] = []
+        self.is_substituted, self.versions = False, 0
 
     def on_output_gradient(self, _: Any) -> None:
         """Gather the group: an output of this call has a gradient."""
@@ -83,6 +89,23 @@ class Tree:
             group.reshard()
             group.tree, group.plugins, group.is_compiled = self, self.plugins, False
 
+    def install(self, feature: Feature) -> None:
+        """Add a feature, for what is still to come in a running iteration too."""
+        self.plugins.install(feature)
+        self._recompile()
+
+    def remove(self, feature: Feature) -> None:
+        """Remove a feature, also in the middle of an iteration."""
+        self.plugins.remove(feature)
+        self._recompile()
+
+    def _recompile(self) -> None:
+        """Compile the programs that no operation in flight belongs to."""
+        for group in self.groups:
+            is_busy = group.state is State.UNSHARDING or group in self.in_flight
+            if group.is_compiled and not is_busy:
+                group.compile()
+
     # Forward --------------------------------------------------------------------------------
 
     def enter(self, group: ParamGroup) -> Call:
@@ -97,7 +120,14 @@ class Tree:
         if is_recomputed:
             self.begin_backward().gather_for_recompute(group)
         else:
-            self._gather(group)
+            if _torch.num_modes() or _torch.current_transform() is not None:
+                with _torch.outside_transforms():  # the gathered parameters outlive them
+                    call.is_substituted = not self._gather(group)
+            else:
+                call.is_substituted = not self._gather(group)
+            if call.is_substituted:
+                return call
+            call.versions = group.unsharded_versions()
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=False)
             if checkpoints or torch.is_grad_enabled():
                 call.visit = self.tape.enter(group, self._interval_of(checkpoints))
@@ -112,8 +142,11 @@ class Tree:
         """
         self.call_stack.pop()
         group = call.group
-        if call.is_recomputed:
+        if call.is_recomputed or call.is_substituted:
             return
+        if group.params:
+            for op in group.program.post_forward:
+                op()
         if call.visit is not None and not has_failed:
             self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
         for outer in self.call_stack:
@@ -164,14 +197,22 @@ class Tree:
             if group.state is State.UNSHARDING:  # prefetched, but not used in this forward
                 group.reshard()
 
-    def _gather(self, group: ParamGroup) -> None:
-        """Gather ``group`` for forward; launch the next gather before waiting for this one."""
-        group.refresh()
+    def _gather(self, group: ParamGroup) -> bool:
+        """Gather ``group`` for forward; launch the next gather before waiting for this one.
+
+        Returns:
+            Whether it computes with its own parameters; see ``ParamGroup.refresh``.
+        """
+        if not group.refresh():
+            return False
+        for op in group.program.pre_forward:
+            op()
         group.unshard()
         predicted = self.tape.advance(group, group.settings.prefetch_depth)
         for other in group.settings.forward_prefetch or predicted:
             other.prefetch()
         group.wait()
+        return True
 
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
         reshard = group.settings.reshard_after_forward

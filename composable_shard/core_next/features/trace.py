@@ -1,0 +1,52 @@
+"""Calls a function with every event of a tree. Imports plugins."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from composable_shard.core_next.plugins import Feature, Op, Phase
+
+Listener = Callable[[str, str], None]
+"""Called with an event, such as ``all_gather``, and the name of a group."""
+
+_EVENTS: dict[Phase, tuple[str, ...]] = {
+    "pre_forward": ("pre_forward",),
+    "gather": ("begin_all_gather",),
+    "gathered": ("all_gather",),
+    "await_gather": ("begin_wait_for_all_gather",),
+    "wait": ("waited_for_all_gather", "wait_for_all_gather"),
+    "freed": ("reshard",),
+    "post_forward": ("post_forward",),
+    "pre_backward": ("pre_backward",),
+    "accumulated": ("accumulate",),
+    "reduce": ("begin_reduce_scatter",),
+    "reduced": ("reduce_scatter",),
+    "await_reduction": ("begin_wait_for_reduce_scatter",),
+    "delivered": ("waited_for_reduce_scatter", "wait_for_reduce_scatter"),
+    "post_backward": ("post_backward",),
+}
+
+
+class Trace(Feature):
+    """Calls a function with every event."""
+
+    def __init__(self, hear: Listener) -> None:
+        self._hear = hear
+
+    def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
+        """Return a call for each event of the phase."""
+        return [partial(self._hear, event, group.name) for event in _EVENTS.get(phase, ())]
+
+
+@contextlib.contextmanager
+def listening(tree: Any, hear: Listener) -> Iterator[None]:
+    """Call ``hear`` with every event of a tree within the context."""
+    feature = Trace(hear)
+    tree.install(feature)
+    try:
+        yield
+    finally:
+        tree.remove(feature)
