@@ -19,25 +19,12 @@ from itertools import islice
 import torch
 
 from composable_shard import _torch
-from composable_shard.core_next.group import ParamGroup, State
+from composable_shard.core_next.group import Flight, ParamGroup, State
 from composable_shard.core_next.reduction import Reduction
 from composable_shard.core_next.tape import PlanStep
 from composable_shard.errors import ShardError
 
 _current_task = _torch.current_backward
-
-
-def _refuse_create_graph(group: ParamGroup) -> None:
-    """Raise on the ranks whose backward has ``create_graph=True``.
-
-    A recompute must not call this: it enables gradients in every backward.
-    """
-    if torch.is_grad_enabled():
-        raise ShardError(
-            f"Expected a backward into the parameters of {group.label} without "
-            "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
-            "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
-        )
 
 
 class GroupProgress:
@@ -75,7 +62,7 @@ class Backward:
         groups: Sequence[ParamGroup],
         steps: list[PlanStep[ParamGroup]],
         num_checkpoints: dict[ParamGroup, int],
-        in_flight: deque[ParamGroup],
+        in_flight: deque[Flight],
         on_end: Callable[[Backward], None],
     ) -> None:
         """Begin a backward.
@@ -84,7 +71,7 @@ class Backward:
             groups: All groups of the tree.
             steps: The plan, which all ranks share, the first step last.
             num_checkpoints: How many checkpoints recompute each group.
-            in_flight: The groups whose reductions are in flight, also from earlier backwards.
+            in_flight: The reductions in flight, also of earlier backwards.
             on_end: Called when autograd has finished.
         """
         self.steps = steps
@@ -95,6 +82,7 @@ class Backward:
         self._in_flight = in_flight
         self._to_free: list[ParamGroup] = []  # in `close`
         self._task = _current_task()
+        self._creates_graph = False
         for group in groups:
             group.progress = None
             group.finished_nodes.clear()
@@ -111,7 +99,7 @@ class Backward:
 
     def gather_for_backward(self, group: ParamGroup, *, has_input_markers: bool) -> None:
         """Gather ``group``, because an output of its module has a gradient."""
-        _refuse_create_graph(group)
+        self._creates_graph = torch.is_grad_enabled()
         if group.progress is None:
             for op in group.program.pre_backward:
                 op()
@@ -129,7 +117,6 @@ class Backward:
 
     def count_marker(self, group: ParamGroup) -> None:
         """Count an input marker: the backward of one call of ``group`` has ended."""
-        _refuse_create_graph(group)
         progress, task = group.progress, _current_task()
         if progress is not None and task in progress.expected_nodes:
             group.finished_nodes.append(task)
@@ -227,6 +214,12 @@ class Backward:
         """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
         for op in group.program.post_backward:
             op()
+        if self._creates_graph and any(map(Reduction.has_unsharded_grads, group.reductions)):
+            raise ShardError(
+                f"Expected a backward into the parameters of {group.label} without "
+                "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
+                "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
         if not group.settings.reshard_after_backward:
             group.register_sharded()  # the memory is kept, and gathered again if it is stale
         elif group.progress is None or group.progress.has_input_markers:
@@ -234,11 +227,12 @@ class Backward:
         else:
             self._to_free.append(group)
         if group.needs_reduce:
-            limit = group.settings.max_reductions
-            while len(self._in_flight) >= limit or group in self._in_flight:
-                self._in_flight.popleft().finish_reduction()
-            if group.start_reduction():
-                self._in_flight.append(group)
+            flights, limit = self._in_flight, group.settings.max_reductions
+            while len(flights) >= limit or any(flight.group is group for flight in flights):
+                flights.popleft().finish()
+            flight = group.start_reduction()
+            if flight is not None:
+                flights.append(flight)
 
     # The end --------------------------------------------------------------------------------
 
@@ -261,7 +255,7 @@ class Backward:
             else:
                 self._finish(step.group)
         while waits and self._in_flight:
-            self._in_flight.popleft().finish_reduction()
+            self._in_flight.popleft().finish()
         for group in self._to_free:
             group.reshard()
         for group in self._planned:

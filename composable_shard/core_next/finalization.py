@@ -61,10 +61,11 @@ class Finalization:
         """
         tree = self._tree
         for group in tree.groups:
-            if group in tree.in_flight:
+            if any(flight.group is group for flight in tree.in_flight):
                 tree.finish_reductions()
-            if group.settings.reduce_grads and group.start_deferred_reduction():
-                tree.in_flight.append(group)
+            flight = group.start_deferred_reduction() if group.settings.reduce_grads else None
+            if flight is not None:
+                tree.in_flight.append(flight)
             if group.settings.reshard_after_backward and not group.is_held:
                 group.reshard()
         self._used, self.handle = None, handle

@@ -160,6 +160,7 @@ class ParamGroup:
         state: Whether the unsharded parameters exist.
         is_unsharded_registered: Whether the modules hold the unsharded or the sharded parameters.
         is_held: Whether ``unshard()`` was called, so that forward does not free the group.
+        ran: The modules that have run since the group was gathered.
         unsharded_version: Grows when a gather brings new values. It is the version counter of the
             unsharded parameters.
         num_optimizer_steps: How many optimizer steps have changed the shards.
@@ -191,6 +192,7 @@ class ParamGroup:
         self.plugins = Plugins()
         self.state = State.SHARDED
         self.is_unsharded_registered = self.is_held = False
+        self.ran: set[nn.Module] = set()
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
         self.unsynced_names: frozenset[str] = frozenset()
@@ -308,8 +310,8 @@ class ParamGroup:
         self.state = State.UNSHARDING
 
     def prefetch(self) -> None:
-        """Launch the all-gather for a later use, unless the program is known to be out of date."""
-        if self.is_compiled and self.program.generation == self.plugins.generation:
+        """Launch the all-gather for a later use, if the program is or can be brought up to date."""
+        if self.params and self.refresh():
             self.unshard()
 
     def wait(self) -> None:
@@ -322,6 +324,7 @@ class ParamGroup:
     def reshard(self) -> None:
         """Free the unsharded parameters and register the sharded ones."""
         self.is_held = False
+        self.ran.clear()
         if self.state is not State.SHARDED:
             self.wait()
             for op in self.program.free:
@@ -345,48 +348,48 @@ class ParamGroup:
 
     # Reduce ---------------------------------------------------------------------------------
 
-    def start_reduction(self) -> bool:
+    def start_reduction(self) -> Flight | None:
         """Launch the reduction of the gradients, or accumulate them without sync.
 
         Returns:
-            Whether a reduction is in flight.
+            The reduction, if one is in flight.
         """
         program, reduce_grads = self.program, self.settings.reduce_grads
         for op in program.reduce[program.mode(reduce_grads=reduce_grads)]:
             op()
         if not reduce_grads:
             self.unsynced_names |= program.reduced_names
-        return reduce_grads
+        return Flight(self, program) if reduce_grads else None
 
-    def finish_reduction(self) -> None:
+    def finish_reduction(self, program: Program) -> None:
         """Wait for the reduction and write ``.grad`` of the sharded parameters."""
-        for op in self.program.deliver:
+        for op in program.deliver:
             op()
         if not self.settings.all_reduce_grads:
-            self.unsynced_names |= self.program.reduced_names
+            self.unsynced_names |= program.reduced_names
         elif self.unsynced_names:
             self.unsynced_names = frozenset()
-            self.program.stop_reducing_frozen()
+            program.stop_reducing_frozen()
 
     @property
     def reductions(self) -> Sequence[Reduction]:
         """One for each bucket and dtype with gradients to reduce."""
         return self.program.reductions if self.is_compiled else ()
 
-    def start_deferred_reduction(self) -> bool:
+    def start_deferred_reduction(self) -> Flight | None:
         """Launch the reduction of what backwards have accumulated without sync.
 
         All ranks decide alike: ``unsynced_names`` grows with the settings, not with gradients.
 
         Returns:
-            Whether a reduction is in flight.
+            The reduction, if one is in flight.
         """
         if not self.unsynced_names:
-            return False
+            return None
         self.refresh()
         for op in self.program.reduce[Mode.ADDING]:
             op()
-        return True
+        return Flight(self, self.program)
 
     def unsharded_versions(self) -> int:
         """Return a number that grows when unsharded parameters are written in place."""
@@ -417,6 +420,17 @@ class ParamGroup:
         self.reshard()
         for reduction in self.reductions:
             reduction.discard()
+
+
+class Flight(NamedTuple):
+    """A reduction in flight, launched by a program that may be out of date by now."""
+
+    group: ParamGroup
+    program: Program
+
+    def finish(self) -> None:
+        """Wait for it and write ``.grad`` of the sharded parameters."""
+        self.group.finish_reduction(self.program)
 
 
 _owners: dict[int, weakref.ref[ParamGroup]] = {}

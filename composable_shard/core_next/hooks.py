@@ -65,7 +65,7 @@ class ModuleHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the group, cast the inputs and add input markers."""
         group = self._group
-        call = group.tree.enter(group)
+        call = group.tree.enter(group, module)
         if call.is_substituted:
             return args, kwargs
         adds_markers = bool(group.params) and torch.is_grad_enabled()

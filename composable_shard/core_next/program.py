@@ -110,6 +110,11 @@ class Program:
         if len(self.reduced_names) > len(self.accumulators):
             self.generation = -1
 
+    def discard(self) -> None:
+        """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
+        for reduction in self.reductions:
+            reduction.discard()
+
     # Which parameters are registered --------------------------------------------------------
 
     def register_sharded(self) -> None:

@@ -64,6 +64,7 @@ class Tape(Generic[Group]):
         self._orders: dict[Group, list[Group]] = {}  # by the outermost group
         self._predicted_order: list[Group] = []
         self._current_order: list[Group] = []
+        self._first_of_backward: Group | None = None
 
     # Forward --------------------------------------------------------------------------------
 
@@ -89,9 +90,17 @@ class Tape(Generic[Group]):
         return ()
 
     def is_last(self, group: Group) -> bool:
-        """Return whether ``group`` was the last to be gathered, so that backward needs it first."""
+        """Return whether ``group`` ends the forward and began the last backward.
+
+        It would be freed and gathered again with nothing in between.
+        """
         predicted, current = self._predicted_order, self._current_order
-        return len(current) == len(predicted) and bool(current) and current[-1] is group
+        is_last = len(current) == len(predicted) and bool(current) and current[-1] is group
+        return is_last and group is self._first_of_backward
+
+    def note_first_of_backward(self, plan: Sequence[PlanStep[Group]]) -> None:
+        """Note the group that a backward needs first."""
+        self._first_of_backward = next((g for g, is_gather in reversed(plan) if is_gather), None)
 
     def enter(self, group: Group, checkpoint: Interval | None) -> Visit[Group]:
         """Record the start of a call of ``group``, inside ``checkpoint`` if there is one."""

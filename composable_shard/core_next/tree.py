@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
@@ -18,7 +19,7 @@ from composable_shard.core.transport.pending import Waitable
 from composable_shard.core_next.agreement import agree_on_model
 from composable_shard.core_next.backward import Backward
 from composable_shard.core_next.finalization import Finalization
-from composable_shard.core_next.group import ParamGroup, State, group_of
+from composable_shard.core_next.group import Flight, ParamGroup, State, group_of
 from composable_shard.core_next.plugins import Feature, Plugins
 from composable_shard.core_next.tape import Interval, PlanStep, Tape, Visit
 from composable_shard.core_next.ties import refuse_unowned
@@ -64,7 +65,7 @@ class Tree:
         groups: The root group first.
         tape: The record of forwards since the last backward.
         call_stack: The calls in progress, the innermost last.
-        in_flight: The groups whose reductions are, the oldest first; trees may share it.
+        in_flight: The reductions in flight, the oldest first; trees may share it.
         is_last_backward: Whether the end of a backward waits for its reductions.
         is_agreed: Whether all ranks are known to hold the same model.
         post_optim_event: The next gather waits for it.
@@ -78,7 +79,7 @@ class Tree:
         self.plugins = Plugins(features)
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
-        self.in_flight: deque[ParamGroup] = deque()
+        self.in_flight: deque[Flight] = deque()
         self.is_last_backward, self.is_agreed = True, False
         self.post_optim_event: Waitable | None = None
         self.finalization = Finalization(self)
@@ -100,15 +101,14 @@ class Tree:
         self._recompile()
 
     def _recompile(self) -> None:
-        """Compile the programs that no operation in flight belongs to."""
+        """Compile the programs whose all-gather is not in flight."""
         for group in self.groups:
-            is_busy = group.state is State.UNSHARDING or group in self.in_flight
-            if group.is_compiled and not is_busy:
+            if group.is_compiled and group.state is not State.UNSHARDING:
                 group.compile()
 
     # Forward --------------------------------------------------------------------------------
 
-    def enter(self, group: ParamGroup) -> Call:
+    def enter(self, group: ParamGroup, module: nn.Module) -> Call:
         """Begin a call: gather ``group``, and prefetch the next group."""
         is_recomputed = _current_task() != -1 and (group in self.tape or group in self._planned)
         if not is_recomputed and self._is_outermost(group):
@@ -127,6 +127,10 @@ class Tree:
                 call.is_substituted = not self._gather(group)
             if call.is_substituted:
                 return call
+            if len(group.modules) > 1:
+                if module in group.ran:  # another round of the modules of a list begins
+                    group.ran.clear()
+                group.ran.add(module)
             call.versions = group.unsharded_versions()
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=False)
             if checkpoints or torch.is_grad_enabled():
@@ -169,6 +173,7 @@ class Tree:
                 group.state is State.UNSHARDED
                 and group.settings.reshard_after_forward is not False
                 and not group.is_held
+                and not self._is_partly_run(group)
             ):
                 group.reshard()
         self.finalization.check_ended()
@@ -194,7 +199,8 @@ class Tree:
             return
         self.tape.end_forward(outermost)
         for group in self.groups:
-            if group.state is State.UNSHARDING:  # prefetched, but not used in this forward
+            is_over = self._is_partly_run(group) and group is not outermost
+            if group.state is State.UNSHARDING or is_over:  # prefetched, but not used after all
                 group.reshard()
 
     def _gather(self, group: ParamGroup) -> bool:
@@ -216,7 +222,7 @@ class Tree:
 
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
         reshard = group.settings.reshard_after_forward
-        if group.is_held:
+        if group.is_held or self._is_partly_run(group):
             return
         if reshard is None:
             reshard = group is not self.root or not may_have_backward
@@ -224,6 +230,10 @@ class Tree:
             group.reshard()
         elif group.is_unsharded_registered and (reshard or not may_have_backward):
             group.register_sharded()
+
+    def _is_partly_run(self, group: ParamGroup) -> bool:
+        """Return whether some modules of a list have run, and others are still to come."""
+        return 0 < len(group.ran) < len(group.modules)
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval | None:
         """Return the interval of the enclosing checkpoints, which all of their calls share."""
@@ -247,6 +257,7 @@ class Tree:
         if self.tape.visits:  # otherwise the same forwards have another backward
             self._plan = self.tape.plan_backward(), self.tape.num_checkpoints()
             self._planned = {group for group, _ in self._plan[0]}
+            self.tape.note_first_of_backward(self._plan[0])
         steps, num_checkpoints = self._plan
         self._backward = Backward(
             self.groups, steps.copy(), num_checkpoints, self.in_flight, self._end_backward
@@ -269,8 +280,9 @@ class Tree:
         try:
             self.finish_reductions()
             for group in self.groups:
-                if group.start_deferred_reduction():
-                    group.finish_reduction()
+                flight = group.start_deferred_reduction()
+                if flight is not None:
+                    flight.finish()
         finally:
             for setting, before in settings:
                 setting.all_reduce_grads = before
@@ -278,14 +290,15 @@ class Tree:
     def finish_reductions(self) -> None:
         """Deliver all gradients whose reductions are in flight."""
         while self.in_flight:
-            self.in_flight.popleft().finish_reduction()
+            self.in_flight.popleft().finish()
 
     def finish_backwards(self) -> None:
         """Reduce and deliver all gradients that backwards have left, as the settings say."""
         self.finish_reductions()
         for group in self.groups:
-            if group.settings.reduce_grads and group.start_deferred_reduction():
-                group.finish_reduction()
+            flight = group.start_deferred_reduction() if group.settings.reduce_grads else None
+            if flight is not None:
+                flight.finish()
 
     def share_reductions(self, other: Tree) -> None:
         """Bound the reductions in flight together with those of another tree."""
@@ -314,8 +327,9 @@ class Tree:
         self.call_stack.clear()
         self.finalization.reset()
         for group in self.groups:
-            if group in self.in_flight:
-                self.in_flight.remove(group)
+            for flight in [one for one in self.in_flight if one.group is group]:
+                self.in_flight.remove(flight)
+                flight.program.discard()
             group.reset()
         for feature in self.plugins.features:
             feature.fail(self)
