@@ -6,7 +6,7 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -239,13 +239,11 @@ def build_group(
 
     Collective: for tensor subclasses, one small object for each mesh axis.
     """
-    originals = list(managed.slots)
+    originals = dict(zip(planned, managed.slots, strict=True))
     with torch.no_grad():
-        shards = _own_shards(planned, originals)
-    for param, shard, original in zip(planned, shards, originals, strict=True):
-        param.create_sharded(shard, original)
+        shards = _own_shards(planned, list(managed.slots))
     group: ParamGroup = object.__new__(ParamGroup)
-    init_group(group, modules, planned, shards, mesh, policy)
+    init_group(group, modules, planned, shards, mesh, policy, originals)
     return group
 
 
@@ -257,13 +255,20 @@ def init_group(
     shards: Sequence[torch.Tensor],
     mesh: ShardMesh,
     policy: MixedPrecisionPolicy,
+    originals: Mapping[ShardedParam, nn.Parameter] | None = None,
 ) -> None:
-    """Initialize an empty group; copy shards into buckets, where they are from then on."""
+    """Initialize an empty group; copy shards into buckets, where they are from then on.
+
+    With ``originals``, the sharded parameters are made too.
+    """
     with torch.inference_mode(False):
         buckets = build_buckets(params, shards)
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
-                param.hold(local)
+                if originals is None:
+                    param.hold(local)
+                else:  # around the local tensor, whose storage offset the DTensor reports as its own
+                    param.create_sharded(local, originals[param])
     factory = BucketFactory(build_buckets, gather_unknown)
     group.__init__(modules, buckets, factory, mesh, policy.without_override())  # type: ignore[misc]
     if any(over.num_replicas > 1 for over in group.channels):

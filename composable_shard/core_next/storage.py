@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.codec import has_extension
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import pins
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
@@ -229,13 +228,18 @@ class ShardedParam:
         self.__dict__.pop("unsharded_local", None)
         self.parts, self.shares_storage = [], False
 
-    def create_unsharded(self, tensor: torch.Tensor) -> None:
-        """Make the leaf of autograd around the plain tensor ``tensor``."""
+    def create_unsharded(self, tensor: torch.Tensor, *, is_encoded: bool = False) -> None:
+        """Make the leaf of autograd around this rank's ``tensor``.
+
+        Args:
+            tensor: The tensor.
+            is_encoded: Whether its class has hooks that choose the class of the leaf.
+        """
         self.unsharded_local, self.is_counted, self.shares_storage = tensor, False, False
         model = self.placement.model
         if model is not None:
             tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
-        if self._kind is None or has_extension(self.local):
+        if self._kind is None or is_encoded:
             self.unsharded = _torch.parameter_of(tensor, requires_grad=False)
         else:
             self.unsharded = _torch.parameter_of_class(tensor, self._kind, requires_grad=False)
@@ -405,6 +409,7 @@ class Bucket:
         locals: The shard of each parameter, a view of ``sharded``.
         unsharded: All parameters [unsharded_numel]; it has no memory between uses. With one shard
             and no cast it is ``sharded`` itself, and nothing is ever copied.
+        whole: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
         gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
         staging: The packed message of all ranks [num_shards, packed_numel]; has no memory between
             uses.
@@ -491,6 +496,8 @@ class Bucket:
             param.shares_storage = self.shares_storage
         if self.shares_storage:
             return
+        if mesh.num_shards == 1:
+            self.whole = self.unsharded[: layout.shard_numel]
         spans = zip(layout.unsharded_offsets[: self.num_direct], layout.params, strict=False)
         self.gather_outputs = [
             self.unsharded[start : start + mesh.num_shards * param.shard_numel]
@@ -530,7 +537,7 @@ class _AllGather:
         bucket, source, staging = self._bucket, self._source, self._bucket.staging
         allocate, free = _torch.memory_ops(bucket.unsharded)
         if bucket.mesh.num_shards == 1:
-            copy = partial(self._copy_in, bucket.unsharded[: source.numel()])
+            copy = partial(self._copy_in, bucket.whole)
             return GatherOps([allocate, copy], [], [free])
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]

@@ -268,7 +268,7 @@ class ExtensionBucket:
                 f"Expected the unsharded tensor of {param.name} to have shape "
                 f"{list(expected)}, got {list(tensor.shape)} from {type(tensor).__name__}"
             )
-        param.create_unsharded(fitting)
+        param.create_unsharded(fitting, is_encoded=has_extension(param.local))
         self._out = tensor if is_padded else param.unsharded_local
         gathered, shard = _storages_of(self._rows), _storages_of([param.local])
         besides = {
