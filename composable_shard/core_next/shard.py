@@ -267,7 +267,7 @@ def init_group(
             for param, local in zip(bucket.params, bucket.locals, strict=True):
                 if originals is None:
                     param.hold(local)
-                else:  # around the local tensor, whose storage offset the DTensor reports as its own
+                else:  # around the place in the bucket: a DTensor keeps the storage offset
                     param.create_sharded(local, originals[param])
     factory = BucketFactory(build_buckets, gather_unknown)
     group.__init__(modules, buckets, factory, mesh, policy.without_override())  # type: ignore[misc]
