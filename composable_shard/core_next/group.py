@@ -440,8 +440,8 @@ _owners: dict[int, weakref.ref[ParamGroup]] = {}
 def _count_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Count a step for each group that it may have changed: foreach kernels bump no version."""
     params = (param for group in optimizer.param_groups for param in group["params"])
-    for owner in dict.fromkeys(filter(None, map(_owners.get, map(id, params)))):
-        group = owner()
+    owners = [owner() for owner in map(_owners.get, map(id, params)) if owner is not None]
+    for group in dict.fromkeys(owners):
         if group is not None:
             group.num_optimizer_steps += 1
 

@@ -383,7 +383,6 @@ class LocalReduction(Reduction):
         """Keep the gradients: they are the result."""
         self._results_here = self._grads
         del self._grads
-        self._refuse_sparse([grad for grad in self._results_here if grad is not None])
 
     def wait_and_average(self) -> None:
         """Divide the gradients, if a divisor other than one was set."""
