@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from nets import Net, assert_same, full, own_input, shard_net, train_step, two_nets
+from nets import Net, full, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 from training.cases import reproducible
 
 from composable_shard import ShardError, _torch, clip_grad_norm_
@@ -108,23 +110,26 @@ def with_gradients(
     return laid, plain
 
 
-def clip_both(
-    places: Sequence[Place], shapes: Sequence[Sequence[int]], order: float, foreach: bool | None
-) -> list[float]:
-    laid, plain = with_gradients(places, shapes)
-    expected = torch_clip(plain, 0.5, order)
-    total = clip_grad_norm_(iter(laid), 0.5, order, foreach=foreach)
-    assert type(total) is torch.Tensor and total.shape == () and total.dtype == torch.float64
-    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
-    for param, reference, place in zip(laid, plain, places, strict=True):
-        assert param.grad is not None
-        if isinstance(param.grad, DTensor):  # it is where it was
-            assert param.grad.placements == tuple(PLACEMENTS[name] for name in place[1])
-        torch.testing.assert_close(full(param.grad), reference.grad, rtol=1e-10, atol=1e-12)
-    return [total.item()]
+def clip_both(places: Sequence[Place], shapes: Sequence[Sequence[int]], order: float) -> float:
+    """Clip, together and one by one; return the norm, which is one for both, bit by bit."""
+    norms = set()
+    for foreach in (None, True, False):
+        laid, plain = with_gradients(places, shapes)
+        expected = torch_clip(plain, 0.5, order)
+        total = clip_grad_norm_(iter(laid), 0.5, order, foreach=foreach)
+        assert type(total) is torch.Tensor and total.shape == () and total.dtype == torch.float64
+        torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+        for param, reference, place in zip(laid, plain, places, strict=True):
+            assert param.grad is not None
+            if isinstance(param.grad, DTensor):  # it is where it was
+                assert param.grad.placements == tuple(PLACEMENTS[name] for name in place[1])
+            torch.testing.assert_close(full(param.grad), reference.grad, rtol=1e-10, atol=1e-12)
+        norms.add(total.item())
+    (norm,) = norms
+    return norm
 
 
-def assert_ranks_agree(results: list[list[float]]) -> None:
+def assert_ranks_agree(results: list[float]) -> None:
     assert all(result == results[0] for result in results), results  # the same bits
 
 
@@ -134,12 +139,7 @@ SHAPES += [(8, 2), (4, 2), (5, 5)]
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_any_mix_of_meshes_and_placements(order: float) -> None:
-    assert_ranks_agree(run_ranks(clip_both, 4, PLACES, SHAPES, order, None))
-
-
-def test_gradients_one_by_one() -> None:
-    together = run_ranks(clip_both, 4, PLACES, SHAPES, 2.0, True)
-    assert run_ranks(clip_both, 4, PLACES, SHAPES, 2.0, False) == together
+    assert_ranks_agree(run_ranks(clip_both, 4, PLACES, SHAPES, order))
 
 
 shapes_and_places = st.lists(
@@ -149,11 +149,12 @@ shapes_and_places = st.lists(
 )
 
 
+@pytest.mark.matrix
 @reproducible(12)
 @given(shapes_and_places, st.sampled_from(ORDERS))
 def test_generated_gradients(drawn: list[tuple[Place, tuple[int, int]]], order: float) -> None:
     places, shapes = [place for place, _ in drawn], [shape for _, shape in drawn]
-    assert_ranks_agree(run_ranks(clip_both, 4, places, shapes, order, None))
+    assert_ranks_agree(run_ranks(clip_both, 4, places, shapes, order))
 
 
 # What is communicated ------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def test_one_gather_for_each_axis(places: list[Place], numels: list[int]) -> Non
     assert run_ranks(count_gathers, 4, places) == [(len(places), numels)] * 4
 
 
-def expert_meshes(order: float) -> list[float]:
+def expert_meshes(order: float) -> float:
     """Clip parameters of all ranks together with experts, of which each pair of ranks has its own.
 
     The rows of the experts are sharded within a pair, and which experts on the other axis.
@@ -217,7 +218,7 @@ def expert_meshes(order: float) -> list[float]:
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
     for param, reference in zip(laid, plain, strict=True):
         torch.testing.assert_close(full(param.grad), reference.grad, rtol=1e-12, atol=0)
-    return [total.item()]
+    return total.item()
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -228,47 +229,39 @@ def test_a_slice_of_a_mesh_beside_the_whole(order: float) -> None:
 # Sharded models ------------------------------------------------------------------------------
 
 
-def clip_method(model: nn.Module, max_norm: float) -> torch.Tensor:
-    return model.clip_grad_norm_(max_norm)  # type: ignore[operator]
+def assert_same_grads(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), other.grad, **tolerance)
 
 
-def clip_function(model: nn.Module, max_norm: float) -> torch.Tensor:
-    return clip_grad_norm_(model.parameters(), max_norm)
+CLIPS: list[Callable[[Any], torch.Tensor]] = [
+    lambda model: model.clip_grad_norm_(0.5),
+    lambda model: clip_grad_norm_(model.parameters(), 0.5),
+    lambda model: model.clip_grad_norm_(max_norm=0.5, norm_type=2.0, error_if_nonfinite=True),
+]
 
 
-def clip_checked(model: Any, max_norm: float) -> torch.Tensor:
-    return model.clip_grad_norm_(max_norm=max_norm, norm_type=2.0, error_if_nonfinite=True)
-
-
-def train_clipped(clip: Callable[[nn.Module, float], torch.Tensor]) -> list[float]:
+def train_clipped() -> list[float]:
     reference, model = two_nets()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
     totals = []
-    for step in range(3):
+    for step, clip in enumerate(CLIPS):
         for one in (reference, model):
             train_step(one, step, None)
-        expected = torch_clip(reference.parameters(), 0.5)
-        total = clip(model, 0.5)
+        expected, total = torch_clip(reference.parameters(), 0.5), clip(model)
         torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
         assert expected > 0.5  # or nothing was clipped
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        for param, other in pairs:
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(full(param), other.detach(), rtol=1e-5, atol=1e-6)
         totals.append(total.item())
-    return totals
+    return [*totals, *map(clip_accumulated, (2.0, math.inf)), clip_while_unsharded(), clip_some()]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("clip", [clip_method, clip_function, clip_checked])
-def test_training_with_clipping(clip: Callable[..., torch.Tensor], num_ranks: int) -> None:
-    assert_ranks_agree(run_ranks(train_clipped, num_ranks, clip))
-
-
-def clip_accumulated(order: float) -> list[float]:
-    """Clip what was accumulated without sync, then go on and sync it."""
+def clip_accumulated(order: float) -> float:
+    """Clip what was accumulated without sync, which counts as its mean; then go on and sync it."""
     reference, model = two_nets()
     with model.no_sync():
         train_step(model, 0, None)
@@ -280,26 +273,18 @@ def clip_accumulated(order: float) -> list[float]:
     total = clip_grad_norm_(model.parameters(), 0.5, order)
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
     assert {name: param.grad.placements for name, param in model.named_parameters()} == grads
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-4, atol=1e-6)
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
     train_step(model, 1, None)
     before = [param.grad for param in reference.parameters()]
     reference.zero_grad()
     train_step(reference, 1, None)
     for param, earlier in zip(reference.parameters(), before, strict=True):
         param.grad.add_(earlier)
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-4, atol=1e-5)
-    return [total.item()]
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-5)
+    return total.item()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("order", [2.0, math.inf])
-def test_accumulated_gradients_count_as_what_they_stand_for(num_ranks: int, order: float) -> None:
-    assert_ranks_agree(run_ranks(clip_accumulated, num_ranks, order))
-
-
-def clip_while_unsharded() -> list[float]:
+def clip_while_unsharded() -> float:
     """Clip what ``parameters()`` has given while the modules held unsharded parameters."""
     reference, model = two_nets()
     model.set_reshard_after_forward(False)
@@ -309,20 +294,13 @@ def clip_while_unsharded() -> list[float]:
     for one in (reference, model):
         train_step(one, 0, None)
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    expected = torch_clip(reference.parameters(), 0.5)
-    total = clip_grad_norm_(params, 0.5)
+    total, expected = clip_grad_norm_(params, 0.5), torch_clip(reference.parameters(), 0.5)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-5, atol=1e-7)
-    return [total.item()]
+    assert_same_grads(model, reference, rtol=1e-5, atol=1e-7)
+    return total.item()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_unsharded_parameters_stand_for_the_sharded_ones(num_ranks: int) -> None:
-    assert_ranks_agree(run_ranks(clip_while_unsharded, num_ranks))
-
-
-def clip_some() -> list[float]:
+def clip_some() -> float:
     """Parameters that are frozen or not reached have no gradient; a group may have none at all."""
     reference, model = two_nets()
     for one in (reference, model):
@@ -331,11 +309,12 @@ def clip_some() -> list[float]:
     total = clip_grad_norm_(model.parameters(), 1e-3)
     torch.testing.assert_close(total, torch_clip(reference.parameters(), 1e-3), rtol=1e-6, atol=0)
     assert model.inp.weight.grad is None and model.out.weight.grad is None
-    return [total.item()]
+    return total.item()
 
 
-def test_parameters_without_a_gradient_are_passed_over() -> None:
-    assert_ranks_agree(run_ranks(clip_some, 2))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_training_with_clipping(num_ranks: int) -> None:
+    assert_ranks_agree(run_ranks(train_clipped, num_ranks))
 
 
 # Dtypes and special values -------------------------------------------------------------------
@@ -378,17 +357,8 @@ def test_dtypes_are_those_of_torch() -> None:
             torch.testing.assert_close(full(param.grad), other.grad.to(param.dtype))
 
 
-@on_ranks(2)
-def test_a_norm_beyond_half_precision() -> None:
-    """Half precision: a norm that float16 cannot hold still scales as it should."""
-    param = sharded_param(torch.full((4, 4), 30000.0, dtype=torch.float16))
-    total = clip_grad_norm_(param, 1.0)
-    assert total.dtype == torch.float16 and total.isinf()
-    assert torch.equal(full(param.grad), torch.full((4, 4), 0.25, dtype=torch.float16))
-
-
 @on_ranks(3)
-def test_no_gradient_small_ones_and_empty_ones() -> None:
+def test_no_gradient_small_ones_and_special_ones() -> None:
     param = sharded_param(torch.ones(2, 2))
     param.grad = None
     for parameters in ([param], param, [], iter([])):
@@ -404,6 +374,14 @@ def test_no_gradient_small_ones_and_empty_ones() -> None:
             clip_grad_norm_([small, empty], 1.0, order),
             torch_clip(with_grad(torch.full((2, 2), 0.25)), 1.0, order),
         )
+    # A norm that float16 cannot hold still scales as it should; powers of two stay exact.
+    half = sharded_param(torch.full((4, 4), 30000.0, dtype=torch.float16))
+    total = clip_grad_norm_(half, 1.0)
+    assert total.dtype == torch.float16 and total.isinf()
+    assert torch.equal(full(half.grad), torch.full((4, 4), 0.25, dtype=torch.float16))
+    exact = sharded_param(torch.full((4, 4), 2.0))
+    assert clip_grad_norm_(exact, 8.0, math.inf).item() == 2.0
+    assert torch.equal(full(exact.grad), torch.full((4, 4), 2.0))
 
 
 def with_grad(value: torch.Tensor) -> nn.Parameter:
@@ -509,15 +487,6 @@ ACCUMULATED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("again", "text"), [(clip_again, CLIPPED), (accumulate_again, ACCUMULATED)]
-)
-def test_a_gradient_of_a_wrong_local_shape_names_its_parameter(again: Any, text: str) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(wrong_local_shape, 2, None, again)
-    assert caught.value.agreed().message == text
-
-
 def test_a_gradient_of_a_wrong_local_shape_on_one_rank_is_an_error_on_all() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(wrong_local_shape, 2, 1, clip_again, timeout=30)
@@ -529,12 +498,11 @@ def test_a_gradient_of_a_wrong_local_shape_on_one_rank_is_an_error_on_all() -> N
 
 
 def test_a_norm_that_is_not_finite_scales_as_in_torch() -> None:
-    for total, grads in run_ranks(non_finite, 2, 2.0, math.nan, True, False):
-        assert math.isnan(total)
-        assert all(math.isnan(value) for grad in grads for value in grad)
-    for total, grads in run_ranks(non_finite, 2, 2.0, math.inf, True, False):
-        assert total == math.inf
-        assert all(value == 0 or math.isnan(value) for grad in grads for value in grad)
+    for value in (math.nan, math.inf):
+        for total, grads in run_ranks(non_finite, 2, 2.0, value, True, False):
+            assert str(total) == str(value)
+            found = [one for grad in grads for one in grad]
+            assert all(math.isnan(one) or (one == 0 and value == math.inf) for one in found)
 
 
 def clip_product() -> None:
@@ -545,8 +513,6 @@ def clip_product() -> None:
 
 
 def clip_two_tensors() -> None:
-    from torch.testing._internal.two_tensor import TwoTensor
-
     param = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
     param.grad = TwoTensor(torch.ones(2), torch.ones(2))
     clip_grad_norm_(param, 1.0)
@@ -554,36 +520,28 @@ def clip_two_tensors() -> None:
 
 @pytest.mark.parametrize(
     ("fn", "kind", "text"),
-    [(clip_product, "ValueError", PRODUCT), (clip_two_tensors, "TypeError", SUBCLASS)],
+    [
+        (clip_product, "ValueError", PRODUCT),
+        (clip_two_tensors, "TypeError", SUBCLASS),
+        (partial(wrong_local_shape, None, clip_again), "ShardError", CLIPPED),
+        (partial(wrong_local_shape, None, accumulate_again), "ShardError", ACCUMULATED),
+    ],
 )
-def test_gradients_that_have_no_norm(fn: Callable[[], None], kind: str, text: str) -> None:
+def test_what_is_refused(fn: Callable[[], None], kind: str, text: str) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(fn, 2)
     failure = caught.value.agreed()
-    assert failure.type_name.endswith(kind)
-    assert failure.message == text
+    assert (failure.type_name, failure.message) == (kind, text)
 
 
-def outside_of_the_mesh() -> str:
+@on_ranks(2)
+def test_a_rank_outside_of_the_mesh() -> None:
     mesh = DeviceMesh("cpu", [0])
     param = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)], src_data_rank=None))
     param.grad = param.detach().clone()
     if dist.get_rank() == 0:
         torch.testing.assert_close(clip_grad_norm_(param, 1.0), torch.tensor(2.0).sqrt())
-        return ""
+        return
     with pytest.raises(ValueError) as caught:
         clip_grad_norm_(param, 1.0)
     assert str(caught.value) == OUTSIDE.format(1, mesh)
-    return str(caught.value)
-
-
-def test_a_rank_outside_of_the_mesh() -> None:
-    assert run_ranks(outside_of_the_mesh, 2)[0] == ""
-
-
-@on_ranks(2)
-def test_nothing_is_rounded_without_need() -> None:
-    """Clipping is exact where every step of it is: powers of two."""
-    param = sharded_param(torch.full((4, 4), 2.0))
-    assert clip_grad_norm_(param, 8.0, math.inf).item() == 2.0
-    assert_same(param.grad, torch.full((4, 4), 2.0))

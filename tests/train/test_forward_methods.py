@@ -129,8 +129,7 @@ def step(model: Encoder, use: Use, number: int) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("reshard_after_forward", [None, True])
+@pytest.mark.parametrize(("num_ranks", "reshard_after_forward"), [(1, None), (2, True), (3, None)])
 @pytest.mark.parametrize(
     "use",
     [encode, encode_twice, encode_and_decode, call_within, checkpointed, checkpointed_twice],
@@ -222,48 +221,18 @@ def events_of(use: Use) -> list[list[Event]]:
     return [forward, backward]
 
 
-def calls_of(use: Use) -> list[list[Event]]:
-    """The same for a module whose forward is the method."""
-    _, model = pair(reshard_after_forward=True)
-    model.__dict__.pop("encode")
-    type(model).forward, forward = Encoder.encode, type(model).forward
-    try:
-        step(model, use, 0)
-        with record_events(model) as events:
-            loss = use(model, own_input(1)).sum()
-        with record_events(model) as backward:
-            loss.backward()
-        return [events, backward]
-    finally:
-        type(model).forward = forward
-
-
-def call(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model(x, scale=3.0)
-
-
 def test_events_are_those_of_a_forward() -> None:
     first, second = run_ranks(events_of, 2, encode)
     assert first == second
-    assert run_ranks(calls_of, 2, call) == [first, second]
     forward, backward = first
     assert forward == [
-        ("pre_forward", ""),
-        ("all_gather", ""),
-        ("all_gather", "block"),
-        ("wait_for_all_gather", ""),
-        ("pre_forward", "block"),
-        ("wait_for_all_gather", "block"),
-        ("post_forward", "block"),
-        ("reshard", "block"),
-        ("post_forward", ""),
-        ("reshard", ""),
+        *(("pre_forward", ""), ("all_gather", ""), ("all_gather", "block")),
+        *(("wait_for_all_gather", ""), ("pre_forward", "block"), ("wait_for_all_gather", "block")),
+        *(("post_forward", "block"), ("reshard", "block"), ("post_forward", ""), ("reshard", "")),
     ]
     assert [event for event in backward if event[0] in ("all_gather", "reduce_scatter")] == [
-        ("all_gather", ""),
-        ("all_gather", "block"),
-        ("reduce_scatter", "block"),
-        ("reduce_scatter", ""),
+        *(("all_gather", ""), ("all_gather", "block")),
+        *(("reduce_scatter", "block"), ("reduce_scatter", "")),
     ]
 
 
@@ -298,14 +267,9 @@ def test_after_an_exception_the_next_iteration_is_right(error: BaseException, gr
                 step(one, use, 1)
         assert ("all_gather", "") in gathered
         assert_parity(model, reference)
-        reference.zero_grad()
-        model.zero_grad()
-
-
-@on_ranks(2)
-def test_no_result_is_no_failure() -> None:
-    """A method without result that is called while an exception is handled has not failed."""
-    reference, model = pair()
+        for one in (reference, model):
+            one.zero_grad()
+    # One without a result that is called while an exception is handled has not failed.
     loss = model.encode(own_input()).square().sum()
     try:
         raise ValueError
@@ -323,25 +287,12 @@ def test_no_result_is_no_failure() -> None:
 NO_METHOD = "Expected FSDPEncoder to have a method '{}', got none; register a method that it has"
 
 
-def test_what_is_not_there() -> None:
-    with fake_ranks(2):
-        model = shard_encoder(Encoder())
-        model.number = 3  # type: ignore[assignment]
-        for name in ("generate", "number"):
-            with pytest.raises(ValueError) as caught:
-                register_fsdp_forward_method(model, name)
-            assert str(caught.value) == NO_METHOD.format(name)
-
-
-def test_a_module_that_is_not_sharded_stays() -> None:
-    model = Encoder()
-    before = dict(model.__dict__)
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(model, "there is none")
-    assert model.__dict__ == before
-
-
 def test_a_registered_method_looks_like_itself() -> None:
+    plain = Encoder()
+    before = dict(plain.__dict__)
+    for name in ("encode", "there is none"):  # a module that is not sharded stays
+        register_fsdp_forward_method(plain, name)
+    assert plain.__dict__ == before
     with fake_ranks(2):
         model = shard_encoder(Encoder())
         registered = model.encode
@@ -350,7 +301,11 @@ def test_a_registered_method_looks_like_itself() -> None:
         assert model.encode.__self__ is model
         register_fsdp_forward_method(model, "encode")
         assert model.encode == registered  # not once more around itself
-        assert "encode" not in Encoder().__dict__
+        model.number = 3  # type: ignore[assignment]
+        for name in ("generate", "number"):
+            with pytest.raises(ValueError) as caught:
+                register_fsdp_forward_method(model, name)
+            assert str(caught.value) == NO_METHOD.format(name)
 
 
 @on_ranks(2)

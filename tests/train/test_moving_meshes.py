@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import two_tensors
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -36,7 +34,16 @@ from composable_shard import (
 )
 from composable_shard._torch import from_local, leaves, poisoned_memory, set_local_tensor, spec_of
 from composable_shard.testing import RankError, run_ranks, stop_ranks
-from train.moved import MiB, assert_same_bits, is_in, memory, on_mesh, return_unused, values
+from train.moved import (
+    MiB,
+    assert_same_bits,
+    from_disk,
+    is_in,
+    memory,
+    on_mesh,
+    return_unused,
+    values,
+)
 
 Where = DeviceMesh | dict[str, DeviceMesh]
 
@@ -243,74 +250,31 @@ def output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(DTensor.from_local(x, model.weight.device_mesh, cuts, run_check=False)).to_local()
 
 
-def named(state: dict[str, Any], suffix: str) -> dict[str, Any]:
-    """Return a state dict whose experts have names of their own in each column."""
-    found = {}
-    for key, value in state.items():
-        inner = named(value, suffix) if isinstance(value, dict) else value
-        found[key + suffix if isinstance(key, str) and "experts" in key else key] = inner
-    return found
-
-
-def from_disk(
-    case: Case,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    pair: tuple[Where, Where],
-    folder: Path,
-) -> tuple[nn.Module, torch.optim.Optimizer] | None:
-    """Save in one place and load in another one."""
-    groups = []
-    for where in pair:
-        heard: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(heard, member(where))
-        groups.append(dist.new_group([rank for rank, is_one in enumerate(heard) if is_one]))
-    suffix = f" {case.column(dist.get_rank())}"
-    if member(pair[0]):
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(named(state, suffix), checkpoint_id=folder, process_group=groups[0])
-    dist.barrier()
-    if not member(pair[1]):
-        return None
-    loaded = case.build(pair[1], "cpu")
-    with torch.no_grad():
-        for param in loaded.parameters():
-            param.zero_()
-    optim = stock(loaded)
-    train(loaded, optim, 0, 99)  # for states to load into
-    state = dict(zip(("model", "optimizer"), get_state_dict(loaded, optim), strict=True))
-    read = named(state, suffix)
-    dcp.load(read, checkpoint_id=folder, process_group=groups[1])
-    back = unnamed(read, suffix)
-    set_state_dict(
-        loaded, optim, model_state_dict=back["model"], optim_state_dict=back["optimizer"]
-    )
-    return loaded, optim
-
-
-def unnamed(state: dict[str, Any], suffix: str) -> dict[str, Any]:
-    return {
-        key.removesuffix(suffix): unnamed(value, suffix) if isinstance(value, dict) else value
-        for key, value in state.items()
-    }
-
-
-@pytest.mark.parametrize("name", list(CASES))
-@on_ranks(4, timeout=60.0)
+@pytest.mark.brief(4)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(4)
 def test_every_mesh_moves_as_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     places = case.places()
     first = next(where for where in places if member(where))
-    has_it = member(places[0])
-    model = case.build(first, "cpu" if has_it else "meta")
+    model = case.build(first, "cpu" if member(places[0]) else "meta")
     optimizer = stock(model)
     batch = 0 if isinstance(first, DeviceMesh) else dist.get_rank()
-    if has_it:
+    if member(places[0]):
         train(model, optimizer, batch, 0, 1)
     ids = [id(param) for param in model.parameters()]
-    for number, pair in enumerate(pairwise(places)):
-        disk = from_disk(case, model, optimizer, pair, tmp_path / str(number))
-        move(model, optimizer, pair[1], bucket_nbytes=200)
+    suffix = f" {case.column(dist.get_rank())}"
+    for number, (before, after) in enumerate(pairwise(places)):
+
+        def build(after: Where = after) -> tuple[nn.Module, torch.optim.Optimizer]:
+            loaded = case.build(after, "cpu")
+            optim = stock(loaded)
+            train(loaded, optim, 0, 99)
+            return loaded, optim
+
+        has_it = member(before), member(after)
+        disk = from_disk(model, optimizer, has_it, tmp_path / str(number), build, suffix)
+        move(model, optimizer, after, bucket_nbytes=200)
         assert [id(param) for param in model.parameters()] == ids
         if disk is None:
             for param in model.parameters():
@@ -362,9 +326,8 @@ PAIRS_ROUTES = {
 }
 
 
-@pytest.mark.parametrize("hooks", [True, False])
-@pytest.mark.parametrize("route", list(PAIRS_ROUTES))
-@on_ranks(4, timeout=60.0)
+@pytest.mark.parametrize(("route", "hooks"), [("to hybrid and fewer", True), ("more", False)])
+@on_ranks(4)
 def test_subclasses_move_as_through_a_file_of_what_they_are_made_of(
     route: str, hooks: bool, tmp_path: Path
 ) -> None:
@@ -465,7 +428,7 @@ def plain(mesh: DeviceMesh) -> nn.Module:
 # Memory -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["pairs", "tensor parallel", "experts"])
+@pytest.mark.parametrize("kind", ["plain", "pairs", "tensor parallel", "experts"])
 def test_memory_of_both_layouts_and_a_bucket(kind: str) -> None:
     stop_ranks()  # what earlier tests have left in memory is none of this
     run_ranks(memory_of_a_move, 2, kind)
@@ -547,41 +510,10 @@ def of_class(kind: type) -> None:
     move(layer, (), on_mesh((0,), (1,)))
 
 
-def into_one_mesh() -> None:
-    model = with_experts(columns((0, 1)), "cpu")
-    move(model, (), on_mesh(0, 1))
-
-
-def without_a_mesh() -> None:
-    move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh((0,), (1,))})
-
-
-def in_some_meshes() -> None:
-    move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh(0), "*": on_mesh(0, 1)})
-
-
-def without_tensor_axis() -> None:
-    move(split(data_axes((0, 1)), "cpu"), (), on_mesh(0, 1))
-
-
-def other_tensor_ranks() -> None:
-    move(split(data_axes((0, 1)), "cpu"), (), data_axes((0,), (1,)))
-
-
-def turned_tensor_ranks() -> None:
-    where = data_axes((0, 1))
-    turned = data_axes((1, 0))
-    move(split(where, "cpu"), (), turned)
-
-
 def flattened_axes() -> None:
     mesh = DeviceMesh("cpu", torch.tensor([[0, 1]]), mesh_dim_names=("a", "b"))
     dims = DataParallelMeshDims(shard=("a", "b"))
     move(fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=dims), (), mesh)
-
-
-def crossed() -> None:
-    move(plain(on_mesh(0, 1, 2, 3)), (), on_mesh((3, 0), (1, 2)))
 
 
 def shorter_state() -> None:
@@ -603,121 +535,80 @@ def shorter_state() -> None:
 
 def joins_a_plain_dtensor() -> None:
     mesh = [on_mesh(0), on_mesh(1)][dist.get_rank()]
-    model = plain(mesh) if dist.get_rank() == 0 else plain_on_meta(mesh)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = plain(mesh)
     spread = distribute_tensor(torch.ones(2), mesh, [Replicate()], src_data_rank=None)
     model.register_parameter("apart", nn.Parameter(spread))
     move(model, (), on_mesh(0, 1))
 
 
-def plain_on_meta(mesh: DeviceMesh) -> nn.Module:
-    with torch.device("meta"):
-        return plain(mesh)
-
-
-ALL = "Expected all ranks to move the model, got on rank {}: {}: {}"
-
-REFUSED: list[tuple[Callable[[], None], int, str]] = [
-    (
-        partial(of_class, Halves),
-        2,
-        "Expected the inner tensors of parameter 'weight', a Halves, to have its shape [2, 3], "
-        "got [[2, 1]]; such a model is moved by a checkpoint",
-    ),
-    (
-        partial(of_class, Forgetful),
-        2,
-        "Expected Forgetful of parameter 'weight' to be made of inner tensors of shape [4, 3], got "
-        "TwoTensor of shape [4, 3]; such a model is moved by a checkpoint",
-    ),
-    (
-        partial(of_class, Closed),
-        2,
-        "Expected parameter 'weight' to be a plain tensor or made of such (__tensor_flatten__), "
-        "got Closed; such a model is moved by a checkpoint",
-    ),
-    (
-        into_one_mesh,
-        2,
-        "Expected parameter 'up' of ranks [0, 1] to come from one mesh, got meshes of ranks "
-        "[[0], [1]], which may have other values",
-    ),
-    (
-        without_a_mesh,
-        2,
-        "Expected a mesh for parameter '2.weight', got none that fits; add one for '*'",
-    ),
-    (
-        in_some_meshes,
-        2,
-        "Expected this rank in the meshes of all parameters, or of none, got it in those of some",
-    ),
-    (
-        without_tensor_axis,
-        2,
-        "Expected a part of a mesh that has the axes ('tensor',) too, got one of ('shard',); make "
-        "a mesh with all axes and pass a part of it, such as mesh['data']",
-    ),
-    (
-        other_tensor_ranks,
-        2,
-        "Expected the tensor-parallel ranks [[0, 1]] of parameter 'up.weight' to stay together, "
-        "got a mesh with [[0]] in their place",
-    ),
-    (
-        turned_tensor_ranks,
-        2,
-        "Expected a mesh that splits the model to have ranks that ascend along each axis, got "
-        "[[1, 0]]",
-    ),
-    (
-        flattened_axes,
-        2,
-        "Expected dp_mesh_dims of one axis for each purpose of parameter 'weight', got "
-        "DataParallelMeshDims(shard=('a', 'b'), replicate=None); such a model is moved by a "
-        "checkpoint",
-    ),
-    (
-        crossed,
-        4,
-        "Expected a mesh whose ranks, sorted along each axis as process groups sort them, have a "
-        "place of their own, got [[3, 0], [1, 2]]",
-    ),
-    (
-        shorter_state,
-        2,
-        "Expected shape [4, 6] of state 'exp_avg' of 'weight' on this rank, got [2, 6]; such a "
-        "model is moved by a checkpoint",
-    ),
-    (
-        joins_a_plain_dtensor,
-        2,
-        "Expected 'apart', a DTensor, to be sharded by fully_shard for the model to move to more "
-        "ranks, got one that is not; such a model is moved by a checkpoint",
-    ),
-]
-
-OF_VALUES = {without_a_mesh, without_tensor_axis, other_tensor_ranks}
 """What raises a ValueError on a rank, which all of them are told of."""
 
 
-@pytest.mark.parametrize(("act", "num_ranks", "message"), REFUSED)
-def test_what_is_refused(act: Callable[[], None], num_ranks: int, message: str) -> None:
+def name_other_meshes() -> None:
+    move(plain(on_mesh(0, 1)), (), [on_mesh(0, 1), on_mesh((0,), (1,))][dist.get_rank()])
+
+
+def split_to(where: Callable[[], DeviceMesh]) -> None:
+    model = split(data_axes((0, 1)), "cpu")
+    move(model, (), where())
+
+
+BY_CHECKPOINT = "such a model is moved by a checkpoint"
+BEGIN = "Expected all ranks to move the model, got on rank "
+REFUSED: dict[str, Callable[[], None]] = {
+    f"{BEGIN}0: ShardError: Expected the inner tensors of parameter 'weight', a Halves, to have "
+    f"its shape [2, 3], got [[2, 1]]; {BY_CHECKPOINT}": partial(of_class, Halves),
+    f"{BEGIN}0: ShardError: Expected Forgetful of parameter 'weight' to be made of inner tensors "
+    f"of shape [4, 3], got TwoTensor of shape [4, 3]; {BY_CHECKPOINT}": partial(
+        of_class, Forgetful
+    ),
+    f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor or made of such "
+    f"(__tensor_flatten__), got Closed; {BY_CHECKPOINT}": partial(of_class, Closed),
+    f"{BEGIN}0: ShardError: Expected parameter 'up' of ranks [0, 1] to come from one mesh, got "
+    "meshes of ranks [[0], [1]], which may have other values": (
+        lambda: move(with_experts(columns((0, 1)), "cpu"), (), on_mesh(0, 1))
+    ),
+    f"{BEGIN}0: ValueError: Expected a mesh for parameter '2.weight', got none that fits; add one "
+    "for '*'": lambda: move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh((0,), (1,))}),
+    f"{BEGIN}1: ShardError: Expected this rank in the meshes of all parameters, or of none, got it "
+    "in those of some": (
+        lambda: move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh(0), "*": on_mesh(0, 1)})
+    ),
+    f"{BEGIN}0: ValueError: Expected a part of a mesh that has the axes ('tensor',) too, got one "
+    "of ('shard',); make a mesh with all axes and pass a part of it, such as mesh['data']": (
+        lambda: split_to(lambda: on_mesh(0, 1))
+    ),
+    f"{BEGIN}0: ValueError: Expected the tensor-parallel ranks [[0, 1]] of parameter 'up.weight' "
+    "to stay together, got a mesh with [[0]] in their place": (
+        lambda: split_to(lambda: data_axes((0,), (1,)))
+    ),
+    f"{BEGIN}0: ShardError: Expected a mesh that splits the model to have ranks that ascend along "
+    "each axis, got [[1, 0]]": lambda: split_to(lambda: data_axes((1, 0))),
+    f"{BEGIN}0: ShardError: Expected dp_mesh_dims of one axis for each purpose of parameter "
+    "'weight', got DataParallelMeshDims(shard=('a', 'b'), replicate=None); "
+    f"{BY_CHECKPOINT}": flattened_axes,
+    f"{BEGIN}0: ShardError: Expected a mesh whose ranks, sorted along each axis as process groups "
+    "sort them, have a place of their own, got [[3, 0], [1, 2]]": (
+        lambda: move(plain(on_mesh(0, 1, 2, 3)), (), on_mesh((3, 0), (1, 2)))
+    ),
+    f"{BEGIN}0: ShardError: Expected shape [4, 6] of state 'exp_avg' of 'weight' on this rank, got "
+    f"[2, 6]; {BY_CHECKPOINT}": shorter_state,
+    f"{BEGIN}0: ShardError: Expected 'apart', a DTensor, to be sharded by fully_shard for the "
+    f"model to move to more ranks, got one that is not; {BY_CHECKPOINT}": joins_a_plain_dtensor,
+    "Expected parameter '2.weight' on the same mesh on all of its ranks, got "
+    "Ground(ranks=(0, 1), extents=(2, 1), roles=('replicate', 'shard')) on rank 1, of "
+    "Ground(ranks=(0, 1), extents=(2,), roles=('shard',))": name_other_meshes,
+}
+
+
+def refused(message: str) -> None:
+    REFUSED[message]()
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused(message: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(act, num_ranks)
+        run_ranks(refused, 4 if "[[3, 0]" in message else 2, message)
     failure = caught.value.agreed()
-    rank = 1 if act is in_some_meshes else 0
-    kind = "ValueError" if act in OF_VALUES else "ShardError"
-    expected = ALL.format(rank, kind, message)
-    assert (failure.type_name, failure.message) == ("ShardError", expected)
-
-
-@on_ranks(2)
-def test_ranks_that_name_other_meshes() -> None:
-    meshes = [on_mesh(0, 1), on_mesh((0,), (1,))]
-    with pytest.raises(ShardError) as caught:
-        move(plain(on_mesh(0, 1)), (), meshes[dist.get_rank()])
-    assert str(caught.value) == (
-        "Expected parameter '2.weight' on the same mesh on all of its ranks, got "
-        "Ground(ranks=(0, 1), extents=(2, 1), roles=('replicate', 'shard')) on rank 1, of "
-        "Ground(ranks=(0, 1), extents=(2,), roles=('shard',))"
-    )
+    assert (failure.type_name, failure.message) == ("ShardError", message)

@@ -41,6 +41,7 @@ from composable_shard.testing import RankError, run_ranks
 from composable_shard.train.parking import parked as parking
 from composable_shard.train.parking.device_storages import DeviceStorages, Span, merged
 from train.as_device import as_device
+from train.moved import assert_same_bits
 
 BIG = 64 * 1024  # bytes
 
@@ -74,14 +75,6 @@ def sharded_pair(**kwargs: Any) -> tuple[Wide, Wide]:
     return one, other
 
 
-def stock(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def in_flat(model: nn.Module) -> torch.optim.Optimizer:
-    return flat(stock(model))
-
-
 def of_layouts(model: nn.Module) -> torch.optim.Optimizer:
     return with_layout(
         model,
@@ -92,7 +85,11 @@ def of_layouts(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-OPTIMIZERS = {"stock": stock, "flat": in_flat, "layouts": of_layouts}
+def stock(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+OPTIMIZERS = {"stock": stock, "flat": lambda model: flat(stock(model)), "layouts": of_layouts}
 
 
 def batch(step: int) -> torch.Tensor:
@@ -120,12 +117,6 @@ def all_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return found
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 def what_it_is(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
     """Return who the tensors are, where they lie, and what their versions show."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
@@ -145,9 +136,7 @@ def what_it_is(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[objec
 
 @pytest.mark.parametrize("make", ["stock", "flat", "layouts"])
 @on_ranks(2, timeout=120.0)
-def test_a_step_is_what_it_would_have_been(
-    make: str,
-) -> None:
+def test_a_step_is_what_it_would_have_been(make: str) -> None:
     """Parked at every moment between forward and backward: also with gradients that wait."""
     parked_one, other = sharded_pair()
     first, second = OPTIMIZERS[make](parked_one), OPTIMIZERS[make](other)
@@ -275,15 +264,17 @@ def test_parking_frees_exactly_what_explain_names(kind: str) -> None:
     kwargs = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if kind == "offloaded" else {}
     model, _ = sharded_pair(**kwargs)
     optimizer = OPTIMIZERS.get(kind, stock)(model)
-    sums: list[int] = []
+    sums, freed = list[int](), list[int]()
 
     def park() -> None:
         if kind == "held":
             model.inp.unshard()
         with as_device():
             expected = named(model, optimizer)
-            with parked(model, optimizer) as memory:
-                pass
+            with emptied() as nbytes:
+                with parked(model, optimizer) as memory:
+                    assert sum(nbytes) >= memory.nbytes
+                freed.append(sum(nbytes))  # all of it comes back but what was gathered
         assert {key: getattr(memory, key) for key in expected} == expected
         sums.append(sum(expected.values()) - expected["left"])
 
@@ -299,22 +290,8 @@ def test_parking_frees_exactly_what_explain_names(kind: str) -> None:
         park()
         optimizer.zero_grad()
     assert max(sums) > sums[0]  # gradients and states have come
-
-
-@on_ranks(2)
-def test_storages_of_a_device_fall_by_what_explain_names() -> None:
-    model, _ = sharded_pair()
-    optimizer = stock(model)
-    backward(model, 0)
-    optimizer.step()
-    with as_device():
-        expected = named(model, optimizer)
-        assert expected["left"] == 0
-        with emptied() as nbytes:
-            with parked(model, optimizer) as memory:
-                freed = sum(nbytes)
-            assert sum(nbytes) == 0  # all of it comes back
-    assert freed == memory.nbytes == sum(expected.values())
+    if kind == "stock":
+        assert min(freed) == 0, freed
 
 
 @on_ranks(1)
@@ -361,16 +338,15 @@ def uses(model: Wide, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Callab
     yield other.step, of(inner, "for a step of SGD")
 
 
-def used() -> list[str]:
+@on_ranks(2)
+def test_using_a_parked_model_is_an_error_on_all_ranks() -> None:
     model, other = sharded_pair()
     pairs = [(model, stock(model)), (other, stock(other))]
-    found = []
     cases = list(uses(*pairs[0]))
     with as_device(), parked(*pairs[0]):
         for use, expected in cases:
             with pytest.raises(ShardError) as caught:
                 use()
-            found.append(str(caught.value))
             assert str(caught.value) == expected, f"{caught.value} is not {expected}"
     for step in range(2):  # and afterwards all is well
         for one, optimizer in pairs:
@@ -378,71 +354,46 @@ def used() -> list[str]:
             backward(one, step)
             optimizer.step()
     assert_same_bits(all_values(*pairs[0]), all_values(*pairs[1]))
-    return found
 
 
-def test_using_a_parked_model_is_an_error_on_all_ranks() -> None:
-    first, second = run_ranks(used, 2)
-    assert first == second and len(first) == 12
-
-
-def parked_in_forward() -> None:
-    (model, _) = sharded_pair()
-    model.inp.register_forward_hook(lambda *_: parked(model).__enter__())
-    model(batch(0))
-
-
-def parked_when_full() -> None:
-    (model, _) = sharded_pair()
-    with unsharded(model), parked(model):
-        raise AssertionError("must not get here")
-
-
-def parked_on_the_host() -> None:
-    (model, _) = sharded_pair()
-    with parked(model, stock(model)):
-        raise AssertionError("must not get here")
+def refused(case: int) -> None:
+    model, _ = sharded_pair()
+    if case == 0:
+        model.inp.register_forward_hook(lambda *_: parked(model).__enter__())
+        model(batch(0))
+    elif case == 1:
+        with unsharded(model), parked(model):
+            raise AssertionError("must not get here")
+    else:
+        parked(model, stock(model)).__enter__()
 
 
 @pytest.mark.parametrize(
-    ("fn", "message"),
+    ("case", "message"),
     [
         (
-            parked_in_forward,
+            0,
             "Expected parked() outside of forward and backward, got it in one of the root group; "
             "use it between iterations",
         ),
         (
-            parked_when_full,
+            1,
             "Expected parked() outside of unsharded(), got it inside of one of the root group; "
             "leave that first",
         ),
         (
-            parked_on_the_host,
+            2,
             "Expected FSDPWide on a device to be parked, got all of it in memory of the host, "
             "which parked() does not free; save a checkpoint, delete the model and its optimizers, "
             "and load them from it afterwards",
         ),
     ],
 )
-def test_when_it_is_refused(fn: Callable[[], None], message: str) -> None:
+def test_when_it_is_refused(case: int, message: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(fn, 2)
+        run_ranks(refused, 2, case)
     failure = caught.value.agreed()
     assert (failure.type_name, failure.message) == ("ShardError", message)
-
-
-@on_ranks(1)
-def test_wrong_arguments() -> None:
-    (model, _) = sharded_pair(mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(TypeError) as type_error, parked("model"):  # type: ignore[arg-type]
-        pass
-    assert str(type_error.value) == "Expected model to be an nn.Module, got str: 'model'"
-    with pytest.raises(TypeError) as type_error, parked(model, ["SGD"]):  # type: ignore[list-item]
-        pass
-    assert str(type_error.value) == (
-        "Expected optimizer to be a torch.optim.Optimizer or several, got str: 'SGD'"
-    )
 
 
 # Faults -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -118,27 +119,6 @@ def test_full_parameters_and_their_edits(
         assert torch.equal(model(torch.ones(2, 4)), expected)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_training_goes_on_with_the_edits() -> None:
-    """Edit between iterations of a training; the state of the optimizer stays."""
-    reference, model = two_nets()
-    optimizers = [
-        torch.optim.Adam(m.parameters(), lr=0.1, foreach=True) for m in (reference, model)
-    ]
-    for step in range(3):
-        for one, optimizer in zip((reference, model), optimizers, strict=True):
-            train_step(one, step, optimizer)
-        state = [dict(optimizers[1].state[param]) for param in model.parameters()]
-        with unsharded(model), torch.no_grad():
-            for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-                param.mul_(0.5)
-                other.mul_(0.5)
-        for param, before in zip(model.parameters(), state, strict=True):
-            assert all(optimizers[1].state[param][key] is before[key] for key in before)
-        assert_parity(model, reference)
-
-
 @on_ranks(2)
 def test_full_parameters_have_the_original_dtype() -> None:
     """Compute is in bfloat16; full parameters are what the optimizer has."""
@@ -154,29 +134,26 @@ def test_full_parameters_have_the_original_dtype() -> None:
 # What is opened ------------------------------------------------------------------------------
 
 
-def kinds(model: nn.Module) -> dict[str, bool]:
-    return {name: isinstance(p, DTensor) for name, p in model.named_parameters()}
-
-
 @on_ranks(2)
 def test_which_modules_are_opened() -> None:
     reference, model = two_nets(2)
-    nested = {name for name, _ in model.named_parameters() if name.startswith("blocks")}
-    with unsharded(model, recurse=False):
-        assert {name for name, sharded in kinds(model).items() if sharded} == nested
-    with unsharded(model.blocks[0]):
-        full_names = {name for name, sharded in kinds(model).items() if not sharded}
-        assert full_names == {name for name in nested if name.startswith("blocks.0.")}
-    with unsharded(model.blocks), torch.no_grad():  # a container of sharded modules
-        assert {name for name, sharded in kinds(model).items() if not sharded} == nested
-    with unsharded(model.blocks, recurse=False):
-        assert all(kinds(model).values())
-    with unsharded(model.inp), torch.no_grad():  # a part of the root group
-        assert {n for n, sharded in kinds(model).items() if not sharded} == {
-            "inp.weight",
-            "inp.bias",
-        }
-        model.inp.weight.fill_(1)
+    model.inp.weight.tag = "mine"  # type: ignore[attr-defined]
+    every = [name for name, _ in model.named_parameters()]
+    nested = {name for name in every if name.startswith("blocks")}
+    first = {name for name in nested if name.startswith("blocks.0.")}
+    for opened, recurse, expected in (
+        (model, False, {*every} - nested),
+        (model.blocks[0], True, first),
+        (model.blocks, True, nested),  # a container of sharded modules
+        (model.blocks, False, set()),
+        (model.inp, True, {"inp.weight", "inp.bias"}),  # a part of the root group
+    ):
+        with unsharded(opened, recurse=recurse), torch.no_grad():
+            kinds = dict(model.named_parameters())
+            assert {n for n, p in kinds.items() if not isinstance(p, DTensor)} == expected
+            if opened is model.inp:
+                model.inp.weight.fill_(1)
+                assert model.inp.weight.tag == "mine"  # what users hung on a parameter
     reference.inp.weight.data.fill_(1)
     assert_sharded(model, reference)
     plain = nn.Linear(2, 2)
@@ -213,8 +190,9 @@ def test_parameters_replaced_within() -> None:
     assert_sharded(model, reference)
 
 
+@pytest.mark.parametrize("rank0_only", [False, True])
 @on_ranks(2)
-def test_tensor_subclasses() -> None:
+def test_tensor_subclasses(rank0_only: bool) -> None:
     with two_tensor_hooks():
         model = two_tensor_mlp(alike=False)
         reference = {n: (p.a.clone(), p.b.clone()) for n, p in model.named_parameters()}
@@ -223,22 +201,23 @@ def test_tensor_subclasses() -> None:
         fully_shard(model)
         model(torch.ones(2, 8))
         for _ in range(2):
-            with unsharded(model), torch.no_grad():
-                for name, param in model.named_parameters():
+            with unsharded(model, rank0_only=rank0_only), torch.no_grad():
+                for name, param in model.named_parameters() if not dist.get_rank() else ():
                     assert type(param.data) is TwoTensor
                     for inner, expected in zip((param.a, param.b), reference[name], strict=True):
                         assert type(inner) is torch.Tensor and torch.equal(inner, expected)
-                    param.a.add_(1)
-                    param.b.mul_(3)
+                if not (rank0_only and dist.get_rank()):
+                    for param in model.parameters():
+                        param.a.add_(1)
+                        param.b.mul_(3)
             for a, b in reference.values():
                 a.add_(1)
                 b.mul_(3)
         for name, param in model.named_parameters():
-            start = dist.get_rank() * len(param) // 2
-            rows = slice(start, start + len(param) // 2)
-            local = param.to_local()
-            assert torch.equal(local.a, reference[name][0][rows]), name
-            assert torch.equal(local.b, reference[name][1][rows]), name
+            for inner, whole in zip("ab", reference[name], strict=True):
+                assert torch.equal(
+                    getattr(param.to_local(), inner), whole.chunk(2)[dist.get_rank()]
+                )
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
@@ -348,23 +327,6 @@ def test_a_first_rank_that_fails_gets_nothing_old_later() -> None:
     assert len(count) == 3
 
 
-@on_ranks(2)
-def test_tensor_subclasses_on_the_first_rank() -> None:
-    with two_tensor_hooks():
-        model = two_tensor_mlp(alike=False)
-        reference = {n: (p.a.clone(), p.b.clone()) for n, p in model.named_parameters()}
-        fully_shard(model)
-        with unsharded(model, rank0_only=True), torch.no_grad():
-            if dist.get_rank() == 0:
-                for param in model.parameters():
-                    param.a.add_(1)
-        for name, param in model.named_parameters():
-            start = dist.get_rank() * len(param) // 2
-            rows = slice(start, start + len(param) // 2)
-            assert torch.equal(param.to_local().a, reference[name][0][rows] + 1)
-            assert torch.equal(param.to_local().b, reference[name][1][rows])
-
-
 # Gradients -----------------------------------------------------------------------------------
 
 
@@ -441,28 +403,22 @@ def test_state_dicts_within_are_full() -> None:
     assert torch.equal(model(own_input()), other(own_input()))
 
 
-def events_of_an_iteration() -> list[list[tuple[str, str]]]:
+@on_ranks(2)
+def test_events_around_it() -> None:
     """What is not edited costs no gather that would not have been."""
     model = shard_net(Net(1))
     model.set_reshard_after_forward(True)
     for step in range(2):
         train_step(model, step, None)
-    parts = []
+    gathers = sorted([("all_gather", ""), ("all_gather", "blocks.0")] * 2)
     for edits in (False, True):
         with record_events(model) as recorded:
             with unsharded(model), torch.no_grad():
                 if edits:
                     model.inp.weight.add_(1)
-            parts.append(list(recorded))
+            assert recorded == []
             train_step(model, 2, None)
-        parts.append([item for item in recorded if item[0] == "all_gather"])
-    return parts
-
-
-def test_events_around_it() -> None:
-    for rank in run_ranks(events_of_an_iteration, 2):
-        gathers = [("all_gather", name) for name in ("", "blocks.0", "", "blocks.0")]
-        assert [sorted(part) for part in rank] == [[], sorted(gathers), [], sorted(gathers)]
+        assert sorted(item for item in recorded if item[0] == "all_gather") == gathers
 
 
 @on_ranks(2)
@@ -477,27 +433,18 @@ def test_a_look_between_forward_and_backward() -> None:
     assert_parity(model, reference)
 
 
-def forward_within(recurse: bool) -> list[tuple[str, str]]:
-    reference, model = two_nets(1)
-    with unsharded(model, recurse=recurse), torch.no_grad(), record_events(model) as recorded:
-        model.inp.weight.mul_(2)
-        reference.inp.weight.mul_(2)
-        assert torch.equal(model(own_input()), reference(own_input()))
-    assert torch.equal(model(own_input()), reference(own_input()))
-    return recorded
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_forward_within_is_that_of_a_plain_module(num_ranks: int) -> None:
-    assert run_ranks(forward_within, num_ranks, True) == [[]] * num_ranks
-    nested = [
-        ("pre_forward", "blocks.0"),
-        ("all_gather", "blocks.0"),
-        ("wait_for_all_gather", "blocks.0"),
-        ("post_forward", "blocks.0"),
-        ("reshard", "blocks.0"),
-    ]
-    assert run_ranks(forward_within, num_ranks, False) == [nested] * num_ranks
+@on_ranks("num_ranks")
+def test_forward_within_is_that_of_a_plain_module() -> None:
+    events = ("pre_forward", "all_gather", "wait_for_all_gather", "post_forward", "reshard")
+    for recurse in (True, False):
+        reference, model = two_nets(1)
+        with unsharded(model, recurse=recurse), torch.no_grad(), record_events(model) as recorded:
+            model.inp.weight.mul_(2)
+            reference.inp.weight.mul_(2)
+            assert torch.equal(model(own_input()), reference(own_input()))
+        assert torch.equal(model(own_input()), reference(own_input()))
+        assert recorded == ([] if recurse else [(event, "blocks.0") for event in events])
 
 
 # Failures ------------------------------------------------------------------------------------
@@ -556,19 +503,11 @@ def open_it(module: nn.Module, **kwargs: bool) -> None:
         pass
 
 
-def in_forward(model: Net) -> None:
-    handle = model.blocks[0].register_forward_pre_hook(lambda *_: open_it(model.blocks[0]))
+def in_forward(model: Net, opened: str = "blocks.0", called: str = "") -> None:
+    target, caller = model.get_submodule(opened), model.get_submodule(called)
+    handle = model.blocks[0].register_forward_pre_hook(lambda *_: open_it(target))
     try:
-        model(own_input())
-    finally:
-        handle.remove()
-
-
-def in_inner_forward(model: Net) -> None:
-    """The forward of a block is also one of the model around it."""
-    handle = model.blocks[0].register_forward_pre_hook(lambda *_: open_it(model))
-    try:
-        model.blocks[0](torch.ones(1, 6))
+        caller(own_input() if caller is model else torch.ones(1, 6))
     finally:
         handle.remove()
 
@@ -615,10 +554,6 @@ def transposed(model: Net, rank0_only: bool = False) -> None:
             model.inp.weight = nn.Parameter(model.inp.weight.detach().t())
 
 
-def transposed_on_the_first_rank(model: Net) -> None:
-    transposed(model, rank0_only=True)
-
-
 def raising(use: Callable[[Net], None]) -> None:
     """Use it wrongly, and check that the model goes on as if nothing had happened."""
     reference, model = two_nets(1)
@@ -638,7 +573,12 @@ def raising(use: Callable[[Net], None]) -> None:
     ("use", "kind", "text"),
     [
         (in_forward, "ShardError", IN_FORWARD.format("forward", BLOCK)),
-        (in_inner_forward, "ShardError", IN_FORWARD.format("forward", ROOT)),
+        # the forward of a block is also one of the model around it
+        (
+            partial(in_forward, opened="", called="blocks.0"),
+            "ShardError",
+            IN_FORWARD.format("forward", ROOT),
+        ),
         (in_backward, "ShardError", IN_FORWARD.format("backward", ROOT)),
         (within_another, "ShardError", NESTED.format(ROOT)),
         (forward_with_gradients, "ShardError", WITH_GRADIENTS.format(ROOT)),
@@ -646,7 +586,7 @@ def raising(use: Callable[[Net], None]) -> None:
         (forward_on_the_first_rank, "ShardError", STILL_SHARDED.format(ROOT, "inp.weight")),
         (unshard_within, "ShardError", GATHERED.format(BLOCK)),
         (transposed, "ValueError", SHAPE),
-        (transposed_on_the_first_rank, "ValueError", SHAPE),
+        (partial(transposed, rank0_only=True), "ValueError", SHAPE),
     ],
 )
 def test_wrong_uses(use: Callable[[Net], None], kind: str, text: str) -> None:
@@ -668,13 +608,3 @@ def test_what_is_no_module_and_what_has_no_values() -> None:
             open_it(model)
         assert str(on_meta.value) == ON_META
         assert isinstance(model.weight, DTensor)
-
-
-@on_ranks(2)
-def test_attributes_of_parameters() -> None:
-    """What users hung on a parameter is on its full copy."""
-    model = nn.Linear(4, 4)
-    model.weight.tag = "mine"  # type: ignore[attr-defined]
-    fully_shard(model)
-    with unsharded(model):
-        assert model.weight.tag == "mine"
