@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import run_ranks
 
 
-def taken_by_one_rank(reshard: bool) -> list[Any]:
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_rank_may_take_its_state_alone(reshard: bool) -> None:
     """The first rank looks at its state between forwards, and between forward and backward."""
-    torch.manual_seed(0)
-    model: Any = nn.Linear(4, 4)
-    fully_shard(model, reshard_after_forward=reshard)
+    model: Any = fully_shard(nn.Linear(4, 4), reshard_after_forward=reshard)
     with record_events(model, "all_gather") as gathers:
         for _ in range(2):
             with torch.no_grad():
@@ -40,14 +39,10 @@ def taken_by_one_rank(reshard: bool) -> list[Any]:
                 model.state_dict()
             output.sum().backward()
     model.reshard()
-    return [len(gathers), whole(model.weight.grad).tolist()]
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_rank_may_take_its_state_alone(reshard: bool) -> None:
-    first, second = run_ranks(taken_by_one_rank, 2, reshard)
-    assert first == second
-    assert first[1] == [[2.0] * 4] * 4
+    counts = [0, 0]
+    dist.all_gather_object(counts, len(gathers))
+    assert counts[0] == counts[1]
+    assert torch.equal(whole(model.weight.grad), torch.full((4, 4), 2.0))
 
 
 class Scaled(nn.Module):
@@ -58,6 +53,20 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@on_ranks(2)
+def test_a_scalar_may_come_as_one_element(assign: bool) -> None:
+    plain, model = Scaled(), fully_shard(Scaled())
+    rest = {
+        name: value.clone() for name, value in plain.linear.state_dict(prefix="linear.").items()
+    }
+    for scale in (torch.tensor([3.0]), torch.tensor(4.0)):
+        for one in (plain, model):
+            one.load_state_dict({**rest, "scale": scale}, assign=assign and one is model)
+        assert whole(model.scale.detach()).item() == plain.scale.item()
+        assert torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from checkpoint.meshes import CASES, Net
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,7 @@ from two_tensors import two_tensor_mlp
 from composable_shard import CPUOffloadPolicy, explain, fully_shard, iter_full
 from composable_shard._torch import leaves, poisoned_memory
 from composable_shard.core.transport.channel import Channel
-from composable_shard.testing import run_ranks
+from composable_shard.testing import fake_ranks, run_ranks
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights import boxes, gathering
 from composable_shard.train.weights.costs import PassCosts, costs_of
@@ -111,62 +112,48 @@ def differences(costs: PassCosts, seen: dict[str, int]) -> dict[str, tuple[int, 
     return {name: (said[name], seen[name]) for name in said if said[name] != seen[name]}
 
 
-def compared(model: nn.Module, nbytes: int) -> list[object]:
+def compare(model: nn.Module, nbytes: int) -> None:
     """Compare a pass with what was said of it: what this rank sends goes to all others."""
     costs = explain(model, bucket_bytes=nbytes).weights_out
     assert costs is not None
     with counted() as launched:
         seen = observed(model, launched, bucket_bytes=nbytes)
-    found: list[object] = [differences(costs, seen)] if differences(costs, seen) else []
-    if seen["outputs"] - seen["inputs"] != costs.received_nbytes:
-        found.append(("received", seen["outputs"] - seen["inputs"], costs.received_nbytes))
-    if costs.sent_nbytes != costs.received_nbytes:  # in a gather to all that is the same
-        found.append(("sent", costs.sent_nbytes, costs.received_nbytes))
-    return found
+    assert differences(costs, seen) == {}
+    # in a gather to all both are the same
+    assert seen["outputs"] - seen["inputs"] == costs.received_nbytes == costs.sent_nbytes
 
 
-def on_mesh(name: str, direct_nbytes: int) -> list[list[object]]:
+def on_mesh(name: str) -> None:
     torch.manual_seed(1)
     model = CASES[name](Net(10))
-    with mock.patch.object(gathering, "MIN_DIRECT_NBYTES", direct_nbytes):
-        return [compared(model, nbytes) for nbytes in (1, 600, 1 << 30)]
+    for direct_nbytes in (0, 1 << 16):
+        with mock.patch.object(gathering, "MIN_DIRECT_NBYTES", direct_nbytes):
+            for nbytes in (1, 600, 1 << 30):
+                compare(model, nbytes)
 
 
-@pytest.mark.parametrize("direct_nbytes", [0, 1 << 16])
+@pytest.mark.brief(4)
 @pytest.mark.parametrize("name", CASES)
-def test_every_placement(name: str, direct_nbytes: int) -> None:
+def test_every_placement(name: str) -> None:
     """Uneven, on inner dims, hybrid, tensor-parallel, on meshes of their own."""
-    num_ranks = CASES[name].num_ranks
-    assert run_ranks(on_mesh, num_ranks, name, direct_nbytes) == [[[], [], []]] * num_ranks
+    run_ranks(on_mesh, CASES[name].num_ranks, name)
 
 
-def experts() -> list[object]:
+@on_ranks(4)
+def test_experts() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
     fully_shard(model[0], mesh=mesh["data"])
-    return compared(fully_shard(model, mesh=init_device_mesh("cpu", (4,))), 100)
+    compare(fully_shard(model, mesh=init_device_mesh("cpu", (4,))), 100)
 
 
-def all_kinds() -> list[object]:
-    return compared(shard(kinds(1)), 60)
-
-
-def tied() -> list[object]:
-    model = Tied()
-    fully_shard(model.block)
-    return compared(fully_shard(model), 50)
-
-
-def offloaded() -> list[object]:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
-    return compared(fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)), 80)
-
-
-@pytest.mark.parametrize(
-    ("act", "num_ranks"), [(experts, 4), (all_kinds, 2), (tied, 2), (offloaded, 2)]
-)
-def test_every_kind(act: Any, num_ranks: int) -> None:
-    assert run_ranks(act, num_ranks) == [[]] * num_ranks
+@on_ranks(2)
+def test_kinds_ties_and_offloading() -> None:
+    compare(shard(kinds(1)), 60)
+    tied, offloaded = Tied(), nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
+    fully_shard(tied.block)
+    compare(fully_shard(tied), 50)
+    compare(fully_shard(offloaded, offload_policy=CPUOffloadPolicy(pin_memory=False)), 80)
 
 
 def with_arguments(asked: dict[str, Any]) -> tuple[dict[str, tuple[int, int]], tuple[int, int]]:
@@ -194,32 +181,28 @@ def test_cast_shards(direct_nbytes: int) -> None:
     assert [differing for differing, _ in found] == [{}, {}]
 
 
-def subclasses() -> tuple[tuple[str, ...], dict[str, tuple[int, int]]]:
-    model = two_tensor_mlp()
-    fully_shard(model)
-    own = costs_of(model, Asked(), 1)
-    plain = Asked(subclasses=lambda shard: shard.a + shard.b)
-    costs = costs_of(model, plain, 1)
-    with counted() as launched:
-        seen = observed(model, launched, bucket_bytes=1, subclasses=lambda shard: shard.a + shard.b)
-    return own.by_class, differences(costs, {**seen, "held_nbytes": costs.held_nbytes})
-
-
+@on_ranks(2)
 def test_subclasses_in_their_own_form_and_plain() -> None:
     """What a class needs to make itself plain is its own: the rest is counted."""
+    model = fully_shard(two_tensor_mlp())
     names = tuple(f"{i}.{side}_proj.weight" for i in range(3) for side in ("in", "out"))
-    assert run_ranks(subclasses, 2) == [(names, {})] * 2
+    assert costs_of(model, Asked(), 1).by_class == names
+    costs = costs_of(model, Asked(subclasses=added), 1)
+    with counted() as launched:
+        seen = observed(model, launched, bucket_bytes=1, subclasses=added)
+    assert differences(costs, {**seen, "held_nbytes": costs.held_nbytes}) == {}
 
 
-def told() -> list[str]:
-    model = fully_shard(nn.Linear(64, 64, bias=False))
-    return str(explain(model, bucket_bytes=1 << 20)).splitlines()[-4:]
+def added(shard: Any) -> torch.Tensor:
+    return shard.a + shard.b
 
 
 def test_what_is_told() -> None:
-    assert run_ranks(told, 2)[0] == [
-        "Weights out",
-        "  - iter_full() in buckets of 1 MiB: 1 of them, 1 gathers of 1 messages in all",
-        "  - this rank sends 8 KiB and receives 8 KiB",
-        "  - beside the model at most 40 KiB live at a time, if each tensor is let go of",
-    ]
+    with fake_ranks(2):
+        model = fully_shard(nn.Linear(64, 64, bias=False))
+        assert str(explain(model, bucket_bytes=1 << 20)).splitlines()[-4:] == [
+            "Weights out",
+            "  - iter_full() in buckets of 1 MiB: 1 of them, 1 gathers of 1 messages in all",
+            "  - this rank sends 8 KiB and receives 8 KiB",
+            "  - beside the model at most 40 KiB live at a time, if each tensor is let go of",
+        ]
