@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import (
@@ -18,17 +17,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from checkpoint.models import (
-    Model,
     all_ranks,
     assert_equal,
     is_exact,
-    shard,
     structure,
     three_models,
     three_ranks,
     train,
 )
-from checkpoint.optimizers import INEXACT, OPTIMIZERS, all_optimizers
+from checkpoint.optimizers import OPTIMIZERS
 from composable_shard.testing import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -84,27 +81,6 @@ def test_options(options: dict[str, Any]) -> None:
     assert (FROZEN in ours[0]) != options.get("ignore_frozen_params", False)
 
 
-def of_optimizer(name: str, options: dict[str, Any]) -> None:
-    states = []
-    for model in three_models():
-        optimizers = OPTIMIZERS[name](model)
-        train(model, optimizers, 0, 2)
-        states.append(
-            get_optimizer_state_dict(model, optimizers, options=StateDictOptions(**options))
-        )
-    plain, ours, theirs = states
-    assert structure(ours) == structure(theirs)
-    assert_equal(ours, theirs, exact=is_exact())
-    assert_equal(ours, plain, exact=is_exact() and name not in INEXACT)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@all_optimizers
-def test_optimizers(num_ranks: int, make: str) -> None:
-    for option in ("sharded", "full", "full-cpu"):
-        run_ranks(of_optimizer, num_ranks, make, OPTIONS[option])
-
-
 def of_submodules(keep_prefixes: bool, full_state: bool) -> list[str]:
     states = []
     for model in three_models():
@@ -130,19 +106,3 @@ def test_submodules(num_ranks: int, full_state: bool) -> None:
         assert keys == names
     for keys in run_ranks(of_submodules, num_ranks, True, full_state):
         assert keys == [f"outer.inner.{name}" for name in names]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@on_ranks("num_ranks")
-def test_uneven_columns() -> None:
-    """Seven columns over two and three ranks, which torch's own sharding refuses."""
-    torch.manual_seed(0)
-    plain = Model(columns=7)
-    torch.manual_seed(0)
-    model = shard(Model(columns=7))
-    for one in (plain, model):
-        train(one, OPTIMIZERS["groups"](one), 0, 1)
-    for options in OPTIONS.values():
-        chosen = StateDictOptions(**options)
-        states = [get_model_state_dict(one, options=chosen) for one in (model, plain)]
-        assert_equal(states[0], states[1], exact=is_exact())

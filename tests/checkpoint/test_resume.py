@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from checkpoint.models import Model, State, assert_equal, plain_values, shard, train
-from checkpoint.optimizers import OPTIMIZERS, all_optimizers
+from checkpoint.optimizers import OPTIMIZERS
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 
@@ -106,16 +106,6 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks(
         ):
             assert_equal(loaded, saved)
             assert_equal(trained, plain_trained, exact=num_ranks <= 2 and num_others <= 2)
-
-
-@pytest.mark.brief(2)
-@all_optimizers
-def test_optimizers(tmp_path: Path, make: str) -> None:
-    saved, *_ = run_ranks(save, 2, tmp_path, 6, make)
-    _, plain_trained = uninterrupted(6, make)
-    for loaded, trained in run_ranks(resume, 3, tmp_path, 6, make, False):
-        assert_equal(loaded, saved)
-        assert_equal(trained, plain_trained, exact=False)
 
 
 def from_torch(folder: Path) -> tuple[State, State]:

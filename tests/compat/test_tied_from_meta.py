@@ -37,18 +37,15 @@ def fill(module: nn.Module, shift: float = 0) -> None:
 
 
 class Tokens(nn.Embedding):
-    def reset_parameters(self) -> None:
-        fill(self)
+    reset_parameters = fill
 
 
 class Layer(nn.Linear):
-    def reset_parameters(self) -> None:
-        fill(self)
+    reset_parameters = fill
 
 
 class Head(nn.Linear):
-    def reset_parameters(self) -> None:
-        fill(self)
+    reset_parameters = fill
 
 
 class Model(nn.Module):
@@ -159,36 +156,28 @@ def test_tied_parameters_that_only_the_first_rank_has(way: str) -> None:
     assert_trains_as(model, plain, reference)
 
 
-class Tables(nn.Module):
+class Tables(nn.Sequential):
     """Two layers that share a buffer."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Layer(2, 2), Layer(2, 2)
-        self.first.register_buffer("table", torch.zeros(3))
-        self.second.register_buffer("table", self.first.table)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-@pytest.mark.parametrize("kinds", [set(), {Layer}], ids=["flat", "nested"])
-@on_ranks(2)
-def test_tied_buffers(kinds: set[type[nn.Module]]) -> None:
-    with torch.device("meta"):
-        plain = Tables()
-    by_policy(kinds)(plain, device_id=CPU)
-    first, second = (_inside(module).table for module in (plain.first, plain.second))
-    assert first is second
-    assert first.tolist() == [2, 2.125, 2.25]
+        super().__init__(Layer(2, 2), Layer(2, 2))
+        for layer in self:
+            layer.register_buffer("table", torch.zeros(3) if layer is self[0] else self[0].table)
 
 
 @on_ranks(2)
-def test_what_is_tied_is_let_go() -> None:
+def test_tied_buffers_and_what_is_tied_is_let_go() -> None:
+    for kinds in (set(), {Layer}):
+        with torch.device("meta"):
+            plain = Tables()
+        by_policy(kinds)(plain, device_id=CPU)
+        first, second = (_inside(module).table for module in plain)
+        assert first is second
+        assert first.tolist() == [2, 2.125, 2.25]
     with torch.device("meta"):
-        plain = Model()
-    before = set(map(weakref.ref, plain.parameters()))
-    FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({Tokens, Layer, Head}), device_id=CPU)
+        model = Model()
+    before = set(map(weakref.ref, model.parameters()))
+    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Tokens, Layer, Head}), device_id=CPU)
     assert [one for one in before if one() is not None] == []
     gc.collect()  # what other tests have left
     assert list(construction._real) == []

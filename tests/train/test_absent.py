@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import (
     ShardError,
@@ -27,52 +27,85 @@ from composable_shard import (
     save_full,
     sync_module_states,
     uneven,
+    unsharded,
     weigh,
 )
 from train.as_device import as_device
-from train.moved import on_mesh
+from train.moved import assert_same_bits, on_mesh, values
 
 
 def uses(
-    file: Path, ranks: dist.ProcessGroup | None = None
-) -> dict[str, Callable[[nn.Module], Any]]:
-    """Return what reads or writes shards, by what the error calls it."""
-    return {
-        "to be copied": copy.deepcopy,
-        "for local_shards()": lambda model: list(local_shards(model)),
-        "for iter_full()": lambda model: list(iter_full(model, process_group=ranks)),
-        "for save_full()": lambda model: save_full(
-            model, file, overwrite=True, process_group=ranks
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    file: Path,
+    ranks: dist.ProcessGroup | None = None,
+) -> list[tuple[str, Callable[[], Any]]]:
+    """Return what reads, writes or computes with shards, by what the error calls it."""
+    state, other = model.state_dict(), torch.optim.SGD(model.parameters(), lr=0.1)
+    within = {"process_group": ranks}
+    return [
+        ("to be gathered", lambda: model(torch.ones(1, 64))),
+        ("to be gathered", lambda: model.unshard()),
+        ("for a state dict", lambda: model.state_dict()),
+        ("to load a state dict", lambda: model.load_state_dict(state)),
+        ("for unsharded()", lambda: unsharded(model).__enter__()),
+        ("to be parked", lambda: parked(model, **within).__enter__()),
+        ("for a step of AdamW", optimizer.step),
+        ("for a step of SGD", other.step),
+        ("to be copied", lambda: copy.deepcopy(model)),
+        ("for local_shards()", lambda: list(local_shards(model))),
+        ("for iter_full()", lambda: list(iter_full(model, **within))),
+        ("for save_full()", lambda: save_full(model, file, overwrite=True, **within)),
+        ("for load_sharded()", lambda: load_sharded(model, file, **within)),
+        (
+            "for sync_module_states()",
+            lambda: sync_module_states(model, src_rank=dist.get_rank(), keep_shards=True, **within),
         ),
-        "for load_sharded()": lambda model: load_sharded(model, file, process_group=ranks),
-        "for sync_module_states()": lambda model: sync_module_states(
-            model, src_rank=dist.get_rank(), keep_shards=True, process_group=ranks
-        ),
-    }
+    ]
 
 
-def check(model: nn.Module, file: Path, why: str, ranks: dist.ProcessGroup | None = None) -> None:
-    for purpose, use in uses(file, ranks).items():
-        expected = f"Expected the root group in memory {purpose}, got it {why}"
-        with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
-            use(model)
+def check(cases: list[tuple[str, Callable[[], Any]]], why: str) -> None:
+    for purpose, use in cases:
+        with pytest.raises(ShardError) as caught:
+            use()
+        text = f"Expected the root group in memory {purpose}, got it {why}"
+        assert str(caught.value) == text
+
+
+def trained(mesh: DeviceMesh) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = fully_shard(nn.Linear(64, 64), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.full((2, 64), dist.get_rank() + 1.0)).square().mean().backward()
+    optimizer.step()
 
 
 @on_ranks(2)
-def test_a_parked_model_is_neither_read_nor_written() -> None:
-    model = fully_shard(nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters())
-    with tempfile.TemporaryDirectory() as name:
-        given = [name]
-        dist.broadcast_object_list(given)
-        file = Path(given[0]) / "model.safetensors"
-        save_full(model, file)
-        before = [shard.tensor.clone() for shard in local_shards(model)]
-        with as_device(), parked(model, optimizer):
-            check(model, file, "parked; leave the context of parked() first")
-        dist.barrier()
-    for shard, value in zip(local_shards(model), before, strict=True):
-        assert torch.equal(shard.tensor, value)
+def test_a_parked_model_is_not_used(tmp_path: Path) -> None:
+    pairs = [trained(on_mesh(0, 1)) for _ in range(2)]
+    model, optimizer = pairs[0]
+    file = tmp_path / "model.safetensors"
+    save_full(model, file)
+    cases, states = uses(model, optimizer, file), optimizer.state_dict()
+    loss = model(torch.ones(2, 64)).sum()
+    with as_device(), parked(model, optimizer):
+        why = "parked; leave the context of parked() first"
+        check([("to be gathered", loss.backward), *cases], why)
+        for use in (optimizer.state_dict, lambda: optimizer.load_state_dict(states)):
+            with pytest.raises(ShardError) as caught:
+                use()
+            assert str(caught.value) == (
+                f"Expected AdamW in memory for its step or its states, got it {why}"
+            )
+    for one, its_optimizer in pairs:  # and afterwards all is well
+        step(one, its_optimizer)
+    assert_same_bits(*(values(*pair) for pair in pairs))
     copied = copy.deepcopy(model)
     assert torch.equal(copied.weight.full_tensor(), model.weight.full_tensor())
 
@@ -100,16 +133,24 @@ def test_what_a_rank_that_a_model_has_left_begins_for_training() -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_a_model_has_left_is_told_so() -> None:
-    model = fully_shard(nn.Linear(4, 4), mesh=on_mesh(0, 1))
-    first = on_mesh(0)
-    move(model, (), first)
+def test_a_rank_that_a_model_has_left_is_told_so(tmp_path: Path) -> None:
+    (model, optimizer), first = trained(on_mesh(0, 1)), on_mesh(0)
     alone = dist.new_group([1])
+    cases = uses(model, optimizer, tmp_path / "model.safetensors", alone)
+    move(model, optimizer, first)
     why = "on other ranks; move() it to a mesh that has this one first"
     if dist.get_rank() == 1:
-        with tempfile.TemporaryDirectory() as name:
-            check(model, Path(name) / "model.safetensors", why, alone)
+        check(cases, why)
+        assert list(optimizer.state_dict()) == ["state", "param_groups"]
+        for param in model.parameters():
+            assert param.to_local().numel() == 0 and param.grad is None
+            assert param.device_mesh.mesh.tolist() == [0]
+            assert not optimizer.state.get(param)
+    else:
+        step(model, optimizer)
     text = f"ShardError: Expected the root group in memory for iter_full(), got it {why}"
-    expected = f"Expected all ranks to begin gathering full weights, got on rank 1: {text}"
-    with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
+    with pytest.raises(ShardError) as caught:
         list(iter_full(model))
+    assert str(caught.value) == (
+        f"Expected all ranks to begin gathering full weights, got on rank 1: {text}"
+    )

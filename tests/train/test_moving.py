@@ -445,50 +445,6 @@ def test_ranks_outside_of_the_group() -> None:
         assert str(missing.value) == text
 
 
-# A rank that the model has left -------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_a_rank_without_the_model_says_so() -> None:
-    model = sharded(on_mesh(0, 1))
-    optimizer = stock(model)
-    train(model, optimizer, 0)
-    state, states = model.state_dict(), optimizer.state_dict()
-    move(model, optimizer, on_mesh(0))
-    alone = dist.new_group([1])
-    if dist.get_rank() == 0:
-        train(model, optimizer, 1)
-        return
-    why = "got it on other ranks; move() it to a mesh that has this one first"
-    uses: list[tuple[Callable[[], Any], str]] = [
-        (lambda: model(batch(0)), "the root group in memory to be gathered"),
-        (model.state_dict, "the root group in memory for a state dict"),
-        (lambda: model.load_state_dict(state), "the root group in memory to load a state dict"),
-        (optimizer.step, "the root group in memory for a step of AdamW"),
-        (lambda: unsharded(model).__enter__(), "the root group in memory for unsharded()"),
-        (
-            lambda: parked(model, process_group=alone).__enter__(),
-            "the root group in memory to be parked",
-        ),
-    ]
-    for use, what in uses:
-        with pytest.raises(ShardError) as caught:
-            use()
-        assert str(caught.value) == f"Expected {what}, {why}", caught.value
-    assert not [name for name in states if name not in ("state", "param_groups")]
-    for name, param in model.named_parameters():
-        if name != "plain":
-            assert param.to_local().numel() == 0 and param.grad is None
-            assert param.device_mesh == on_mesh_alone(param)
-            assert not optimizer.state.get(param)
-
-
-def on_mesh_alone(param: nn.Parameter) -> DeviceMesh:
-    mesh: DeviceMesh = param.device_mesh
-    assert mesh.mesh.tolist() == [0]
-    return mesh
-
-
 # Faults -------------------------------------------------------------------------------------------
 
 

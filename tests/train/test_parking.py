@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -306,54 +306,7 @@ def test_a_shard_that_somebody_views_stays() -> None:
     assert view.data_ptr() == model.inp.weight.to_local().data_ptr()
 
 
-# A parked model is not used -----------------------------------------------------------------------
-
-
-def uses(model: Wide, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Callable[[], Any], str]]:
-    loss = model(batch(0)).sum()
-    state = model.state_dict()
-    states = optimizer.state_dict()
-    where = "leave the context of parked() first"
-    root, inner = "the root group", "group 'inp'"
-    adam = (
-        "Expected AdamW in memory for its step or its states, got it parked; leave the context of "
-        "parked() first"
-    )
-
-    def of(label: str, purpose: str) -> str:
-        return f"Expected {label} in memory {purpose}, got it parked; {where}"
-
-    yield loss.backward, of(root, "to be gathered")
-    yield lambda: model(batch(0)), of(root, "to be gathered")
-    yield lambda: model.inp(batch(0)), of(inner, "to be gathered")
-    yield model.inp.unshard, of(inner, "to be gathered")
-    yield model.state_dict, of(inner, "for a state dict")
-    yield lambda: model.load_state_dict(state), of(inner, "to load a state dict")
-    yield lambda: unsharded(model).__enter__(), of(root, "for unsharded()")
-    yield lambda: parked(model).__enter__(), of(root, "to be parked")
-    yield optimizer.step, of(inner, "for a step of AdamW")
-    yield optimizer.state_dict, adam
-    yield lambda: optimizer.load_state_dict(states), adam
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    yield other.step, of(inner, "for a step of SGD")
-
-
-@on_ranks(2)
-def test_using_a_parked_model_is_an_error_on_all_ranks() -> None:
-    model, other = sharded_pair()
-    pairs = [(model, stock(model)), (other, stock(other))]
-    cases = list(uses(*pairs[0]))
-    with as_device(), parked(*pairs[0]):
-        for use, expected in cases:
-            with pytest.raises(ShardError) as caught:
-                use()
-            assert str(caught.value) == expected, f"{caught.value} is not {expected}"
-    for step in range(2):  # and afterwards all is well
-        for one, optimizer in pairs:
-            optimizer.zero_grad()
-            backward(one, step)
-            optimizer.step()
-    assert_same_bits(all_values(*pairs[0]), all_values(*pairs[1]))
+# When it is refused -------------------------------------------------------------------------------
 
 
 def refused(case: int) -> None:
