@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -18,11 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from checkpoint.models import Model, State, assert_equal, plain_values, shard, train
+from checkpoint.models import Model, State, assert_equal, plain_values, shard, three_ranks, train
 from checkpoint.optimizers import OPTIMIZERS
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
@@ -160,3 +163,47 @@ def test_a_state_is_read_in_place(tmp_path: Path) -> None:
     plain, _ = new(1, 7, "groups", sharded=False)
     plain.load_state_dict(before["model"])
     assert torch.equal(out, plain(torch.ones(3, 4, dtype=torch.float64)))
+
+
+# In the background, while training goes on --------------------------------------------------------
+
+
+def saved_beside_training(folder: Path, stager: str) -> State:
+    model, optimizers = new(0, 7, "groups")
+    train(model, optimizers, 0, 1)
+    state = {"model": model.state_dict(), "optimizer": get_state_dict(model, optimizers)[1]}
+    before = plain_values(state)
+    options: dict[str, Any] = {"async_checkpointer_type": AsyncCheckpointerType.THREAD}
+    if stager != "blocking":
+        options["async_stager"] = DefaultStager(
+            StagingOptions(
+                use_async_staging=stager == "async",
+                use_shared_memory=stager == "shared",
+                use_pinned_memory=False,
+                use_non_blocking_copy=False,
+            )
+        )
+    # The writing thread talks beside the training one: it needs a process group of its own.
+    group = dist.new_group()
+    response = dcp.async_save(state, checkpoint_id=folder, process_group=group, **options)
+    if isinstance(response, AsyncSaveResponse):
+        response.staging_completion.result()
+        response = response.upload_completion
+    train(model, optimizers, 1, 3)
+    response.result()
+    after = plain_values(state)
+    assert not torch.equal(after["model"]["wide.weight"], before["model"]["wide.weight"])
+    dcp.load(state, checkpoint_id=folder)
+    assert_equal(state, before)
+    if stager != "blocking":
+        options["async_stager"].close()
+    return before
+
+
+@pytest.mark.brief(2)
+@three_ranks
+@pytest.mark.parametrize("stager", ["blocking", "copying", "shared", "async"])
+def test_threads(tmp_path: Path, num_ranks: int, stager: str) -> None:
+    first, *others = run_ranks(saved_beside_training, num_ranks, tmp_path, stager)
+    for other in others:
+        assert_equal(other, first)

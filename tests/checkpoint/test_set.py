@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch_versions import needs_newer_torch
 
 from checkpoint.models import (
@@ -33,6 +34,7 @@ from checkpoint.models import (
     is_exact,
     shard,
     structure,
+    three_models,
     three_ranks,
     train,
 )
@@ -207,33 +209,6 @@ def test_without_frozen_parameters(options: dict[str, Any]) -> None:
     assert_equal(target.state_dict(), expected)
 
 
-def strictly() -> list[str]:
-    """Return what ours and torch's say of a missing and of an unexpected key."""
-    said = []
-    for sharder in (torch_fully_shard, fully_shard):
-        for wrong in ("missing", "unexpected"):
-            model, _ = other(sharder, "adam-foreach")
-            state = dict(model.state_dict())
-            if wrong == "missing":
-                del state[FROZEN]
-            else:
-                state["extra"] = state[FROZEN]
-            with pytest.raises(RuntimeError) as caught:
-                set_model_state_dict(model, state)
-            said.append(str(caught.value))
-    assert said[:2] == said[2:]
-    return said[2:]
-
-
-def test_strict_errors_are_those_of_torch() -> None:
-    begin = "Error(s) in loading state_dict for FSDPModel:\n\t"
-    for said in run_ranks(strictly, 2):
-        assert said == [
-            f'{begin}Missing key(s) in state_dict: "{FROZEN}". ',
-            f'{begin}Unexpected key(s) in state_dict: "extra". ',
-        ]
-
-
 @three_ranks
 @pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
 @on_ranks("num_ranks")
@@ -285,7 +260,12 @@ def _put_name_in(module: nn.Module, state: State, prefix: str, *_: object) -> No
     state[f"{prefix}embedding.weight"] = state.pop(f"{prefix}weight")
 
 
-def renamed(options: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("method", ["_fqn_modifiers", "names"])
+@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
+@on_ranks("num_ranks")
+def test_modules_that_rename_their_state(options: dict[str, Any], method: str) -> None:
+    chosen = StateDictOptions(**options, dsd_fqn_modifiers=method)
     states = []
     for sharder in (torch_fully_shard, fully_shard):
         torch.manual_seed(3)
@@ -295,21 +275,11 @@ def renamed(options: dict[str, Any]) -> list[str]:
         sharder(model.out)
         before = get_model_state_dict(model)
         state = {name: full(tensor).detach() + 1 for name, tensor in before.items()}
-        chosen = StateDictOptions(**options)
         set_model_state_dict(model, heard(dict(state), options), options=chosen)
         assert_equal(dict(get_model_state_dict(model)), state)
         states.append(get_model_state_dict(model))
     assert structure(states[0]) == structure(states[1])
-    return list(states[1])
-
-
-@pytest.mark.parametrize("method", ["_fqn_modifiers", "names"])
-@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
-def test_modules_that_rename_their_state(options: dict[str, Any], method: str) -> None:
-    expected = ["tokens.added.weight", "tokens.weight", "out.weight", "out.bias"]
-    for num_ranks in (1, 2, 3):
-        got = run_ranks(renamed, num_ranks, {**options, "dsd_fqn_modifiers": method})
-        assert got == [expected] * num_ranks
+    assert list(states[1]) == ["tokens.added.weight", "tokens.weight", "out.weight", "out.bias"]
 
 
 @three_ranks
@@ -338,3 +308,75 @@ def test_submodules(keep_prefixes: bool) -> None:
 
 
 EXTRA = "_extra_state"
+
+
+# What is got --------------------------------------------------------------------------------------
+
+
+GOT_BY: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "full": {"full_state_dict": True},
+    "cpu": {"cpu_offload": True},
+    "full-cpu": {"full_state_dict": True, "cpu_offload": True},
+    "without-frozen": {"ignore_frozen_params": True},
+    "full-without-frozen": {"full_state_dict": True, "ignore_frozen_params": True},
+    "not-strict": {"strict": False},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "full-flat": {"full_state_dict": True, "flatten_optimizer_state_dict": True},
+    "full-cpu-flat": {
+        "full_state_dict": True,
+        "cpu_offload": True,
+        "flatten_optimizer_state_dict": True,
+    },
+}
+
+
+def dtensors(state: Any) -> list[DTensor]:
+    if isinstance(state, dict):
+        return [one for value in state.values() for one in dtensors(value)]
+    return [state] if isinstance(state, DTensor) else []
+
+
+@all_ranks
+@pytest.mark.parametrize("options", GOT_BY.values(), ids=list(GOT_BY))
+@on_ranks("num_ranks")
+def test_options_of_getting(options: dict[str, Any]) -> None:
+    """Get the three states of the three models after two steps of training."""
+    states = []
+    for model in three_models():
+        optimizers = OPTIMIZERS["adam-foreach"](model)
+        train(model, optimizers, 0, 2)
+        chosen = StateDictOptions(**options)
+        both = get_state_dict(model, optimizers, options=chosen)
+        model_state = get_model_state_dict(model, options=chosen)
+        optimizer_state = get_optimizer_state_dict(model, optimizers, options=chosen)
+        assert_equal(both, (model_state, optimizer_state))
+        states.append(both)
+    plain, ours, theirs = states
+    assert structure(ours) == structure(theirs)
+    assert_equal(ours, theirs, exact=is_exact())
+    assert_equal(ours, plain, exact=is_exact())
+    is_full = options.get("full_state_dict", False)
+    if is_full and options.get("cpu_offload") and dist.get_rank() > 0:
+        assert ours == ({}, {})
+        return
+    assert bool(dtensors(ours[0])) == bool(dtensors(ours[1])) != is_full
+    assert (FROZEN in ours[0]) != options.get("ignore_frozen_params", False)
+
+
+@three_ranks
+@pytest.mark.parametrize("full_state", [False, True])
+@on_ranks("num_ranks")
+def test_submodules_alone(full_state: bool) -> None:
+    for keep in (False, True):
+        options = StateDictOptions(keep_submodule_prefixes=keep, full_state_dict=full_state)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Getting submodules only", FutureWarning)
+            plain, ours, theirs = (
+                get_model_state_dict(model, submodules={model.outer.inner}, options=options)
+                for model in three_models()
+            )
+        assert structure(ours) == structure(theirs)
+        assert_equal(ours, plain)
+        names = ("up.weight", "up.bias", "down.weight", "down.bias", "gate.weight")
+        assert list(ours) == [f"outer.inner.{name}" if keep else name for name in names]

@@ -273,6 +273,11 @@ def labelled(module: nn.Module, label: str) -> nn.Module:
     return module
 
 
+@contract()
+def shard_it(module: nn.Module) -> nn.Module:
+    return fully_shard(module)
+
+
 @pytest.mark.parametrize("inner_too", [False, True])
 @on_ranks(2)
 def test_a_checkpoint_wrapper_around_a_sharded_module(inner_too: bool) -> None:
@@ -307,7 +312,7 @@ def test_the_states_of_other_functions_survive() -> None:
         later = fully_shard(make())
         labelled(later, "after")
         assert labelled.state(later).label == "after"  # type: ignore[attr-defined]
-        within = contract()(fully_shard)(make())  # a composable function may shard
+        within = shard_it(make())  # a composable function may shard
         for one in (model, later, within):
             assert torch_fully_shard.state(one)._fsdp_param_group is not None
 

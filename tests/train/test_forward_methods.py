@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from composable_shard.insight.events import Event, record_events
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 
 class Encoder(nn.Module):
@@ -94,31 +94,18 @@ def pair(**kwargs: Any) -> tuple[Encoder, Encoder]:
 
 
 Use = Callable[[Encoder, torch.Tensor], torch.Tensor]
-
-
-def encode(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model.encode(x, scale=3.0)
-
-
-def encode_twice(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model.encode(x) + model.encode(x=x, scale=0.5)
-
-
-def encode_and_decode(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model.decode(model.encode(x))["decoded"]
-
-
-def call_within(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model.again(x)
-
-
-def checkpointed(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(model.encode, x, use_reentrant=False)
-
-
-def checkpointed_twice(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    hidden = checkpoint(model.encode, x.requires_grad_(), use_reentrant=True)
-    return checkpoint(lambda h: model.decode(h)["decoded"], hidden, use_reentrant=True)
+USES: dict[str, Use] = {
+    "encode": lambda model, x: model.encode(x, scale=3.0),
+    "encode twice": lambda model, x: model.encode(x) + model.encode(x=x, scale=0.5),
+    "encode and decode": lambda model, x: model.decode(model.encode(x))["decoded"],
+    "call within": lambda model, x: model.again(x),
+    "checkpoint": lambda model, x: checkpoint(model.encode, x, use_reentrant=False),
+    "checkpoint twice": lambda model, x: checkpoint(
+        lambda h: model.decode(h)["decoded"],
+        checkpoint(model.encode, x.requires_grad_(), use_reentrant=True),
+        use_reentrant=True,
+    ),
+}
 
 
 def step(model: Encoder, use: Use, number: int) -> float:
@@ -130,18 +117,15 @@ def step(model: Encoder, use: Use, number: int) -> float:
 
 
 @pytest.mark.parametrize(("num_ranks", "reshard_after_forward"), [(1, None), (2, True), (3, None)])
-@pytest.mark.parametrize(
-    "use",
-    [encode, encode_twice, encode_and_decode, call_within, checkpointed, checkpointed_twice],
-)
+@pytest.mark.parametrize("use", USES)
 @on_ranks("num_ranks")
-def test_training_by_methods(use: Use, reshard_after_forward: bool | None) -> None:
+def test_training_by_methods(use: str, reshard_after_forward: bool | None) -> None:
     reference, model = pair(reshard_after_forward=reshard_after_forward)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (reference, model)]
     for number in range(3):
         losses = []
         for one in (reference, model):
-            losses.append(step(one, use, number))
+            losses.append(step(one, USES[use], number))
             if one is model:
                 assert_parity(model, reference)
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -155,8 +139,8 @@ def test_evaluation_by_methods() -> None:
     reference, model = pair(reshard_after_forward=True)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            assert torch.equal(encode(model, own_input()), encode(reference, own_input()))
-            assert torch.equal(call_within(model, own_input()), call_within(reference, own_input()))
+            for use in (USES["encode"], USES["call within"]):
+                assert torch.equal(use(model, own_input()), use(reference, own_input()))
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
@@ -210,7 +194,7 @@ def test_buffers_are_cast_until_the_outer_call_ends() -> None:
 # Events --------------------------------------------------------------------------------------
 
 
-def events_of(use: Use) -> list[list[Event]]:
+def record(use: Use) -> tuple[list[Event], list[Event]]:
     """Return the events of forward and backward of the second iteration."""
     _, model = pair(reshard_after_forward=True)
     step(model, use, 0)
@@ -218,13 +202,12 @@ def events_of(use: Use) -> list[list[Event]]:
         loss = use(model, own_input(1)).sum()
     with record_events(model) as backward:
         loss.backward()
-    return [forward, backward]
+    return forward, backward
 
 
+@on_ranks(2)
 def test_events_are_those_of_a_forward() -> None:
-    first, second = run_ranks(events_of, 2, encode)
-    assert first == second
-    forward, backward = first
+    forward, backward = record(USES["encode"])
     assert forward == [
         *(("pre_forward", ""), ("all_gather", ""), ("all_gather", "block")),
         *(("wait_for_all_gather", ""), ("pre_forward", "block"), ("wait_for_all_gather", "block")),
@@ -234,16 +217,15 @@ def test_events_are_those_of_a_forward() -> None:
         *(("all_gather", ""), ("all_gather", "block")),
         *(("reduce_scatter", "block"), ("reduce_scatter", "")),
     ]
-
-
-def test_a_forward_within_gathers_nothing_anew() -> None:
-    for forward, backward in run_ranks(events_of, 2, call_within):
-        gathered = [name for event, name in forward if event == "all_gather"]
-        assert gathered == ["", "block", "block"]  # the block is freed between its two calls
-        freed = [name for event, name in forward if event == "reshard"]
-        assert freed == ["block", "block", ""]
-        reduced = [name for event, name in backward if event == "reduce_scatter"]
-        assert reduced == ["block", ""]
+    # A forward within gathers nothing anew; the block is freed between its two calls.
+    forward, backward = record(USES["call within"])
+    kinds = {
+        kind: [name for event, name in (*forward, *backward) if event == kind]
+        for kind in ("all_gather", "reshard", "reduce_scatter")
+    }
+    assert kinds["all_gather"][:3] == ["", "block", "block"]
+    assert kinds["reshard"][:3] == ["block", "block", ""]
+    assert kinds["reduce_scatter"] == ["block", ""]
 
 
 # Failures ------------------------------------------------------------------------------------
@@ -255,7 +237,7 @@ def test_a_forward_within_gathers_nothing_anew() -> None:
 def test_after_an_exception_the_next_iteration_is_right(error: BaseException, grad: bool) -> None:
     """A method that raised leaves what a forward that raised leaves: a model that goes on."""
     reference, model = pair()
-    for use in (encode, encode_and_decode):
+    for use in (USES["encode"], USES["encode and decode"]):
         model.fail = error
         with pytest.raises(type(error)), torch.set_grad_enabled(grad):
             use(model, own_input(0))

@@ -30,7 +30,6 @@ from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard, unsharded
 from composable_shard.insight.events import record_events
-from composable_shard.testing import RankError, fake_ranks, run_ranks
 from composable_shard.train.weights import gathering
 
 
@@ -464,40 +463,6 @@ def test_an_exception_writes_nothing_back() -> None:
     assert_parity(model, reference)
 
 
-IN_FORWARD = (
-    "Expected unsharded() outside of forward and backward, got it in a {} of {}; "
-    "use it between iterations"
-)
-NESTED = (
-    "Expected one unsharded() of {} at a time, got one within another; "
-    "the parameters are full already"
-)
-WITH_GRADIENTS = (
-    "Expected no forward of {} with gradients inside of unsharded(), got one; "
-    "run it under torch.no_grad(), or after the context"
-)
-STILL_SHARDED = (
-    "Expected full parameters in a forward of {} inside of unsharded(), got '{}' sharded; "
-    "open the sharded module itself, on all ranks"
-)
-GATHERED = (
-    "Expected unshard() of {} outside of unsharded(), got it inside, where the parameters are full"
-)
-SHAPE = (
-    "Expected 'weight' of Linear to have shape [6, 4] at the end of unsharded(), got [4, 6]; "
-    "edit values only"
-)
-ON_META = (
-    "Expected materialized parameters, got 'weight' of FSDPLinear on meta; call "
-    "init_sharded(model, seed=...)"
-)
-NOT_A_MODULE = (
-    "Expected module to be an nn.Module, got list: [Linear(in_features=2, out_features=2, "
-    "bias=True)]; call it for each"
-)
-ROOT, BLOCK = "the root group", "group 'blocks.0'"
-
-
 def open_it(module: nn.Module, **kwargs: bool) -> None:
     with unsharded(module, **kwargs):
         pass
@@ -512,41 +477,6 @@ def in_forward(model: Net, opened: str = "blocks.0", called: str = "") -> None:
         handle.remove()
 
 
-def in_backward(model: Net) -> None:
-    loss = model(own_input()).sum()
-    hidden = torch.ones((), requires_grad=True) * 1
-    hidden.register_hook(lambda _: open_it(model))
-    (loss + hidden).backward()
-
-
-def within_another(model: Net) -> None:
-    with unsharded(model):
-        open_it(model.inp)
-
-
-def forward_with_gradients(model: Net) -> None:
-    with unsharded(model):
-        model(own_input())
-
-
-def forward_of_a_part(model: Net) -> None:
-    with unsharded(model.inp), torch.no_grad():
-        model.inp.weight.mul_(1)
-        model(own_input())
-
-
-def forward_on_the_first_rank(model: Net) -> None:
-    with unsharded(model, rank0_only=True), torch.no_grad():
-        if dist.get_rank() == 0:
-            raise ShardError(STILL_SHARDED.format(ROOT, "inp.weight"))  # as the others do
-        model(own_input())
-
-
-def unshard_within(model: Net) -> None:
-    with unsharded(model):
-        model.blocks[0].unshard()
-
-
 def transposed(model: Net, rank0_only: bool = False) -> None:
     with unsharded(model, rank0_only=rank0_only):
         if not rank0_only or dist.get_rank() == 0:
@@ -554,57 +484,98 @@ def transposed(model: Net, rank0_only: bool = False) -> None:
             model.inp.weight = nn.Parameter(model.inp.weight.detach().t())
 
 
-def raising(use: Callable[[Net], None]) -> None:
-    """Use it wrongly, and check that the model goes on as if nothing had happened."""
-    reference, model = two_nets(1)
-    try:
-        use(model)
-    except Exception:
-        model.reset_iter_state()
-        model.zero_grad()
-        assert_sharded(model, reference)
-        for one in (model, reference):
-            train_step(one, 0, None)
-        assert_parity(model, reference)
-        raise
+def in_backward(model: Net) -> None:
+    loss = model(own_input()).sum()
+    hidden = torch.ones((), requires_grad=True) * 1
+    hidden.register_hook(lambda _: open_it(model))
+    (loss + hidden).backward()
 
 
-@pytest.mark.parametrize(
-    ("use", "kind", "text"),
-    [
-        (in_forward, "ShardError", IN_FORWARD.format("forward", BLOCK)),
-        # the forward of a block is also one of the model around it
-        (
-            partial(in_forward, opened="", called="blocks.0"),
-            "ShardError",
-            IN_FORWARD.format("forward", ROOT),
-        ),
-        (in_backward, "ShardError", IN_FORWARD.format("backward", ROOT)),
-        (within_another, "ShardError", NESTED.format(ROOT)),
-        (forward_with_gradients, "ShardError", WITH_GRADIENTS.format(ROOT)),
-        (forward_of_a_part, "ShardError", STILL_SHARDED.format(ROOT, "out.weight")),
-        (forward_on_the_first_rank, "ShardError", STILL_SHARDED.format(ROOT, "inp.weight")),
-        (unshard_within, "ShardError", GATHERED.format(BLOCK)),
-        (transposed, "ValueError", SHAPE),
-        (partial(transposed, rank0_only=True), "ValueError", SHAPE),
-    ],
+def within(opened: str, use: Callable[[Net], object], **kwargs: bool) -> Callable[[Net], None]:
+    def act(model: Net) -> None:
+        with unsharded(model.get_submodule(opened), **kwargs):
+            use(model)
+
+    return act
+
+
+def edited_forward(model: Net) -> None:
+    with torch.no_grad():
+        model.inp.weight.mul_(1)
+        model(own_input())
+
+
+SHARDED = (
+    "ShardError: Expected full parameters in a forward of the root group inside of unsharded(), "
+    "got '{}' sharded; open the sharded module itself, on all ranks"
 )
-def test_wrong_uses(use: Callable[[Net], None], kind: str, text: str) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(raising, 2, use)
-    failure = caught.value.agreed()
-    assert failure.message == text
-    assert failure.type_name == kind
 
 
-def test_what_is_no_module_and_what_has_no_values() -> None:
-    with fake_ranks(2):
-        with pytest.raises(TypeError) as wrong:
-            open_it([nn.Linear(2, 2)])  # type: ignore[arg-type]
-        assert str(wrong.value) == NOT_A_MODULE
-        with torch.device("meta"):
-            model = fully_shard(nn.Linear(4, 4))
-        with pytest.raises(RuntimeError) as on_meta:
-            open_it(model)
-        assert str(on_meta.value) == ON_META
-        assert isinstance(model.weight, DTensor)
+def forward_on_the_first_rank(model: Net) -> None:
+    if dist.get_rank() == 0:
+        raise ShardError(SHARDED.format("inp.weight")[12:])  # as the others do
+    with torch.no_grad():
+        model(own_input())
+
+
+OUTSIDE = (
+    "ShardError: Expected unsharded() outside of forward and backward, got it in a {}; use it "
+)
+SHAPE = (
+    "ValueError: Expected 'weight' of Linear to have shape [6, 4] at the end of unsharded(), got "
+    "[4, 6]; edit values only"
+)
+REFUSED: list[tuple[Callable[[Net], None], str]] = [
+    (in_forward, OUTSIDE.format("forward of group 'blocks.0'") + "between iterations"),
+    # the forward of a block is also one of the model around it
+    (
+        partial(in_forward, opened="", called="blocks.0"),
+        OUTSIDE.format("forward of the root group") + "between iterations",
+    ),
+    (in_backward, OUTSIDE.format("backward of the root group") + "between iterations"),
+    (
+        within("", lambda model: open_it(model.inp)),
+        "ShardError: Expected one unsharded() of the root group at a time, got one within another; "
+        "the parameters are full already",
+    ),
+    (
+        within("", lambda model: model(own_input())),
+        "ShardError: Expected no forward of the root group with gradients inside of unsharded(), "
+        "got one; run it under torch.no_grad(), or after the context",
+    ),
+    (within("inp", edited_forward), SHARDED.format("out.weight")),
+    (within("", forward_on_the_first_rank, rank0_only=True), SHARDED.format("inp.weight")),
+    (
+        within("", lambda model: model.blocks[0].unshard()),
+        "ShardError: Expected unshard() of group 'blocks.0' outside of unsharded(), got it inside, "
+        "where the parameters are full",
+    ),
+    (transposed, SHAPE),
+    (partial(transposed, rank0_only=True), SHAPE),
+    (
+        lambda model: open_it([model.inp]),  # type: ignore[arg-type]
+        "TypeError: Expected module to be an nn.Module, got list: [Linear(in_features=4, "
+        "out_features=6, bias=True)]; call it for each",
+    ),
+    (
+        lambda _: open_it(fully_shard(nn.Linear(4, 4, device="meta"))),
+        "MaterializationError: Expected materialized parameters, got 'weight' of FSDPLinear on "
+        "meta; call init_sharded(model, seed=...)",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+@on_ranks(2)
+def test_after_a_wrong_use_the_model_goes_on_as_if_nothing_had_happened(case: int) -> None:
+    use, text = REFUSED[case]
+    reference, model = two_nets(1)
+    with pytest.raises(Exception) as caught:
+        use(model)
+    assert f"{type(caught.value).__name__}: {caught.value}" == text
+    model.reset_iter_state()
+    model.zero_grad()
+    assert_sharded(model, reference)
+    for one in (model, reference):
+        train_step(one, 0, None)
+    assert_parity(model, reference)
