@@ -111,37 +111,29 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks(
             assert_equal(trained, plain_trained, exact=num_ranks <= 2 and num_others <= 2)
 
 
-def from_torch(folder: Path) -> tuple[State, State]:
-    """Write a checkpoint of torch's own sharded model, go on with ours, and the other way."""
-    found = []
-    for writer, reader in ((torch_fully_shard, fully_shard), (fully_shard, torch_fully_shard)):
-        place = folder / writer.__module__
-        torch.manual_seed(0)
-        model = shard(Model(), writer)
-        optimizers = OPTIMIZERS["groups"](model)
-        train(model, optimizers, 0, SAVE_AFTER)
-        dcp.save(states(model, optimizers), checkpoint_id=place)
-        torch.manual_seed(1)
-        other = shard(Model(), reader)
-        other_optimizers = OPTIMIZERS["groups"](other)
-        read = states(other, other_optimizers)
-        dcp.load(read, checkpoint_id=place)
-        set_model_state_dict(other, read["model"])
-        set_optimizer_state_dict(other, other_optimizers, read["optimizer"])
-        train(other, other_optimizers, SAVE_AFTER, STOP_AFTER)
-        plain = shard(Model(), reader)
-        plain.load_state_dict(model.state_dict())  # shards are the same, so they fit as they are
-        assert_equal(plain.state_dict(), model.state_dict())
-        found.append(plain_values(states(other, other_optimizers)))
-    return found[0], found[1]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_checkpoints_are_those_of_torch(tmp_path: Path, num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_checkpoints_are_those_of_torch(tmp_path: Path) -> None:
+    """Write a checkpoint of torch's own sharded model, go on with ours, and the other way."""
     _, expected = uninterrupted(6, "groups")
-    for ours, theirs in run_ranks(from_torch, num_ranks, tmp_path):
-        assert_equal(ours, expected)
-        assert_equal(theirs, expected)
+    for writer, reader in ((torch_fully_shard, fully_shard), (fully_shard, torch_fully_shard)):
+        place = tmp_path / writer.__module__
+        made = []
+        for seed, sharder in enumerate((writer, reader)):
+            torch.manual_seed(seed)
+            model = shard(Model(), sharder)
+            made.append((model, OPTIMIZERS["groups"](model)))
+        train(*made[0], 0, SAVE_AFTER)
+        dcp.save(states(*made[0]), checkpoint_id=place)
+        read = states(*made[1])
+        dcp.load(read, checkpoint_id=place)
+        set_model_state_dict(made[1][0], read["model"])
+        set_optimizer_state_dict(*made[1], read["optimizer"])
+        plain = shard(Model(), reader)
+        plain.load_state_dict(made[0][0].state_dict())  # shards are the same, so they fit
+        assert_equal(plain.state_dict(), made[0][0].state_dict())
+        train(*made[1], SAVE_AFTER, STOP_AFTER)
+        assert_equal(plain_values(states(*made[1])), expected)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transport.own_collectives import CopyingAllGather, SummingReduceScatter
 from two_tensors import shard_layers, two_tensor_hooks, two_tensor_mlp
 
+from checkpoint.models import assert_equal
 from composable_shard import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -210,7 +211,7 @@ KINDS: dict[str, tuple[Build, tuple[int, ...]]] = {
     "plain_root": (plain_root, (2,)),
 }
 CASES = [
-    pytest.param(name, ranks, marks=() if ranks == counts[-1] else pytest.mark.matrix)
+    (name, ranks, () if ranks == counts[-1] else pytest.mark.matrix)
     for name, (_, counts) in KINDS.items()
     for ranks in counts
 ]
@@ -254,17 +255,6 @@ def facts(model: nn.Module) -> list[Any]:
     return [*found, *explain(model).groups]
 
 
-def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
-    if isinstance(ours, torch.Tensor):
-        return [] if torch.equal(ours, theirs) else [f"{where}: {theirs} instead of {ours}"]
-    if isinstance(ours, (list, tuple)):
-        if len(ours) != len(theirs):
-            return [f"{where}: {len(theirs)} instead of {len(ours)}"]
-        pairs = zip(ours, theirs, strict=True)
-        return [d for i, (a, b) in enumerate(pairs) for d in differences(a, b, f"{where}[{i}]")]
-    return [] if ours == theirs else [f"{where}: {theirs} instead of {ours}"]
-
-
 def events_of(model: Any, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
     tree = next(module for module in model.modules() if isinstance(module, FSDPModule))
     with record_events(tree) as events:
@@ -272,56 +262,45 @@ def events_of(model: Any, optimizer: torch.optim.Optimizer) -> list[tuple[str, s
     return list(events)
 
 
-def saved_and_loaded(name: str, way: str, when: str, folder: Path) -> list[str]:
+BEFORE, WITHIN, AFTER = "before the first forward", "within an iteration", "after training"
+TIMES = [
+    *(pytest.param(*case, AFTER, marks=marks) for *case, marks in CASES),
+    *(pytest.param(kind, 2, when) for kind in ("nested", "kept") for when in (BEFORE, WITHIN)),
+]
+
+
+@pytest.mark.brief(7)
+@pytest.mark.parametrize("way", ["torch.save", "pickle"])
+@pytest.mark.parametrize(("kind", "ranks", "when"), TIMES)
+@on_ranks("ranks")
+def test_what_is_loaded_trains_on_as_the_original(
+    tmp_path: Path, kind: str, way: str, when: str
+) -> None:
     """Train a model and what was loaded of it, in turns; compare all along, bit by bit."""
-    model: Any = KINDS[name][0]()
+    model: Any = KINDS[kind][0]()
     optimizer = optimizer_of(model)
-    if when != "before the first forward":
+    if when != BEFORE:
         train(model, optimizer, range(2))
-    if when == "within an iteration":
+    if when == WITHIN:
         loss = model(batch(9)).square().sum()
-    both = {"model": model, "optimizer": optimizer}
+    both, file = {"model": model, "optimizer": optimizer}, tmp_path / f"{dist.get_rank()}.pt"
     if way == "torch.save":
-        torch.save(both, folder / f"{dist.get_rank()}.pt")
-        loaded = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=False)
+        torch.save(both, file)
+        loaded = torch.load(file, weights_only=False)
     else:
-        loaded = pickle.loads(pickle.dumps(both))
-    if when == "within an iteration":
+        loaded = again(both)
+    if when == WITHIN:
         loss.backward()
         optimizer.zero_grad()
         model.zero_grad()
     other, its_optimizer = loaded["model"], loaded["optimizer"]
-    found = differences(facts(model), facts(other))
-    if [id(p) for g in its_optimizer.param_groups for p in g["params"]] != [
-        id(p) for p in other.parameters() if p.requires_grad
-    ]:
-        found.append("the optimizer has other parameters")
+    assert_equal(facts(other), facts(model))
+    held = [id(p) for group in its_optimizer.param_groups for p in group["params"]]
+    assert held == [id(p) for p in other.parameters() if p.requires_grad]
     for steps in (range(2, 4), range(4, 6)):
-        expected = train(model, optimizer, steps)
-        if (got := train(other, its_optimizer, steps)) != expected:
-            found.append(f"losses {got} instead of {expected}")
-        found += differences(facts(model), facts(other), f"after {steps}")
-    expected_events, got_events = (
-        events_of(one, of_it) for one, of_it in ((model, optimizer), (other, its_optimizer))
-    )
-    if got_events != expected_events:
-        found.append(f"events {got_events} instead of {expected_events}")
-    return found
-
-
-@pytest.mark.brief(5)
-@pytest.mark.parametrize("way", ["torch.save", "pickle"])
-@pytest.mark.parametrize(("kind", "ranks"), CASES)
-def test_what_is_loaded_trains_on_as_the_original(
-    tmp_path: Path, ranks: int, kind: str, way: str
-) -> None:
-    run = run_ranks(saved_and_loaded, ranks, kind, way, "after training", tmp_path)
-    assert run == [[]] * ranks
-
-
-@pytest.mark.parametrize("when", ["before the first forward", "within an iteration"])
-def test_a_module_may_be_saved_at_any_time(tmp_path: Path, when: str) -> None:
-    assert run_ranks(saved_and_loaded, 2, "kept", "torch.save", when, tmp_path) == [[]] * 2
+        assert train(model, optimizer, steps) == train(other, its_optimizer, steps)
+        assert_equal(facts(other), facts(model), f"after {steps}")
+    assert events_of(other, its_optimizer) == events_of(model, optimizer)
 
 
 # In another process ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -105,8 +106,7 @@ def with_gradients(
                 settled = settled.redistribute(placements=[Shard(0)])
         laid.append(nn.Parameter(torch.zeros_like(settled)))
         laid[-1].grad = grad
-        plain.append(nn.Parameter(torch.zeros_like(whole)))
-        plain[-1].grad = whole
+        plain.append(with_grad(whole))
     return laid, plain
 
 
@@ -160,24 +160,6 @@ def test_generated_gradients(drawn: list[tuple[Place, tuple[int, int]]], order: 
 # What is communicated ------------------------------------------------------------------------
 
 
-def count_gathers(places: Sequence[Place]) -> tuple[int, list[int]]:
-    """Return how many values each all-gather carried."""
-    laid, _ = with_gradients(places, [(4, 4)] * len(places))
-    numels: list[int] = []
-    gather = _torch.all_gather_rows
-
-    def counted(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-        numels.append(own.numel())
-        gather(output, own, group)
-
-    _torch.all_gather_rows = counted
-    try:
-        clip_grad_norm_(laid, 1.0)
-    finally:
-        _torch.all_gather_rows = gather
-    return len(laid), numels
-
-
 GRID = (2, 2)
 
 
@@ -193,11 +175,21 @@ GRID = (2, 2)
         ([((1, 4), ("S0", "S0")), ((4,), ("S1",))], [1]),
     ],
 )
+@on_ranks(4)
 def test_one_gather_for_each_axis(places: list[Place], numels: list[int]) -> None:
-    assert run_ranks(count_gathers, 4, places) == [(len(places), numels)] * 4
+    laid, _ = with_gradients(places, [(4, 4)] * len(places))
+    carried, gather = list[int](), _torch.all_gather_rows  # how many values each carries
+
+    def counted(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        carried.append(own.numel())
+        gather(output, own, group)
+
+    with mock.patch.object(_torch, "all_gather_rows", counted):
+        clip_grad_norm_(laid, 1.0)
+    assert carried == numels
 
 
-def expert_meshes(order: float) -> float:
+def clip_experts(order: float) -> float:
     """Clip parameters of all ranks together with experts, of which each pair of ranks has its own.
 
     The rows of the experts are sharded within a pair, and which experts on the other axis.
@@ -211,10 +203,8 @@ def expert_meshes(order: float) -> float:
         whole = own_gradient((4, 6), index, torch.float64)
         laid.append(nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
         laid[-1].grad = laid[-1].detach().clone()
-        plain.append(nn.Parameter(whole))
-        plain[-1].grad = whole.clone()
-    expected = torch_clip(plain, 1.0, order)
-    total = clip_grad_norm_(laid, 1.0, order)
+        plain.append(with_grad(whole.clone()))
+    expected, total = torch_clip(plain, 1.0, order), clip_grad_norm_(laid, 1.0, order)
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
     for param, reference in zip(laid, plain, strict=True):
         torch.testing.assert_close(full(param.grad), reference.grad, rtol=1e-12, atol=0)
@@ -223,7 +213,7 @@ def expert_meshes(order: float) -> float:
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_a_slice_of_a_mesh_beside_the_whole(order: float) -> None:
-    assert_ranks_agree(run_ranks(expert_meshes, 4, order))
+    assert_ranks_agree(run_ranks(clip_experts, 4, order))
 
 
 # Sharded models ------------------------------------------------------------------------------
@@ -342,9 +332,7 @@ def test_dtypes_are_those_of_torch() -> None:
     ):
         values = [whole.to(dtype) * (1 + 1j if dtype.is_complex else 1) for dtype in dtypes]
         params = [sharded_param(value) for value in values]
-        plain = [nn.Parameter(value.clone()) for value in values]
-        for param, value in zip(plain, values, strict=True):
-            param.grad = value.clone()
+        plain = [with_grad(value.clone()) for value in values]
         wide = [
             with_grad(value.to(torch.promote_types(dtype, torch.float64)))
             for value, dtype in zip(values, dtypes, strict=True)
