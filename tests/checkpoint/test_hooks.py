@@ -133,7 +133,6 @@ def test_modules_that_save_themselves(kept_unsharded: bool) -> None:
 
 @on_ranks(2)
 def test_hooks_run_in_their_order() -> None:
-    """Hooks from before and after sharding run in the order in which they were registered."""
     calls: list[tuple[str, str]] = []
     linear = nn.Linear(3, 4)
 
@@ -197,7 +196,6 @@ def test_hooks_that_make_full_tensors() -> None:
 
 @on_ranks(2)
 def test_parametrizations() -> None:
-    """Parametrized weights are saved by the names that torch gives them."""
     from torch.nn.utils.parametrizations import weight_norm
 
     models = []
@@ -222,7 +220,6 @@ def test_parametrizations() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @on_ranks("num_ranks")
 def test_tied_parameters_that_were_given_back() -> None:
-    """A parameter that an outer group took over is saved and loaded by that one alone."""
     plain = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     plain[1][0].weight = plain[0].weight
     model = copy.deepcopy(plain)

@@ -44,7 +44,6 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 @on_ranks("num_ranks")
 def test_shards_are_pickled(tmp_path: Path, way: dict[str, Any]) -> None:
-    """Save each rank's own shards, model's and optimizer's, and load them into other models."""
     model = sharded_model(0)
     optimizers = OPTIMIZERS["groups"](model)
     train(model, optimizers, 0, 2)
@@ -97,7 +96,6 @@ def test_sizes() -> None:
 @three_ranks
 @on_ranks("num_ranks")
 def test_deep_copies() -> None:
-    """A deep copy of a state stays as it is while the model goes on."""
     plain, model = plain_model(0), sharded_model(0)
     states = []
     for one in (plain, model):

@@ -126,7 +126,6 @@ def test_a_state_dict_is_sharded_and_needs_no_communication() -> None:
 @three_ranks
 @on_ranks("num_ranks")
 def test_a_state_that_is_held_follows_the_model() -> None:
-    """A state that is held follows the model in place, as that of an unsharded model does."""
     plain, model = plain_model(0), sharded_model(0)
     states = []
     for one in (plain, model):
@@ -185,7 +184,6 @@ def test_load_state_dict(num_ranks: int, assign: bool, kind: str) -> None:
 @both_ways
 @on_ranks(2)
 def test_what_does_not_fit_is_said_as_torch_says_it(assign: bool) -> None:
-    """What is said of states that do not fit is what an unsharded model says."""
     changes: list[Callable[[State], object]] = [
         lambda state: state.pop("first.weight"),
         lambda state: state.update(other=torch.ones(1)),
@@ -220,7 +218,6 @@ def test_what_does_not_fit_is_said_as_torch_says_it(assign: bool) -> None:
 @pytest.mark.parametrize("name", ["tied.weight", "head.weight"])
 @on_ranks(2)
 def test_one_name_of_a_tied_weight_is_enough(name: str, assign: bool) -> None:
-    """A checkpoint with either name alone fills the parameter, which stays tied."""
     model = sharded_model(0)
     value = torch.arange(24.0, dtype=torch.float64).view(4, 6)
     for state in ({name: value}, {name: 2 * value}):
@@ -337,7 +334,6 @@ def test_loading_between_forward_and_backward(assign: bool, reshard_after_forwar
 @pytest.mark.parametrize(("num_ranks", "when"), [(1, "forward"), (2, "forward"), (2, "backward")])
 @on_ranks("num_ranks")
 def test_loading_in_the_middle_is_refused(when: str) -> None:
-    """Load from a hook that runs in the middle of a forward or a backward."""
     model, plain = sharded_model(0), plain_model(0)
     state = plain_model(1).state_dict()
     if when == "forward":
@@ -434,7 +430,6 @@ def test_optimizers(make: str) -> None:
 @both_ways
 @on_ranks(2)
 def test_channels_last_and_offloaded(assign: bool) -> None:
-    """Parameters in another order of memory are saved and loaded by their rows."""
     models = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -459,7 +454,6 @@ def test_channels_last_and_offloaded(assign: bool) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @on_ranks("num_ranks")
 def test_full_tensors_are_not_shared() -> None:
-    """Full tensors that were loaded do not follow the model, nor the model them."""
     for assign in (False, True):
         model, state = sharded_model(0), plain_model(1).state_dict()
         expected = copy.deepcopy(state)
@@ -474,7 +468,6 @@ def test_full_tensors_are_not_shared() -> None:
 
 @on_ranks(2)
 def test_after_an_interrupt() -> None:
-    """After Ctrl-C in a forward, a checkpoint can be taken, the optimizer's included."""
     states = []
     for one in (plain_model(0), sharded_model(0)):
         optimizers = OPTIMIZERS["adam-foreach"](one)
@@ -491,7 +484,6 @@ def test_after_an_interrupt() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @on_ranks("num_ranks")
 def test_the_state_of_a_copied_model() -> None:
-    """The state of a deep copy is its own: loading it leaves the original as it is."""
     model, other = sharded_model(0), plain_model(1)
     before, expected = model.state_dict(), evaluate(model)
     evaluate_and_keep(model)
@@ -519,7 +511,6 @@ def test_the_state_of_a_copied_model() -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_a_rank_may_take_its_state_alone(reshard: bool) -> None:
-    """The first rank looks at its state between forwards, and between forward and backward."""
     model: Any = fully_shard(nn.Linear(4, 4), reshard_after_forward=reshard)
     with record_events(model, "all_gather") as gathers:
         for _ in range(2):
@@ -566,7 +557,6 @@ def test_a_scalar_may_come_as_one_element(assign: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks("ranks")
 def test_the_full_optimizer_state_of_a_scalar_is_loaded() -> None:
-    """Train, load the full optimizer state into another, train both on."""
     torch.manual_seed(0)
     model = fully_shard(Scaled())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

@@ -139,7 +139,6 @@ def test_checkpoints_are_those_of_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @on_ranks("num_ranks")
 def test_a_state_is_read_in_place(tmp_path: Path) -> None:
-    """Go back to a checkpoint in the middle of training, in place, and train the same again."""
     model, optimizers = new(0, 7, "groups")
     train(model, optimizers, 0, 1)
     saved = {"model": model.state_dict()}
@@ -155,9 +154,6 @@ def test_a_state_is_read_in_place(tmp_path: Path) -> None:
     plain, _ = new(1, 7, "groups", sharded=False)
     plain.load_state_dict(before["model"])
     assert torch.equal(out, plain(torch.ones(3, 4, dtype=torch.float64)))
-
-
-# In the background, while training goes on --------------------------------------------------------
 
 
 def saved_beside_training(folder: Path, stager: str) -> State:

@@ -213,7 +213,6 @@ def test_without_frozen_parameters(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
 @on_ranks("num_ranks")
 def test_a_model_on_the_meta_device(options: dict[str, Any]) -> None:
-    """Fill a model that has no memory yet from full tensors; then its optimizer; train on."""
     plain, plain_optimizers = source(None, "adam-foreach")
     expected = get_state_dict(plain, plain_optimizers)
     states = copy.deepcopy(expected)  # assigned buffers and step counts would be shared
@@ -286,7 +285,6 @@ def test_modules_that_rename_their_state(options: dict[str, Any], method: str) -
 @pytest.mark.parametrize("keep_prefixes", [False, True])
 @on_ranks("num_ranks")
 def test_submodules(keep_prefixes: bool) -> None:
-    """A state of one submodule goes to that submodule of another model."""
     model, _ = source(fully_shard, "adam-foreach")
     target, _ = other(fully_shard, "adam-foreach")
     before = {name: full(t).clone() for name, t in target.state_dict().items() if name != EXTRA}
@@ -341,7 +339,6 @@ def dtensors(state: Any) -> list[DTensor]:
 @pytest.mark.parametrize("options", GOT_BY.values(), ids=list(GOT_BY))
 @on_ranks("num_ranks")
 def test_options_of_getting(options: dict[str, Any]) -> None:
-    """Get the three states of the three models after two steps of training."""
     states = []
     for model in three_models():
         optimizers = OPTIMIZERS["adam-foreach"](model)

@@ -129,7 +129,6 @@ def of_state(state: State, kind: str) -> State:
 @all_ranks
 @on_ranks("num_ranks")
 def test_distributed_checkpoints(tmp_path: Path) -> None:
-    """Save and load with ``torch.distributed.checkpoint``, optimizer and all; train on."""
     with two_tensor_hooks():
         source = sharded_model(0)
         optimizer = adam(source)

@@ -217,7 +217,6 @@ def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
 
 @on_ranks(2)
 def test_names_in_torch_distributed_checkpoint() -> None:
-    """The functions of torch.distributed.checkpoint see the names of the plain model."""
     model, optimizer, reference, plain_optimizer = trained()
     root, around = nn.Sequential(model), nn.Sequential(reference)
     for ours, theirs in ((model, reference), (root, around)):

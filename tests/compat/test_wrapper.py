@@ -6,6 +6,7 @@ import copy
 import io
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,6 @@ from seeds.models import (
     average_gradients,
     full,
     nested,
-    on_all,
     transformer,
     two_of,
     wrap_nested,
@@ -77,51 +77,36 @@ def train_as_plain(make: Callable[[nn.Module], Any]) -> Any:
     return model
 
 
-def wrapped(**kwargs: Any) -> Callable[[nn.Module], Any]:
-    return lambda module: FSDP(module, device_id=CPU, **kwargs)
-
-
-def four_ranks() -> list[tuple[Any, ...]]:
-    """Return placements and ranks for each way to say which ranks there are."""
+@on_ranks(4)
+def test_the_ranks_may_be_said_in_many_ways() -> None:
     rank, world = dist.get_rank(), dist.group.WORLD
-    square = init_device_mesh("cpu", (2, 2))
+    square, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
     pair = (named.get_group("ranks"), named.get_group("nodes"))
     everything = ModuleWrapPolicy({nn.Linear})
-    seen = []
-    for kwargs in (
-        {},
-        {"process_group": world, "sharding_strategy": SHARD_GRAD_OP},
-        {"device_mesh": init_device_mesh("cpu", (4,)), "auto_wrap_policy": everything},
-        {"device_mesh": init_device_mesh("cpu", (4,)), "sharding_strategy": NO_SHARD},
-        {"sharding_strategy": NO_SHARD, "auto_wrap_policy": everything},
-        {"process_group": pair, "sharding_strategy": HYBRID_SHARD},
-        {"device_mesh": square, "sharding_strategy": HYBRID_SHARD},
-        {
-            "device_mesh": named,
-            "sharding_strategy": HYBRID_SHARD,
-            "auto_wrap_policy": everything,
-        },
-    ):
-        model = train_as_plain(wrapped(**kwargs))
-        param = next(model.parameters())
-        assert (model.world_size, model.rank) == (
-            (2, rank % 2) if model.sharding_strategy is HYBRID_SHARD else (4, rank)
-        )
-        seen.append((param.placements, param.device_mesh.shape, param.to_local().shape[0]))
-    return seen
-
-
-def test_the_ranks_may_be_said_in_many_ways() -> None:
-    flat = ((Shard(0),), (4,), 2)
-    replicated = ((Replicate(),), (4,), 6)
+    flat, replicated = ((Shard(0),), (4,), 2), ((Replicate(),), (4,), 6)
     hybrid = ((Replicate(), Shard(0)), (2, 2), 3)
-    assert on_all(four_ranks, 4) == [flat] * 3 + [replicated] * 2 + [hybrid] * 3
+    ways: list[tuple[Any, ShardingStrategy, dict[str, Any]]] = [
+        (flat, FULL_SHARD, {}),
+        (flat, SHARD_GRAD_OP, {"process_group": world}),
+        (flat, FULL_SHARD, {"device_mesh": line, "auto_wrap_policy": everything}),
+        (replicated, NO_SHARD, {"device_mesh": line}),
+        (replicated, NO_SHARD, {"auto_wrap_policy": everything}),
+        (hybrid, HYBRID_SHARD, {"process_group": pair}),
+        (hybrid, HYBRID_SHARD, {"device_mesh": square}),
+        (hybrid, HYBRID_SHARD, {"device_mesh": named, "auto_wrap_policy": everything}),
+    ]
+    for expected, strategy, kwargs in ways:
+        model = train_as_plain(partial(FSDP, sharding_strategy=strategy, device_id=CPU, **kwargs))
+        param = next(model.parameters())
+        ranks = (2, rank % 2) if strategy is HYBRID_SHARD else (4, rank)
+        assert (model.world_size, model.rank) == ranks
+        got = (param.placements, param.device_mesh.shape, param.to_local().shape[0])
+        assert got == expected
 
 
 @on_ranks(4)
 def test_a_part_of_the_ranks() -> None:
-    """Two wrapped models, each over a pair of ranks."""
     pairs, half = [dist.new_group([0, 1]), dist.new_group([2, 3])], dist.get_rank() // 2
     model, reference = FSDP(mlp(), process_group=pairs[half], device_id=CPU), mlp()
     for either in (model, reference):
@@ -229,7 +214,6 @@ def test_apply_sees_full_parameters() -> None:
 
 @on_ranks(2)
 def test_full_parameters_for_a_while() -> None:
-    """Edit full parameters of one wrapper and of all, with their gradients."""
     model = wrap_nested(nested(), device_id=CPU)
     model(*model.module.get_input(CPU)).sum().backward()
     inner = model.module.module[1]
@@ -398,51 +382,47 @@ class Noting(nn.Module):
         return out
 
 
-def cast_inputs(root: bool, below: bool) -> list[list[torch.dtype]]:
-    """An outer model in bfloat16 whose inner layer is in float64."""
-    outer = MixedPrecision(BF16, cast_root_forward_inputs=root)
-    inner = MixedPrecision(torch.float64, cast_forward_inputs=below)
-    first, second = Noting(nn.Linear(4, 4)), Noting(nn.Linear(4, 4))
-    model = FSDP(
-        nn.Sequential(first, FSDP(second, mixed_precision=inner, device_id=CPU)),
-        mixed_precision=outer,
-        device_id=CPU,
-    )
-    with mock.patch.object(nn.Linear, "forward", lambda self, x: x @ self.weight.to(x.dtype)):
-        model(torch.ones(2, 4))
-    return [first.seen, second.seen]
-
-
+@on_ranks(2)
 def test_who_casts_inputs() -> None:
+    """An outer model in bfloat16 whose inner layer is in float64."""
     single, double = torch.float32, torch.float64
-    assert on_all(cast_inputs, 2, True, True) == [[BF16] * 3, [double] * 3]
-    assert on_all(cast_inputs, 2, True, False) == [[BF16] * 3, [BF16, double, BF16]]
-    assert on_all(cast_inputs, 2, False, False) == [
-        [single, BF16, single],
-        [single, double, single],
-    ]
+    for root, below, outer, inner in (
+        (True, True, [BF16] * 3, [double] * 3),
+        (True, False, [BF16] * 3, [BF16, double, BF16]),
+        (False, False, [single, BF16, single], [single, double, single]),
+    ):
+        first, second = Noting(nn.Linear(4, 4)), Noting(nn.Linear(4, 4))
+        precision = MixedPrecision(double, cast_forward_inputs=below)
+        model = FSDP(
+            nn.Sequential(first, FSDP(second, mixed_precision=precision, device_id=CPU)),
+            mixed_precision=MixedPrecision(BF16, cast_root_forward_inputs=root),
+            device_id=CPU,
+        )
+        with mock.patch.object(nn.Linear, "forward", lambda self, x: x @ self.weight.to(x.dtype)):
+            model(torch.ones(2, 4))
+        assert (first.seen, second.seen) == (outer, inner)
 
 
-def exempted(policy: Any, classes: tuple[type[nn.Module], ...]) -> list[list[torch.dtype]]:
-    norm = Noting(nn.LayerNorm(4))
-    model = FSDP(
-        nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4)),
-        auto_wrap_policy=policy,
-        mixed_precision=MixedPrecision(BF16, _module_classes_to_ignore=classes),
-        device_id=CPU,
-    )
-    out = model(torch.ones(2, 4))
-    out.sum().backward()
-    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
-    return [norm.seen, [out.dtype]]
-
-
+@on_ranks(2)
 def test_exempt_modules_compute_in_their_own_precision() -> None:
-    low, own = [[BF16] * 3, [BF16]], [[BF16, torch.float32, BF16], [BF16]]
+    low, own = [BF16] * 3, [BF16, torch.float32, BF16]
     policy = ModuleWrapPolicy({nn.Embedding})
-    assert on_all(exempted, 2, policy, ()) == low
-    assert on_all(exempted, 2, None, (nn.LayerNorm,)) == low
-    assert on_all(exempted, 2, policy, (nn.LayerNorm,)) == own
+    for used, classes, seen in (
+        (policy, (), low),
+        (None, (nn.LayerNorm,), low),
+        (policy, (nn.LayerNorm,), own),
+    ):
+        norm = Noting(nn.LayerNorm(4))
+        model = FSDP(
+            nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4)),
+            auto_wrap_policy=used,
+            mixed_precision=MixedPrecision(BF16, _module_classes_to_ignore=classes),
+            device_id=CPU,
+        )
+        out = model(torch.ones(2, 4))
+        out.sum().backward()
+        assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
+        assert (norm.seen, out.dtype) == (seen, BF16)
 
 
 @on_ranks(2)

@@ -46,9 +46,6 @@ def unlike(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> lis
     return differences(got, wanted)
 
 
-# Placements -------------------------------------------------------------------------------------
-
-
 @pytest.mark.brief(4)
 @pytest.mark.parametrize("hidden", [10, 8])
 @pytest.mark.parametrize("name", CASES)
@@ -117,9 +114,6 @@ def test_what_ranks_hold_in_several_boxes() -> None:
             for box, within in parts.boxes(param, coordinate):
                 said[within] = numbers[box]
             assert torch.equal(said, held)
-
-
-# Kinds of tensors -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offloads", [False, True])
@@ -212,9 +206,6 @@ def test_tensor_subclasses_in_their_own_form_or_plain() -> None:
     assert torch.equal(made, halves.a - halves.b)
 
 
-# Collectives ------------------------------------------------------------------------------------
-
-
 def launched(dtype: torch.dtype | None, rank0_only: bool) -> Counted:
     layers = [nn.Linear(16, 16, bias=False) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(64, 1024, bias=False))
@@ -251,12 +242,8 @@ def test_quantized_weights_of_torchao_are_made_plain(name: str) -> None:
     assert type(made) is torch.Tensor and torch.equal(made, wanted.bfloat16())
 
 
-# Ranks ------------------------------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_two_models_at_the_same_time(tmp_path: Path) -> None:
-    """Stream and save two models at the same time, each over two ranks."""
     stage = dist.get_rank() // 2
     group, _ = dist.new_subgroups(2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]

@@ -105,9 +105,6 @@ def test_dtypes_of_the_model_and_of_the_file(tmp_path: Path) -> None:
     assert torch.equal(saved["weight"], layer.weight.detach().bfloat16().double())
 
 
-# Tied -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("under", ["first", "last", "all"])
 @pytest.mark.parametrize("is_meta", [False, True])
 def test_tied_weights_under_one_name_or_all(tmp_path: Path, is_meta: bool, under: str) -> None:
@@ -186,9 +183,6 @@ def test_without_strict_the_last_of_tied_names_counts(tmp_path: Path) -> None:
         assert torch.equal(got, torch.ones(2, 2))
 
 
-# What is not sharded by us ----------------------------------------------------------------------
-
-
 def test_a_model_without_ranks_and_without_shards(tmp_path: Path) -> None:
     whole, model = kinds(1), kinds(2)
     save_full(whole, tmp_path / "x.safetensors")
@@ -257,9 +251,6 @@ def test_wrappers_do_not_appear_in_names(tmp_path: Path) -> None:
 
     run_threads(check, 2)
     assert differences(load_file(tmp_path / "y.safetensors"), whole.state_dict()) == []
-
-
-# Names ------------------------------------------------------------------------------------------
 
 
 def test_names_that_are_mapped(tmp_path: Path) -> None:

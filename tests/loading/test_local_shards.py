@@ -30,8 +30,6 @@ from composable_shard.testing import run_ranks, run_threads
 from loading.comparing import differences
 from loading.kinds import Tied, in_turns
 
-# Boxes ------------------------------------------------------------------------------------------
-
 
 def assert_put_together(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
     """Let each rank write what it holds; assert that all is whole then."""
@@ -85,8 +83,6 @@ def test_shards_lie_in_the_memory_of_the_model_and_what_is_tied_comes_once() -> 
     names = [shard.name for shard in local_shards(Tied())]
     assert names == ["scale", "embed.weight", "block.weight", "block.bias"]
 
-
-# Changes ----------------------------------------------------------------------------------------
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running"]
 Act = Callable[[nn.Module, Path], object]

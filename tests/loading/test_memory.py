@@ -45,9 +45,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# What is read -----------------------------------------------------------------------------------
-
-
 class CountingFile:
     """A file that counts the bytes that are taken of it; of whole tensors only facts are known."""
 
@@ -86,9 +83,6 @@ def test_each_rank_reads_its_slices_and_no_more(file: Path, dim: int) -> None:
     with mock.patch.object(safetensors, "safe_open", counting):
         load_sharded(build(True, dim), file)
     assert num_bytes == [TENSOR_NBYTES // 2] * NUM_TENSORS
-
-
-# What is held -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -133,9 +133,6 @@ def assert_trains_as(
                 torch.testing.assert_close(whole(param, inner), expected)
 
 
-# The tests of the document --------------------------------------------------------------------
-
-
 def train_parity(model: nn.Sequential, reshard_after_forward: bool, device: str) -> None:
     case = TestCase()
     model = copy.deepcopy(model).to(device)

@@ -235,7 +235,6 @@ def test_events_are_those_of_a_forward() -> None:
 @pytest.mark.parametrize("grad", [True, False])
 @on_ranks(2)
 def test_after_an_exception_the_next_iteration_is_right(error: BaseException, grad: bool) -> None:
-    """A method that raised leaves what a forward that raised leaves: a model that goes on."""
     reference, model = pair()
     for use in (USES["encode"], USES["encode and decode"]):
         model.fail = error
@@ -325,7 +324,6 @@ def _delegating(inner: nn.Module) -> Any:
 
 @on_ranks(2)
 def test_a_deep_copy_is_bound_to_the_copy() -> None:
-    """A deep copy of the method belongs to the copy of its module."""
     _, model = pair()
     other = shard_encoder(Encoder())
     copied = copy.deepcopy(model.encode, {id(model): other})

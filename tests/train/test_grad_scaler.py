@@ -153,7 +153,6 @@ FP16 = torch.float16
 
 @on_ranks(2)
 def test_unscaled_gradients_can_be_clipped() -> None:
-    """Unscale, clip by norm, then step: the norm is that of the true gradients."""
     reference, model = two_nets()
     scaler, (optimizer,), (other,) = our_scaler(init_scale=1024.0), sgd(model), sgd(reference)
     scaled_backward(scaler, model, 0)
@@ -469,7 +468,6 @@ def test_a_sparse_gradient_that_overflows_when_it_is_coalesced() -> None:
 @pytest.mark.parametrize("faulty", [1, 2])
 @on_ranks(2)
 def test_sparse_gradients_beside_sharded_ones(faulty: int) -> None:
-    """Plain sparse gradients beside sharded dense ones, one of them not finite on one rank."""
     torch.manual_seed(0)
     embedding, head = nn.Embedding(5, 4, sparse=True), fully_shard(nn.Linear(4, 2))
     optimizer = torch.optim.SGD([*embedding.parameters(), *head.parameters()], lr=0.5)
@@ -538,18 +536,6 @@ def test_scaling_dtensors() -> None:
     assert losses == [12.0, 24.0]
 
 
-NOT_SCALED = "Expected outputs to be tensors or containers of tensors, got {}: {}"
-
-
-@pytest.mark.parametrize("outputs", [None, 1.0, "loss", [torch.ones(()), 2], {"loss": None}])
-def test_what_cannot_be_scaled(outputs: Any) -> None:
-    culprit = outputs[1] if isinstance(outputs, list) else outputs
-    culprit = culprit["loss"] if isinstance(culprit, dict) else culprit
-    with pytest.raises(TypeError) as caught:
-        our_scaler().scale(outputs)
-    assert str(caught.value) == NOT_SCALED.format(type(culprit).__name__, repr(culprit))
-
-
 # The scaler itself ----------------------------------------------------------------------------
 
 
@@ -597,26 +583,27 @@ def test_names_order_and_defaults_of_arguments_are_those_of_torch() -> None:
     assert scaler.is_enabled()
 
 
-RANGES = [
-    ("init_scale", 0.0, "Expected init_scale above 0, got 0.0"),
-    ("backoff_factor", 1.0, "Expected backoff_factor between 0 and 1, got 1.0"),
-    ("growth_factor", 1.0, "Expected growth_factor above 1, got 1.0"),
-    ("growth_interval", 0, "Expected growth_interval of at least 1, got 0"),
-]
+NOT_SCALED = "TypeError: Expected outputs to be tensors or containers of tensors, got {}: {}"
+REFUSED: dict[str, Callable[[], object]] = {
+    "ValueError: Expected init_scale above 0, got 0.0": lambda: our_scaler(init_scale=0.0),
+    "ValueError: Expected backoff_factor between 0 and 1, got 1.0": (
+        lambda: our_scaler(backoff_factor=1.0)
+    ),
+    "ValueError: Expected growth_factor above 1, got 1.0": lambda: our_scaler(growth_factor=1.0),
+    "ValueError: Expected growth_interval of at least 1, got 0": (
+        lambda: our_scaler(growth_interval=0)
+    ),
+    "TypeError: Expected process_group to be a ProcessGroup that this rank is in, got int: "
+    f"{dist.GroupMember.NON_GROUP_MEMBER}": lambda: our_scaler(process_group=dist.new_group([0])),
+    NOT_SCALED.format("float", 1.0): lambda: our_scaler().scale(1.0),
+    NOT_SCALED.format("str", "'loss'"): lambda: our_scaler().scale("loss"),
+    NOT_SCALED.format("int", 2): lambda: our_scaler().scale([torch.ones(()), 2]),
+    NOT_SCALED.format("NoneType", None): lambda: our_scaler().scale({"loss": None}),
+}
 
 
-@pytest.mark.parametrize(("name", "value", "text"), RANGES)
-def test_arguments_out_of_range(name: str, value: float, text: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        our_scaler(**{name: value})
-    assert str(caught.value) == text
-
-
-def test_a_group_that_this_rank_is_not_in() -> None:
-    text = (
-        "Expected process_group to be a ProcessGroup that this rank is in, got int: "
-        f"{dist.GroupMember.NON_GROUP_MEMBER}"
-    )
-    with fake_ranks(2, rank=1), pytest.raises(TypeError) as caught:
-        our_scaler(process_group=dist.new_group([0]))
-    assert str(caught.value) == text
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_refused(text: str) -> None:
+    with fake_ranks(2, rank=1), pytest.raises((TypeError, ValueError)) as caught:
+        REFUSED[text]()
+    assert f"{type(caught.value).__name__}: {caught.value}" == text

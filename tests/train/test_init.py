@@ -148,9 +148,6 @@ def test_values_are_those_of_the_unsharded_model(
     assert model.embed.weight is model.head.weight
 
 
-# What ranks fill by themselves --------------------------------------------------------------------
-
-
 def ones(module: nn.Module) -> None:
     for param in module.parameters(recurse=False):
         nn.init.ones_(param)
@@ -169,7 +166,6 @@ SAME = (
 def test_shards_that_are_filled_alike_are_warned_of(
     seeds: tuple[int, int], how: Any, expected: list[str]
 ) -> None:
-    """Initialize shards by themselves, then run two forwards."""
     for dtype in (torch.float32, torch.bfloat16):
         with torch.device("meta"):
             model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6)).to(dtype)
@@ -182,9 +178,6 @@ def test_shards_that_are_filled_alike_are_warned_of(
             for _ in range(2):
                 model(own_input().to(dtype))
         assert [str(warning.message) for warning in caught] == expected
-
-
-# Errors -------------------------------------------------------------------------------------------
 
 
 def attention() -> nn.Module:

@@ -260,7 +260,6 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
 @pytest.mark.parametrize("kind", ["stock", "flat", "layouts", "offloaded", "held", "unsynced"])
 @on_ranks(2, timeout=60.0)
 def test_parking_frees_exactly_what_explain_names(kind: str) -> None:
-    """At every moment of a step."""
     kwargs = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if kind == "offloaded" else {}
     model, _ = sharded_pair(**kwargs)
     optimizer = OPTIMIZERS.get(kind, stock)(model)

@@ -150,7 +150,6 @@ def test_within_a_process_group() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks("num_ranks")
 def test_training_from_the_values_of_one_rank(on_meta: bool) -> None:
-    """Shard after synchronizing: training is that of the model of rank 0."""
     reference = own_values(Net, 0)
     if on_meta and dist.get_rank() > 0:
         with torch.device("meta"):
@@ -207,8 +206,6 @@ def test_replicas_of_shards() -> None:
     got = [param.to_local().tolist() for param in module.parameters()]
     assert got == [shard, [0.0, 1.0, 2.0, 3.0]]
 
-
-# Errors --------------------------------------------------------------------------------------
 
 SHARDED = (
     "Expected FSDPNet before it is sharded, got 'inp.weight' sharded on rank 0; call "

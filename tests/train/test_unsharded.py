@@ -178,7 +178,6 @@ def test_a_part_of_a_group_of_several_modules() -> None:
 
 @on_ranks(2)
 def test_parameters_replaced_within() -> None:
-    """Register another parameter, and take one away."""
     reference, model = two_nets(1)
     weight, bias = model.inp.weight, model.inp.bias
     with unsharded(model):
@@ -422,7 +421,6 @@ def test_events_around_it() -> None:
 
 @on_ranks(2)
 def test_a_look_between_forward_and_backward() -> None:
-    """A look between forward and backward changes nothing, so backward is as it was."""
     reference, model = two_nets()
     loss = model(own_input()).square().sum()
     with unsharded(model):
