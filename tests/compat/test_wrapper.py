@@ -48,6 +48,18 @@ NO_SHARD, HYBRID_SHARD = ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHAR
 BF16 = torch.bfloat16
 
 
+def assert_same_backward(model: nn.Module, reference: nn.Module, *batch: torch.Tensor) -> None:
+    """Run both on this rank's batch; compare the gradients of all ranks."""
+    for either in (model, reference):
+        either(*batch).square().sum().backward()
+    average_gradients(reference)
+    assert_same_gradients(model, reference)
+
+
+def of_rank(*shape: int) -> torch.Tensor:
+    return torch.full(shape, dist.get_rank() + 1.0)
+
+
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -66,10 +78,7 @@ def train_as_plain(make: Callable[[nn.Module], Any]) -> Any:
     for step in range(3):
         seed = 100 * step + dist.get_rank()
         batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
-        for either in (model, reference):
-            either(batch).square().sum().backward()
-        average_gradients(reference)
-        assert_same_gradients(model, reference)
+        assert_same_backward(model, reference, batch)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -261,9 +270,8 @@ def test_activation_checkpoints(inside: bool) -> None:
 
     plain, reference = two_of(mlp())
     model = wrap(plain)
-    batch = torch.full((2, 4), dist.get_rank() + 1.0)
     for either in (model, reference):
-        either(batch).square().sum().backward()
+        either(of_rank(2, 4)).square().sum().backward()
     average_gradients(reference)
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), expected.grad)
@@ -281,18 +289,6 @@ class Vocabulary(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.body(self.embed(x)))
-
-
-@on_ranks(2)
-def test_parameters_tied_across_wrappers() -> None:
-    plain, reference = two_of(Vocabulary())
-    model = FSDP(plain, auto_wrap_policy=always_wrap_policy, device_id=CPU)
-    assert len(FSDP.fsdp_modules(model)) == 4
-    batch = torch.arange(3) + dist.get_rank()
-    for either in (model, reference):
-        either(batch).square().sum().backward()
-    average_gradients(reference)
-    assert_same_gradients(model, reference)
 
 
 @on_ranks(2)
@@ -326,15 +322,12 @@ def test_a_container_of_modules_that_are_sharded() -> None:
     plain.layers = FSDP(plain.layers, device_id=CPU)
     assert plain.layers.process_group is dist.group.WORLD
     assert len(plain.layers.fsdp_groups()) == 3
-    batch = torch.full((2, 4), dist.get_rank() + 1.0)
+    batch = of_rank(2, 4)
     with plain.layers.no_sync():
         plain(batch).square().sum().backward()
     assert all(param.grad.placements[0].is_partial() for param in plain.parameters())
-    plain(batch).square().sum().backward()
-    for _ in range(2):
-        reference(batch).square().sum().backward()
-    average_gradients(reference)
-    assert_same_gradients(plain, reference)
+    reference(batch).square().sum().backward()
+    assert_same_backward(plain, reference, batch)
 
 
 @pytest.mark.parametrize("pickles", [False, True])
@@ -357,11 +350,7 @@ def test_copies_of_wrappers_that_were_given_process_groups(pickles: bool) -> Non
     else:
         model = copy.deepcopy(model)
     assert model.fsdp_choices.use_orig_params
-    batch = torch.full((2, 4), dist.get_rank() + 1.0)
-    for either in (model, reference):
-        either(batch).square().sum().backward()
-    average_gradients(reference)
-    assert_same_gradients(model, reference)
+    assert_same_backward(model, reference, of_rank(2, 4))
 
 
 # Precision --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from composable_shard.train.parking import parked
 
 MiB = 2**20
 
@@ -124,3 +127,8 @@ def _unnamed(state: dict[str, Any], suffix: str) -> dict[str, Any]:
         key.removesuffix(suffix): _unnamed(value, suffix) if isinstance(value, dict) else value
         for key, value in state.items()
     }
+
+
+def as_device() -> Any:
+    """Take all memory for that of a device."""
+    return mock.patch.object(parked, "_is_on_device", lambda _: True)

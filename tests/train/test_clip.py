@@ -11,8 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from nets import Net, full, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch import nn
@@ -20,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
-from training.cases import reproducible
 
 from composable_shard import ShardError, _torch, clip_grad_norm_
 from composable_shard.testing import RankError, run_ranks
@@ -140,21 +137,6 @@ SHAPES += [(8, 2), (4, 2), (5, 5)]
 @pytest.mark.parametrize("order", ORDERS)
 def test_any_mix_of_meshes_and_placements(order: float) -> None:
     assert_ranks_agree(run_ranks(clip_both, 4, PLACES, SHAPES, order))
-
-
-shapes_and_places = st.lists(
-    st.tuples(st.sampled_from(PLACES), st.tuples(st.integers(1, 9), st.integers(1, 5))),
-    min_size=1,
-    max_size=6,
-)
-
-
-@pytest.mark.matrix
-@reproducible(12)
-@given(shapes_and_places, st.sampled_from(ORDERS))
-def test_generated_gradients(drawn: list[tuple[Place, tuple[int, int]]], order: float) -> None:
-    places, shapes = [place for place, _ in drawn], [shape for _, shape in drawn]
-    assert_ranks_agree(run_ranks(clip_both, 4, places, shapes, order))
 
 
 # What is communicated ------------------------------------------------------------------------

@@ -39,8 +39,7 @@ from composable_shard.testing import RankError, run_ranks
 from composable_shard.train.moving import cargo
 from composable_shard.train.moving.ground import Cut, Ground
 from composable_shard.train.moving.plan import COPIES_SENT, Piece, cut_box, pieces_of, rounds_of
-from train.as_device import as_device
-from train.moved import assert_same_bits, from_disk, is_in, on_mesh, values
+from train.moved import as_device, assert_same_bits, from_disk, is_in, on_mesh, values
 
 # PURE ---------------------------------------------------------------------------------------------
 

@@ -162,21 +162,6 @@ def test_which_modules_are_opened() -> None:
 
 
 @on_ranks(2)
-def test_a_part_of_a_group_of_several_modules() -> None:
-    torch.manual_seed(1)
-    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model = copy.deepcopy(reference)
-    fully_shard([model[0], model[1]])
-    fully_shard(model)
-    with unsharded(model[0], recurse=False), torch.no_grad():
-        assert [isinstance(layer.weight, DTensor) for layer in model] == [False, True, True]
-        model[0].weight.fill_(2)
-    reference[0].weight.data.fill_(2)
-    assert_sharded(model, reference)
-    assert torch.equal(model(torch.ones(1, 4)), reference(torch.ones(1, 4)))
-
-
-@on_ranks(2)
 def test_parameters_replaced_within() -> None:
     reference, model = two_nets(1)
     weight, bias = model.inp.weight, model.inp.bias
