@@ -102,7 +102,9 @@ def test_full_states_are_those_of_the_plain_model(strategy: ShardingStrategy) ->
     ]
 
 
-def there_and_back(kind: StateDictType, policies: tuple[Any, Any]) -> None:
+def there_and_back(
+    kind: StateDictType, policies: tuple[Any, Any], loads: StateDictType | None = None
+) -> None:
     """Save from one way of wrapping, load into another; local shards need the same one."""
     model, optimizer, _, _ = trained(policies[0])
     with FSDP.state_dict_type(model, kind):
@@ -121,13 +123,10 @@ def there_and_back(kind: StateDictType, policies: tuple[Any, Any]) -> None:
             assert type(moment) is (DTensor if isinstance(value, DTensor) else torch.Tensor)
             assert moment.shape == value.shape
     other = FSDP(Net(), auto_wrap_policy=policies[1], device_id=CPU)
-    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
-    names = {id(p): n for n, p in model.named_parameters()}
     own = dict(other.named_parameters())
-    for group in groups:
-        group["params"] = [own[names[id(p)]] for p in group["params"]]
-    loaded = torch.optim.Adam(groups)
-    with FSDP.state_dict_type(other, kind):
+    groups = [[own[name] for name in group["params"]] for group in named["param_groups"]]
+    loaded = torch.optim.Adam([{"params": group} for group in groups])
+    with FSDP.state_dict_type(other, loads or kind):
         result = other.load_state_dict(states)
         assert (result.missing_keys, result.unexpected_keys) == ([], [])
         FSDP.optim_state_dict_to_load(other, loaded, named, load_directly=True)
@@ -151,6 +150,9 @@ def test_what_is_saved_loads(kind: StateDictType, num_ranks: int) -> None:
     run_ranks(there_and_back, num_ranks, kind, (always_wrap_policy, None))
     if num_ranks == 2:
         run_ranks(there_and_back, 2, kind, (None, ModuleWrapPolicy({nn.Sequential})))
+    if kind is StateDictType.FULL_STATE_DICT:  # full tensors are loaded whatever the type
+        policies = (always_wrap_policy, always_wrap_policy)
+        run_ranks(there_and_back, num_ranks, kind, policies, StateDictType.LOCAL_STATE_DICT)
 
 
 @on_ranks(2)
@@ -335,26 +337,6 @@ def test_shards_of_other_ranks_are_refused() -> None:
             "states",
         )
     ]
-
-
-@on_ranks(2)
-def test_full_tensors_are_loaded_whatever_the_type() -> None:
-    model, optimizer, _, _ = trained()
-    states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    other = FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU)
-    own = dict(other.named_parameters())
-    loaded = torch.optim.Adam(
-        [{"params": [own[n] for n in group["params"]]} for group in named["param_groups"]]
-    )
-    with FSDP.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
-        other.load_state_dict(states)
-        FSDP.optim_state_dict_to_load(other, loaded, named, load_directly=True)
-    for key, value in other.state_dict().items():
-        same(value, states[key])
-    again = FSDP.optim_state_dict(other, loaded)
-    for name, values in named["state"].items():
-        for key, value in values.items():
-            same(again["state"][name][key], value)
 
 
 # Optimizers that have their states by name, and states without groups ----------------------------

@@ -301,25 +301,6 @@ if __name__ == "__main__":
 """
 
 
-def run_python(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Run another Python in `folder`; return its exit code, output and errors."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "PATH": "",
-            "GLOO_SOCKET_IFNAME": LOOPBACK.get(sys.platform, ""),
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 RANK_SCRIPT = """
 import sys
 import torch.distributed as dist
@@ -332,17 +313,37 @@ dist.destroy_process_group()
 """
 
 
+def run_python(folder: Path, *arguments: str, **variables: str) -> str:
+    """Run another Python in ``folder``; return its output."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "", **variables},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=True,
+    ).stdout
+
+
 @pytest.mark.matrix
 def test_torchrun_runs_it_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANK_SCRIPT)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    code, output, errors = run_python(
-        tmp_path, *launcher, "-m", "composable_shard.run", "script.py", "--steps", "3"
-    )
-    assert code == 0, errors
+    program = ("-m", "composable_shard.run", "script.py", "--steps", "3")
+    loopback = LOOPBACK.get(sys.platform, "")
+    output = run_python(tmp_path, *launcher, *program, GLOO_SOCKET_IFNAME=loopback)
     assert sorted(output.splitlines()) == [
         f"{rank} composable_shard.module ['--steps', '3']" for rank in range(2)
     ]
+
+
+def test_the_sitecustomize_that_is_hidden_runs_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the hidden one')\n")
+    at_start = ROOT / "composable_shard" / "compat" / "torch_dropin" / "at_start"
+    program = "import sys; print('torch' in sys.modules)"
+    output = run_python(tmp_path, "-c", program, PYTHONPATH=f"{at_start}:{tmp_path}")
+    assert output.splitlines() == ["the hidden one", "False"]
 
 
 def test_a_script_and_what_it_spawns_get_ours_without_knowing(
@@ -398,20 +399,6 @@ def test_wrong_arguments(
     printed = capsys.readouterr()
     assert printed.out == (f"{USAGE}\n" if code == 0 else "")
     assert printed.err == (f"{USAGE}\n{text}\n" if code else "")
-
-
-def test_the_sitecustomize_that_is_hidden_runs_too(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('the hidden one')\n")
-    at_start = ROOT / "composable_shard" / "compat" / "torch_dropin" / "at_start"
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; print('torch' in sys.modules)"],
-        env={"PYTHONPATH": f"{at_start}:{tmp_path}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout.splitlines() == ["the hidden one", "False"]
 
 
 def test_a_torch_without_some_of_the_names_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -450,34 +450,27 @@ def test_a_disk_that_fails_on_one_rank_while_it_is_read(
         )
 
 
-def test_a_disk_that_fails_while_it_is_written(tmp_path: Path) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    place, full = tmp_path / "new", "OSError: [Errno 28] No space left on device"
-    for name in ("_sync", "json"):
-        broken = mock.Mock(side_effect=refuse, dumps=refuse)
-        with mock.patch.object(save, name, broken):
-            text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
-        assert text == f"Expected to save '{place}', got on rank 0: {full}"
-        assert list(place.iterdir()) == []
-
-
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_a_disk_that_fails_on_one_of_the_ranks_that_write(tmp_path: Path, rank: int) -> None:
-    write = FileWriter.write
+def test_a_disk_that_fails_while_it_is_written(tmp_path: Path, rank: int) -> None:
+    write, place = FileWriter.write, tmp_path / "new"
 
-    def refuse(*args: Any) -> None:
+    def refuse(*args: Any, **_: object) -> None:
         if dist.get_rank() == rank:
             raise OSError(28, "No space left on device")
         write(*args)
 
-    place = tmp_path / "new"
-    with mock.patch.object(FileWriter, "write", refuse):
-        text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
-    full = "OSError: [Errno 28] No space left on device"
-    assert text == f"Expected to save '{place}', got on rank {rank}: {full}"
-    assert list(place.iterdir()) == []
+    broken = {(FileWriter, "write"): refuse}
+    if rank == 0:
+        broken |= {(save, name): mock.Mock(side_effect=refuse, dumps=refuse) for name in SYNCS}
+    for (owner, name), act in broken.items():
+        with mock.patch.object(owner, name, act):
+            text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
+        full = "OSError: [Errno 28] No space left on device"
+        assert text == f"Expected to save '{place}', got on rank {rank}: {full}"
+        assert list(place.iterdir()) == []
+
+
+SYNCS = ("_sync", "json")
 
 
 @pytest.mark.parametrize("broken", ["all_gather_object", "broadcast_object_list", "broadcast"])
@@ -501,56 +494,39 @@ def test_a_collective_that_fails(whole: Path, broken: str) -> None:
 
 
 def test_arguments_of_iter_full() -> None:
-    def refused(**kwargs: Any) -> tuple[str, str]:
-        return said(lambda: next(iter_full(**{"model": nn.Linear(1, 1), **kwargs})))
-
-    assert refused(bucket_bytes=0) == (
-        "ValueError",
-        "Expected bucket_bytes of at least 1, got 0",
-    )
-    assert refused(tied="last") == (
-        "ValueError",
-        "Expected tied to be one of ('first', 'all'), got 'last'",
-    )
-    assert refused(subclasses=None) == (
-        "ValueError",
-        "Expected subclasses to be 'own', 'plain' or a function, got None",
-    )
-    kind, text = refused(device="gpu")
-    assert kind == "ValueError" and text.startswith("Expected device to be a device, got 'gpu': ")
+    for kwargs, text in (
+        ({"bucket_bytes": 0}, "bucket_bytes of at least 1, got 0"),
+        ({"tied": "last"}, "tied to be one of ('first', 'all'), got 'last'"),
+        ({"subclasses": None}, "subclasses to be 'own', 'plain' or a function, got None"),
+        ({"device": "gpu"}, "device to be a device, got 'gpu': "),
+    ):
+        kind, got = said(lambda kwargs=kwargs: next(iter_full(nn.Linear(1, 1), **kwargs)))
+        assert kind == "ValueError"
+        assert (
+            got.startswith(f"Expected {text}") if "device" in kwargs else got == f"Expected {text}"
+        )
 
 
-WRONG: dict[str, tuple[Callable[[Any, Path], object], str]] = {
-    "save_full": (
-        lambda model, place: save_full(model, place / "new"),
-        "saving '{}/new'",
+WRONG: dict[str, Callable[[Any, Path], object]] = {
+    "saving '{}/new'": lambda model, place: save_full(model, place / "new"),
+    "loading '{}/whole.safetensors'": (
+        lambda model, place: load_sharded(model, place / "whole.safetensors")
     ),
-    "load_sharded": (
-        lambda model, place: load_sharded(model, place / "whole.safetensors"),
-        "loading '{}/whole.safetensors'",
+    "loading '{}/whole.safetensors' by the first": lambda model, place: load_sharded(
+        model, place / "whole.safetensors", broadcast_from_rank0=True
     ),
-    "load_sharded by the first": (
-        lambda model, place: load_sharded(
-            model, place / "whole.safetensors", broadcast_from_rank0=True
-        ),
-        "loading '{}/whole.safetensors'",
-    ),
-    "iter_full": (lambda model, _: list(iter_full(model)), "gathering full weights"),
+    "gathering full weights": lambda model, _: list(iter_full(model)),
 }
 
 
-@pytest.mark.parametrize("call", WRONG)
+@pytest.mark.parametrize("doing", WRONG)
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_one_rank_without_the_model(whole: Path, call: str, rank: int) -> None:
-    do, doing = WRONG[call]
+def test_one_rank_without_the_model(whole: Path, doing: str, rank: int) -> None:
+    do, doing = WRONG[doing], doing.removesuffix(" by the first").format(whole.parent)
     text = all_say(lambda: do(None if dist.get_rank() == rank else linear(), whole.parent))
-    assert text == (
-        f"Expected all ranks to begin {doing.format(whole.parent)}, got on rank {rank}: TypeError: "
-        "Expected model to be an nn.Module, got NoneType: None"
-    )
-    assert all_say(lambda: do(None, whole.parent), kind=TypeError) == (
-        "Expected model to be an nn.Module, got NoneType: None"
-    )
+    wrong = "Expected model to be an nn.Module, got NoneType: None"
+    assert text == f"Expected all ranks to begin {doing}, got on rank {rank}: TypeError: {wrong}"
+    assert all_say(lambda: do(None, whole.parent), kind=TypeError) == wrong
 
 
 def test_what_iter_full_cannot_give() -> None:

@@ -220,89 +220,81 @@ def test_a_rank_without_gradients_skips_too(faulty: int) -> None:
 # Meshes ---------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(4, 8)
-        self.out = nn.Linear(8, 3)
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.tanh(self.inp(x)))
+
+def grid(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
 def tensor_parallel() -> nn.Module:
     """Shard over one axis what is tensor-parallel over the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    model = Experts()
-    parallelize_module(model, mesh["tp"], {"inp": ColwiseParallel(), "out": RowwiseParallel()})
+    mesh, model = grid("shard", "tp"), layers()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["shard"])
 
 
 def own_meshes() -> nn.Module:
     """Shard one layer over all ranks, another over pairs."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = Experts()
-    fully_shard(model.inp, mesh=mesh)
+    model = layers()
+    fully_shard(model[0], mesh=grid("replicate", "shard"))
     return fully_shard(model)
 
 
-def halves() -> nn.Module:
-    """A model of its own on each half of the ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-    return fully_shard(Experts(), mesh=mesh["shard"])
+MESHES: dict[str, Callable[[], nn.Module]] = {
+    "tensor parallel": tensor_parallel,
+    "own meshes": own_meshes,
+    "halves": lambda: fully_shard(layers(), mesh=grid("stage", "shard")["shard"]),
+    "one mesh": lambda: fully_shard(layers()),
+}
+GROUPS: dict[str, Callable[[], dist.ProcessGroup | None]] = {
+    "default": lambda: None,
+    "all": lambda: dist.group.WORLD,
+    "pairs": lambda: dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0],
+    "crossing": lambda: dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0],
+}
 
 
-MESHES = [tensor_parallel, own_meshes, halves, lambda: fully_shard(Experts())]
-KINDS = ["tensor parallel", "own meshes", "halves", "one mesh"]
-
-
-def skip_on(kind: str, faulty: int, ranks: str) -> list[Any]:
-    """Let one rank find an infinity; return whether this rank skipped, and what it has sent."""
-    model = MESHES[KINDS.index(kind)]()
-    scaler, (optimizer,) = our_scaler(init_scale=4.0, process_group=group_of(ranks)), sgd(model)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "faulty", "collectives"),
+    [
+        # One over all ranks ...
+        *((kind, "default", 0, 1) for kind in MESHES),
+        *((kind, "all", 3, 1) for kind in MESHES),
+        # ... or over a group with half of them, and the axes of the widest mesh.
+        *(
+            ("tensor parallel", ranks, faulty, 2)
+            for ranks, faulty in (("pairs", 1), ("crossing", 2))
+        ),
+        *(
+            (kind, ranks, faulty, 1)
+            for kind in ("own meshes", "one mesh")
+            for ranks, faulty in (("pairs", 2), ("crossing", 1))
+        ),
+        # Of stages, a group across them makes all agree, one within not.
+        ("halves", "crossing", 0, 2),
+        ("halves", "pairs", 0, 1),
+    ],
+)
+@on_ranks(4)
+def test_ranks_skip_together(kind: str, ranks: str, faulty: int, collectives: int) -> None:
+    """Let one rank find an infinity."""
+    model = MESHES[kind]()
+    scaler, (optimizer,) = our_scaler(init_scale=4.0, process_group=GROUPS[ranks]()), sgd(model)
     scaler.scale(model(own_input()).square().sum()).backward()
     if dist.get_rank() == faulty:
-        set_first(model.inp.weight, math.inf)
+        set_first(model[0].weight, math.inf)
     before = [param.detach().to_local().clone() for param in model.parameters()]
     with CommDebugMode() as counted:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    after = [param.detach().to_local() for param in model.parameters()]
-    changed = not all(map(torch.equal, before, after))
     scaler.update()
-    return [changed, scaler.get_scale(), counted.get_total_counts()]
-
-
-def group_of(ranks: str) -> dist.ProcessGroup | None:
-    """Return a process group of this rank's, by what ranks it has."""
-    if ranks == "default":
-        return None
-    if ranks == "all":
-        return dist.group.WORLD
-    lists = {"pairs": [[0, 1], [2, 3]], "crossing": [[0, 2], [1, 3]]}[ranks]
-    return dist.new_subgroups_by_enumeration(lists)[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_collective_over_all_ranks(kind: str) -> None:
-    for ranks, faulty in (("default", 0), ("all", 3)):
-        assert run_ranks(skip_on, 4, kind, faulty, ranks) == [[False, 2.0, 1]] * 4
-
-
-@pytest.mark.parametrize(
-    ("kind", "wanted"), [("tensor parallel", 2), ("own meshes", 1), ("one mesh", 1)]
-)
-def test_ranks_of_the_meshes_agree_beside_those_of_the_group(kind: str, wanted: int) -> None:
-    """The group has half of the ranks; the axes of the widest mesh bring in the others."""
-    for ranks, faulty in (("pairs", 1), ("crossing", 2)):
-        assert run_ranks(skip_on, 4, kind, faulty, ranks) == [[False, 2.0, wanted]] * 4
-
-
-def test_stages_agree_if_the_group_spans_them() -> None:
-    """Meshes of their own on two halves: a group across them makes all agree, one within not."""
-    assert run_ranks(skip_on, 4, "halves", 0, "crossing") == [[False, 2.0, 2]] * 4
-    alone = run_ranks(skip_on, 4, "halves", 0, "pairs")
-    assert alone == [[False, 2.0, 1]] * 2 + [[True, 4.0, 1]] * 2
+    after = [param.detach().to_local() for param in model.parameters()]
+    skips = (kind, ranks) != ("halves", "pairs") or dist.get_rank() < 2
+    assert all(map(torch.equal, before, after)) == skips
+    assert scaler.get_scale() == (2.0 if skips else 4.0)
+    assert counted.get_total_counts() == collectives
 
 
 OVERLAP = (

@@ -47,7 +47,6 @@ from composable_shard import (
 )
 from composable_shard.optim.flat import flat
 from composable_shard.optim.layouts import Owned, Sharded, with_layout
-from composable_shard.testing import RankError, run_ranks
 from composable_shard.train.parking import parked as parking
 from composable_shard.train.parking.device_storages import DeviceStorages, Span, merged
 from train.moved import as_device, assert_same_bits, on_mesh, values
@@ -317,44 +316,34 @@ def test_a_shard_that_somebody_views_stays() -> None:
 # When it is refused -------------------------------------------------------------------------------
 
 
-def refused(case: int) -> None:
+def park_in_forward(model: Wide) -> None:
+    model.inp.register_forward_hook(lambda *_: parked(model).__enter__())
+    model(batch(0))
+
+
+REFUSED: dict[str, Callable[[Wide], None]] = {
+    "Expected parked() outside of forward and backward, got it in one of the root group; use it "
+    "between iterations": park_in_forward,
+    "Expected parked() outside of unsharded(), got it inside of one of the root group; leave that "
+    "first": lambda model: unsharded_and_parked(model),
+    "Expected FSDPWide on a device to be parked, got all of it in memory of the host, which "
+    "parked() does not free; save a checkpoint, delete the model and its optimizers, and load them "
+    "from it afterwards": lambda model: parked(model, stock(model)).__enter__(),
+}
+
+
+def unsharded_and_parked(model: Wide) -> None:
+    with unsharded(model), parked(model):
+        raise AssertionError("must not get here")
+
+
+@pytest.mark.parametrize("text", REFUSED)
+@on_ranks(2)
+def test_when_it_is_refused(text: str) -> None:
     model, _ = sharded_pair()
-    if case == 0:
-        model.inp.register_forward_hook(lambda *_: parked(model).__enter__())
-        model(batch(0))
-    elif case == 1:
-        with unsharded(model), parked(model):
-            raise AssertionError("must not get here")
-    else:
-        parked(model, stock(model)).__enter__()
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (
-            0,
-            "Expected parked() outside of forward and backward, got it in one of the root group; "
-            "use it between iterations",
-        ),
-        (
-            1,
-            "Expected parked() outside of unsharded(), got it inside of one of the root group; "
-            "leave that first",
-        ),
-        (
-            2,
-            "Expected FSDPWide on a device to be parked, got all of it in memory of the host, "
-            "which parked() does not free; save a checkpoint, delete the model and its optimizers, "
-            "and load them from it afterwards",
-        ),
-    ],
-)
-def test_when_it_is_refused(case: int, message: str) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(refused, 2, case)
-    failure = caught.value.agreed()
-    assert (failure.type_name, failure.message) == ("ShardError", message)
+    with pytest.raises(ShardError) as caught:
+        REFUSED[text](model)
+    assert str(caught.value) == text
 
 
 # Faults -------------------------------------------------------------------------------------------
