@@ -392,18 +392,6 @@ def again(module: Any) -> Any:
     return pickle.loads(pickle.dumps(module))
 
 
-def test_methods_that_are_called_as_forward_are_restored() -> None:
-    with fake_ranks(2):
-        model = make()
-        fully_shard(model.blocks[0])
-        register_fsdp_forward_method(model.blocks[0], "encode")
-        other = again(model.blocks[0])
-        assert other.encode.__self__ is other
-        with record_events(other) as events:
-            assert other.encode(torch.ones(2, WIDTH)).shape == (2, 11)
-        assert [event for event, _ in events][:2] == ["pre_forward", "all_gather"]
-
-
 def test_parts_of_a_model_are_pickled_alone() -> None:
     """What is above, or beside, is not in the pickle, though settings refer to it."""
     with fake_ranks(2):
@@ -450,16 +438,6 @@ def test_a_plain_child_is_saved_without_what_is_above_it(tmp_path: Path) -> None
     assert all((param.to_local() == 7).all() for param in root.parameters())
 
 
-def test_sharded_modules_below_a_plain_child_are_saved_with_their_groups() -> None:
-    with fake_ranks(2):
-        model = nested()
-        blocks: Any = again(model.blocks)
-        with record_events(blocks[0], "all_gather") as events:
-            assert blocks[0](torch.ones(2, WIDTH)).shape == (2, WIDTH)
-        assert events == [("all_gather", "")]
-        assert [group.modules for group in explain(blocks[0]).groups] == [("Block",)]
-
-
 @pytest.mark.matrix
 def test_a_deep_chain_is_pickled() -> None:
     with fake_ranks(2):
@@ -477,17 +455,6 @@ def test_a_deep_chain_is_pickled() -> None:
             pair for n, p in enumerate(prefetched[:-1]) for pair in (("all_gather", str(n + 1)), p)
         ]
         assert events[1:-2] == prefetched
-
-
-def test_copies_of_what_was_loaded_are_independent() -> None:
-    with fake_ranks(2):
-        other = again(nested())
-        for one in (copy.deepcopy(other), again(other)):
-            assert facts(one)[0] == facts(other)[0]
-            with torch.no_grad():
-                one.first.bias.fill_(7)
-            assert not (other.first.bias.to_local() == 7).any()
-            assert one.head.weight is one.first.weight
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -519,3 +486,28 @@ def test_the_bytes_are_those_of_the_shards() -> None:
             model = fully_shard(make())
         other = again(model).to_empty(device="cpu")
         assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+
+
+def test_what_hangs_on_modules_is_loaded_too() -> None:
+    """Methods that are called as forward, groups below a plain child, ties in copies."""
+    with fake_ranks(2):
+        model = make()
+        fully_shard(model.blocks[0])
+        register_fsdp_forward_method(model.blocks[0], "encode")
+        other = again(model.blocks[0])
+        assert other.encode.__self__ is other
+        with record_events(other) as events:
+            assert other.encode(torch.ones(2, WIDTH)).shape == (2, 11)
+        assert [event for event, _ in events][:2] == ["pre_forward", "all_gather"]
+        blocks: Any = again(nested().blocks)
+        with record_events(blocks[0], "all_gather") as events:
+            assert blocks[0](torch.ones(2, WIDTH)).shape == (2, WIDTH)
+        assert events == [("all_gather", "")]
+        assert [group.modules for group in explain(blocks[0]).groups] == [("Block",)]
+        other = again(nested())
+        for one in (copy.deepcopy(other), again(other)):
+            assert facts(one)[0] == facts(other)[0]
+            with torch.no_grad():
+                one.first.bias.fill_(7)
+            assert not (other.first.bias.to_local() == 7).any()
+            assert one.head.weight is one.first.weight

@@ -159,46 +159,33 @@ IGNORED = {
 }
 
 
-@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize("init_fn", [None, init_all])
 @pytest.mark.parametrize("kinds", [set(), {Part}], ids=["flat", "nested"])
 @pytest.mark.parametrize("ignored", IGNORED)
 @on_ranks(2)
-def test_what_is_ignored_stays_on_the_meta_device(
-    ignored: str, kinds: set[type[nn.Module]], by_function: bool
+def test_what_is_ignored_stays_as_it_is(
+    ignored: str, kinds: set[type[nn.Module]], init_fn: Callable[[nn.Module], None] | None
 ) -> None:
+    """On the meta device, and with the values of its rank where others are synchronized."""
+    policy = ModuleWrapPolicy(kinds) if kinds else None
     model = on_meta(Parts)
-    norms = model.norms()
-    before = states_of(norms, buffers=ignored != "params")
-    FSDP(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy(kinds) if kinds else None,
-        param_init_fn=init_all if by_function else None,
-        device_id=CPU,
-        **IGNORED[ignored](model),
-    )
-    after = states_of(norms, buffers=ignored != "params")
-    assert len(after) == 3 * (2 if ignored == "params" else 5)
+    norms, with_buffers = model.norms(), ignored != "params"
+    before = states_of(norms, buffers=with_buffers)
+    kwargs = {"auto_wrap_policy": policy, "param_init_fn": init_fn, "device_id": CPU}
+    FSDP(model, **kwargs, **IGNORED[ignored](model))
+    after = states_of(norms, buffers=with_buffers)
+    assert len(after) == 3 * (5 if with_buffers else 2)
     assert all(a is b and a.is_meta for a, b in zip(before, after, strict=True))
     others = [p for name, p in model.named_parameters() if "norm" not in name]
     assert len(others) == 4
     assert all(isinstance(p, DTensor) and not p.is_meta for p in others)
-
-
-@pytest.mark.parametrize("kinds", [set(), {Part}], ids=["flat", "nested"])
-@pytest.mark.parametrize("ignored", ["modules", "states"])
-@on_ranks(2)
-def test_what_is_ignored_is_not_synchronized(ignored: str, kinds: set[type[nn.Module]]) -> None:
+    if not with_buffers:
+        return
     rank, model = dist.get_rank(), Parts()
     norms = model.norms()
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(rank + 1)
-    FSDP(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy(kinds) if kinds else None,
-        sync_module_states=True,
-        device_id=CPU,
-        **IGNORED[ignored](model),
-    )
+    FSDP(model, **kwargs, sync_module_states=True, **IGNORED[ignored](model))
     for tensor in states_of(norms, buffers=True):
         assert tensor.unique().tolist() == [rank + 1]
     for name, param in model.named_parameters():

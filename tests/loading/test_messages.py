@@ -296,36 +296,22 @@ def test_places(whole: Path) -> None:
 
 
 def test_a_checkpoint_that_one_rank_lacks_or_has_another_of(whole: Path) -> None:
-    other = whole.parent / "other"
-    other.mkdir()
-    (other / whole.name).write_bytes(whole.read_bytes()[:-1])
+    gone, cut = whole.parent / "gone", whole.parent / "other" / whole.name
+    cut.parent.mkdir()
 
-    def load(second: Path) -> None:
-        load_sharded(linear(), whole if dist.get_rank() == 0 else second)
+    def load(second: Path, kind: type[Exception] = ShardError) -> str:
+        places = (whole, second)
+        return all_say(lambda: load_sharded(linear(), places[dist.get_rank()]), kind=kind)
 
-    gone = whole.parent / "gone"
-    heard = run_threads(lambda: said(lambda: load(gone)), NUM_RANKS)
-    why = f"Expected a file at '{gone}', got none"
-    text = f"Expected a checkpoint at '{gone}', got on rank 1: FileNotFoundError: {why}"
-    assert heard == [("ShardError", text)] * NUM_RANKS
-    cut = other / whole.name
-    heard = run_threads(lambda: said(lambda: load(cut)), NUM_RANKS)
-    whole_file = f"Expected a whole safetensors file at '{cut}', got: "
-    for kind, text in heard:
-        start = f"Expected a checkpoint at '{cut}', got on rank 1: ValueError: {whole_file}"
-        assert kind == "ShardError" and text.startswith(start)
+    start = "Expected a checkpoint at '{0}', got on rank 1: {1}: Expected a {2} at '{0}', got"
+    assert load(gone) == start.format(gone, "FileNotFoundError", "file") + " none"
+    cut.write_bytes(whole.read_bytes()[:-1])
+    assert load(cut).startswith(start.format(cut, "ValueError", "whole safetensors file") + ": ")
     save_file({"weight": torch.ones(4, 2), "bias": torch.ones(3)}, cut)
-    assert (
-        run_threads(lambda: said(lambda: load(cut)), NUM_RANKS)
-        == [
-            (
-                "RankMismatchError",
-                "Expected the same model, checkpoint and arguments of load_sharded() on all ranks, "
-                "got on rank 0: 'bias' in whole.safetensors of shape [4], torch.float32; on rank "
-                "1: 'bias' in whole.safetensors of shape [3], torch.float32",
-            )
-        ]
-        * NUM_RANKS
+    bias = "'bias' in whole.safetensors of shape [{}], torch.float32"
+    assert load(cut, RankMismatchError) == (
+        "Expected the same model, checkpoint and arguments of load_sharded() on all ranks, got on "
+        f"rank 0: {bias.format(4)}; on rank 1: {bias.format(3)}"
     )
 
 

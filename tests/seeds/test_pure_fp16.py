@@ -99,6 +99,28 @@ def watch_dtypes(model: FSDP) -> tuple[set[torch.dtype], set[torch.dtype]]:
     return computed, reduced
 
 
+def check_dtypes(
+    model: Any, reference: nn.Module, precision: MixedPrecision, home: torch.device
+) -> None:
+    """Run a backward; compare dtypes, and gradients with those of ``reference``."""
+    assert {param.dtype for param in model.parameters()} == {HALF}
+    computed, reduced = watch_dtypes(model)
+    device = model.compute_device
+    batch = tuple(t.half() for t in model.module.get_input(device))
+    model(*batch).sum().backward()
+    expected = precision.param_dtype or HALF
+    assert computed == {expected}
+    assert reduced == {precision.reduce_dtype or expected}
+    reference.half().to(expected)
+    reference(*(t.to(expected) for t in batch)).sum().backward()
+    average_gradients(reference)
+    for param, own in zip(model.parameters(), reference.parameters(), strict=True):
+        assert param.device == param.grad.device == home
+        assert param.dtype == param.grad.dtype == HALF
+        grad = full(param.grad).to(device)
+        torch.testing.assert_close(grad, own.grad.half(), rtol=2e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("wraps_parts", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS, ids=["as_it_is", "half", "single"])
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -114,20 +136,7 @@ def test_fp16_dtypes(
     plain = plain.half() if to_half_before_fsdp_init else plain
     wrap = wrap_nested if wraps_parts else FSDP
     kwargs = {"use_orig_params": use_orig_params, "mixed_precision": precision}
-    model = wrap(plain, device_id=CPU, **kwargs).half()
-    assert {param.dtype for param in model.parameters()} == {HALF}
-    computed, reduced = watch_dtypes(model)
-    batch = tuple(t.half() for t in model.module.get_input(CPU))
-    model(*batch).sum().backward()
-    expected = precision.param_dtype or HALF
-    assert computed == {expected}
-    assert reduced == {precision.reduce_dtype or expected}
-    assert {(param.dtype, param.grad.dtype) for param in model.parameters()} == {(HALF, HALF)}
-    reference.half().to(expected)
-    reference(*(t.to(expected) for t in batch)).sum().backward()
-    average_gradients(reference)
-    for param, own in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), own.grad.half(), rtol=2e-3, atol=1e-3)
+    check_dtypes(wrap(plain, device_id=CPU, **kwargs).half(), reference, precision, CPU)
 
 
 @gpu()
@@ -144,16 +153,4 @@ def test_fp16_dtypes_on_gpu(offload_params: bool, precision: MixedPrecision) -> 
             cpu_offload=CPUOffload(offload_params),
             device_id=device,
         )
-        computed, reduced = watch_dtypes(model)
-        batch = tuple(t.half() for t in model.module.get_input(device))
-        expected = precision.param_dtype or HALF
-        model(*batch).sum().backward()
-        reference.to(expected)(*(t.to(expected) for t in batch)).sum().backward()
-    assert computed == {expected}
-    assert reduced == {precision.reduce_dtype or expected}
-    home = CPU if offload_params else device
-    for param, own in zip(model.parameters(), reference.parameters(), strict=True):
-        assert param.device == param.grad.device == home
-        assert param.dtype == param.grad.dtype == HALF
-        grad = full(param.grad).to(device)
-        torch.testing.assert_close(grad, own.grad.half(), rtol=2e-3, atol=1e-3)
+        check_dtypes(model, reference, precision, CPU if offload_params else device)

@@ -381,7 +381,13 @@ OUTSIDE = (
 )
 
 
-def non_finite(order: float, value: float, method: bool, error: bool) -> tuple[float, list[Any]]:
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("method", [True, False])
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_all_ranks_and_else_scales_as_in_torch(
+    order: float, value: float, method: bool
+) -> None:
     """One rank alone has a gradient that is not finite."""
     model = shard_net(Net(1))
     model(own_input()).sum().backward()
@@ -389,41 +395,34 @@ def non_finite(order: float, value: float, method: bool, error: bool) -> tuple[f
         for param in (model.blocks[0].norm.weight, model.out.bias):
             param.grad.to_local()[-1] = value
     before = [param.grad.to_local().clone() for param in model.parameters()]
-    try:
+
+    def clip(error: bool) -> torch.Tensor:
         if method:
-            total = model.clip_grad_norm_(1.0, order, error)
-        else:
-            total = clip_grad_norm_(model.parameters(), 1.0, order, error)
-    except ShardError:
-        pairs = zip(model.parameters(), before, strict=True)
-        assert all(torch.equal(p.grad.to_local().nan_to_num(), b.nan_to_num()) for p, b in pairs)
-        raise
-    grads = [param.grad.to_local().flatten().tolist() for param in model.parameters()]
-    return total.item(), grads
+            return model.clip_grad_norm_(1.0, order, error)
+        return clip_grad_norm_(model.parameters(), 1.0, order, error)
 
-
-@pytest.mark.parametrize("order", [2.0, math.inf])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("method", [True, False])
-def test_a_norm_that_is_not_finite_raises_on_all_ranks(
-    order: float, value: float, method: bool
-) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(non_finite, 2, order, value, method, True)
-    failure = caught.value.agreed()
-    assert failure.type_name.endswith("ShardError")
-    assert failure.message == NON_FINITE.format(order, value)
+    with pytest.raises(ShardError) as caught:
+        clip(True)
+    assert str(caught.value) == NON_FINITE.format(order, value)
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.grad.to_local().nan_to_num(), grad.nan_to_num())
+    assert str(clip(False).item()) == str(value)
+    for param in model.parameters():
+        local = param.grad.to_local()
+        assert (local.isnan() | ((local == 0) & (value == math.inf))).all()
 
 
 def test_of_many_gradients_that_are_not_finite_the_first_are_named() -> None:
     params = [with_grad(torch.full((2,), math.inf)) for _ in range(5)]
-    with pytest.raises(ShardError) as caught:
-        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
-    names = ", ".join(["a parameter of shape [2]"] * 3)
-    assert f"got inf, because of the gradients of {names}; set" in str(caught.value)
     huge = [with_grad(torch.full((1,), 3e38)) for _ in range(2)]
-    with pytest.raises(ShardError, match=r"of order 1\.0, got inf; set"):
-        clip_grad_norm_(huge, 1.0, 1.0, error_if_nonfinite=True)
+    names = ", ".join(["a parameter of shape [2]"] * 3)
+    for held, order, text in (
+        (params, 2.0, f"order 2.0, got inf, because of the gradients of {names}; set"),
+        (huge, 1.0, "order 1.0, got inf; set"),
+    ):
+        with pytest.raises(ShardError) as caught:
+            clip_grad_norm_(held, 1.0, order, error_if_nonfinite=True)
+        assert text in str(caught.value)
 
 
 def wrong_local_shape(rank: int | None, again: Callable[[Any], object]) -> None:
@@ -465,14 +464,6 @@ def test_a_gradient_of_a_wrong_local_shape_on_one_rank_is_an_error_on_all() -> N
     doing = "failed while taking the norm of gradients"
     assert first.message.startswith(f"Rank 0 {doing}: ")
     assert f"rank 1 {doing}: ShardError: {CLIPPED}" in first.message
-
-
-def test_a_norm_that_is_not_finite_scales_as_in_torch() -> None:
-    for value in (math.nan, math.inf):
-        for total, grads in run_ranks(non_finite, 2, 2.0, value, True, False):
-            assert str(total) == str(value)
-            found = [one for grad in grads for one in grad]
-            assert all(math.isnan(one) or (one == 0 and value == math.inf) for one in found)
 
 
 def clip_product() -> None:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -50,20 +50,6 @@ from train.moved import (
 Where = DeviceMesh | dict[str, DeviceMesh]
 
 
-class Case(NamedTuple):
-    """A kind of model, and where it goes.
-
-    Attributes:
-        build: Makes the model where it is to be, on a device, with values of a seed.
-        places: Where it lies, one after the other.
-        column: Among ranks of one number have parameters of one name the same values.
-    """
-
-    build: Callable[[Where, str], nn.Module]
-    places: Callable[[], list[Where]]
-    column: Callable[[int], int] = lambda rank: 0
-
-
 def member(where: Where) -> bool:
     mesh = where if isinstance(where, DeviceMesh) else next(iter(where.values()))
     return mesh.get_coordinate() is not None
@@ -100,17 +86,13 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 def split(where: Where, device: str) -> nn.Module:
     """Shard what is tensor-parallel over the data axes of a mesh."""
     assert isinstance(where, DeviceMesh)
-    return _split(where, device, where._get_root_mesh()["tensor"], mesh=where)
-
-
-def _split(where: DeviceMesh, device: str, tensor: DeviceMesh, **kwargs: Any) -> nn.Module:
     with torch.device(device):
         model = nn.Sequential(Block(), Block())
     fill(model, 3)
     for block in model:
-        parallelize_module(block, tensor, PLAN)
-        fully_shard(block, shard_placement_fn=by_columns, **kwargs)
-    return fully_shard(model, **kwargs)
+        parallelize_module(block, where._get_root_mesh()["tensor"], PLAN)
+        fully_shard(block, mesh=where, shard_placement_fn=by_columns)
+    return fully_shard(model, mesh=where)
 
 
 def by_columns(param: nn.Parameter) -> Shard | None:
@@ -201,27 +183,25 @@ def columns(*rows: tuple[int, int]) -> dict[str, DeviceMesh]:
     return {"*experts*": part(mesh, ("data",)), "*": everywhere}
 
 
-CASES = {
-    "split-fewer": Case(split, lambda: [data_axes((0, 1), (2, 3)), data_axes((2, 3))]),
-    "split-more": Case(split, lambda: [data_axes((0, 1)), data_axes((0, 1), (2, 3))]),
-    "split-hybrid": Case(
+ALL_FOUR = ((0, 1), (2, 3))
+CASES: dict[str, tuple[Callable[[Where, str], nn.Module], Callable[[], list[Where]]]] = {
+    "split-fewer": (split, lambda: [data_axes(*ALL_FOUR), data_axes((2, 3))]),
+    "split-more": (split, lambda: [data_axes((0, 1)), data_axes(*ALL_FOUR)]),
+    "split-hybrid": (
         split,
-        lambda: [
-            data_axes((0, 1), (2, 3)),
-            data_axes(((0, 1),), ((2, 3),)),
-            data_axes((0, 1), (2, 3)),
-        ],
+        lambda: [data_axes(*ALL_FOUR), data_axes(((0, 1),), ((2, 3),)), data_axes(*ALL_FOUR)],
     ),
-    "all-axes": Case(
-        on_all_axes, lambda: [all_axes((0, 1), (2, 3)), all_axes((0, 1)), all_axes((0, 1), (2, 3))]
+    "all-axes": (
+        on_all_axes,
+        lambda: [all_axes(*ALL_FOUR), all_axes((0, 1)), all_axes(*ALL_FOUR)],
     ),
-    "experts-fewer": Case(
+    "experts-fewer": (
         with_experts,
-        lambda: [columns((0, 1), (2, 3)), columns((2, 1)), columns((0, 1), (2, 3))],
-        column,
+        lambda: [columns(*ALL_FOUR), columns((2, 1)), columns(*ALL_FOUR)],
     ),
-    "experts-more": Case(with_experts, lambda: [columns((0, 1)), columns((0, 1), (2, 3))], column),
+    "experts-more": (with_experts, lambda: [columns((0, 1)), columns(*ALL_FOUR)]),
 }
+"""Makes a model on a device, with values of a seed; and where it lies, one after the other."""
 
 
 def stock(model: nn.Module) -> torch.optim.Optimizer:
@@ -256,20 +236,20 @@ def output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(4)
 def test_every_mesh_moves_as_from_a_checkpoint(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    places = case.places()
+    make, places_of = CASES[name]
+    places = places_of()
     first = next(where for where in places if member(where))
-    model = case.build(first, "cpu" if member(places[0]) else "meta")
+    model = make(first, "cpu" if member(places[0]) else "meta")
     optimizer = stock(model)
     batch = 0 if isinstance(first, DeviceMesh) else dist.get_rank()
     if member(places[0]):
         train(model, optimizer, batch, 0, 1)
     ids = [id(param) for param in model.parameters()]
-    suffix = f" {case.column(dist.get_rank())}"
+    suffix = f" {column(dist.get_rank())}" if make is with_experts else ""
     for number, (before, after) in enumerate(pairwise(places)):
 
         def build(after: Where = after) -> tuple[nn.Module, torch.optim.Optimizer]:
-            loaded = case.build(after, "cpu")
+            loaded = make(after, "cpu")
             optim = stock(loaded)
             train(loaded, optim, 0, 99)
             return loaded, optim

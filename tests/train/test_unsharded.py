@@ -82,40 +82,54 @@ def assert_sharded(model: nn.Module, reference: nn.Module) -> None:
         assert torch.equal(full(param.detach()), other), name
 
 
-def edit(module: nn.Module) -> None:
-    """Change values in all the ways there are."""
+def edit(module: Odd, grads: bool = False) -> None:
+    """Change values in all the ways there are, and gradients."""
     for index, param in enumerate(module.parameters()):
         with torch.no_grad():
             param.add_(index + 1)
         param.data.mul_(2)
         param.data = param.data + 0.5
+        if grads and param.grad is not None:
+            param.grad = param.grad + 1
+    if grads:
+        module.one_row.bias.grad = None
 
 
+@pytest.mark.brief(6)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("dim", [first_dim, last_dim])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("way", ["everywhere", "offloaded", "first rank"])
 @pytest.mark.parametrize("writeback", [False, True])
 @on_ranks("num_ranks")
 def test_full_parameters_and_their_edits(
-    dim: Callable[[nn.Parameter], Shard], offload: bool, writeback: bool
+    dim: Callable[[nn.Parameter], Shard], way: str, writeback: bool
 ) -> None:
+    """The first rank alone has the gradients, too, and edits them."""
     reference, model = odd_pair(dim)
-    objects = list(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()  # the root stays unsharded
-    reference(torch.ones(2, 4))
+    objects, is_alone = list(model.parameters()), way == "first rank"
+    for one in (model, reference):  # the root stays unsharded
+        one(torch.ones(2, 4)).sum().backward()
+    how = {"offload_to_cpu": way == "offloaded", "rank0_only": is_alone, "with_grads": is_alone}
     for _ in range(2):
-        with unsharded(model, offload_to_cpu=offload, writeback=writeback):
-            assert_full(model, reference)
-            assert model.first.weight is model.second.weight
-            assert all(param.grad is None for param in model.parameters())
-            edit(model)
+        with unsharded(model, writeback=writeback, **how):
+            if dist.get_rank() == 0 or not is_alone:
+                assert_full(model, reference)
+                assert model.first.weight is model.second.weight
+                assert is_alone or all(param.grad is None for param in model.parameters())
+                edit(model, is_alone)
+            else:
+                assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
         if writeback:
-            edit(reference)
+            edit(reference, is_alone)
         assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
         assert_sharded(model, reference)
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (param.grad is None) == (other.grad is None)
+            if param.grad is not None:
+                assert param.grad.placements == param.placements
+                torch.testing.assert_close(full(param.grad), other.grad)
         # What is written is used.
-        expected = reference(torch.ones(2, 4))
-        assert torch.equal(model(torch.ones(2, 4)), expected)
+        assert torch.equal(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
 
 
 @on_ranks(2)
@@ -237,39 +251,6 @@ def test_any_placements(rank0_only: bool) -> None:
 
 
 # One rank alone ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("dim", [first_dim, last_dim])
-@pytest.mark.parametrize("writeback", [False, True])
-@on_ranks("num_ranks")
-def test_the_first_rank_alone(dim: Callable[[nn.Parameter], Shard], writeback: bool) -> None:
-    reference, model = odd_pair(dim)
-    for one in (model, reference):
-        one(torch.ones(2, 4)).sum().backward()
-    sharded = list(model.parameters())
-    with unsharded(model, rank0_only=True, writeback=writeback, with_grads=True):
-        if dist.get_rank() == 0:
-            assert_full(model, reference)
-            edit(model)
-            for param in model.parameters():
-                if param.grad is not None:
-                    param.grad = param.grad + 1
-            model.one_row.bias.grad = None
-        else:
-            assert all(a is b for a, b in zip(sharded, model.parameters(), strict=True))
-    if writeback:
-        edit(reference)
-        for param in reference.parameters():
-            if param.grad is not None:
-                param.grad.add_(1)
-        reference.one_row.bias.grad = None
-    assert_sharded(model, reference)
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None)
-        if param.grad is not None:
-            assert param.grad.placements == param.placements
-            torch.testing.assert_close(full(param.grad), other.grad)
 
 
 @on_ranks(2)
@@ -437,7 +418,8 @@ def test_an_exception_writes_nothing_back() -> None:
     reference, model = two_nets()
     objects = list(model.parameters())
     with pytest.raises(KeyError), unsharded(model):
-        edit(model)
+        with torch.no_grad():
+            model.inp.weight.add_(1)
         raise KeyError("stop")
     assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
     assert_sharded(model, reference)
