@@ -104,14 +104,19 @@ def test_ranks_that_cannot_read_each_other_send(tmp_path: Path, steps: int | Non
 @on_ranks(4)
 def test_what_ranks_hold_in_several_boxes() -> None:
     """DTensor itself does not put "runs" together again, so the tensors before are the oracle."""
-    model, parts = in_turns((2, 2)), Parts()
+    model = in_turns((2, 2))
     torch.manual_seed(1)
     wanted = {name: torch.randn(13, 7) for name in ("runs", "both", "nested")}
     assert unlike(dict(iter_full(model)), wanted) == []
     counts = [0] * 4
-    dist.all_gather_object(counts, len(list(parts.boxes(model.runs))))
+    dist.all_gather_object(counts, len(list(Parts().boxes(model.runs))))
     assert max(counts) > 1
-    for param in model.parameters():  # every rank knows what each of them has
+
+
+@on_ranks(4)
+def test_all_ranks_know_what_each_holds() -> None:
+    parts = Parts()
+    for param in in_turns((2, 2)).parameters():
         mesh, numbers = param.device_mesh, torch.arange(13 * 7).view(13, 7)
         own = distribute_tensor(numbers, mesh, param.placements, src_data_rank=None).to_local()
         every = [torch.empty(0)] * 4
