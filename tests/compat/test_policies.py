@@ -68,6 +68,10 @@ def is_small(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and module.out_features < 10
 
 
+def sized(**kwargs: Any) -> Any:
+    return lambda of: partial(of.size_based_auto_wrap_policy, **kwargs)
+
+
 POLICIES: dict[str, Any] = {
     "always": lambda of: of.always_wrap_policy,
     "classes": lambda of: of.ModuleWrapPolicy({Layer, nn.Embedding}),
@@ -77,17 +81,10 @@ POLICIES: dict[str, Any] = {
     "transformer": lambda of: partial(
         of.transformer_auto_wrap_policy, transformer_layer_cls={Layer}
     ),
-    "size_1": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=1),
-    "size_100": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=100),
-    "size_500": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=500),
-    "size_1000": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=1000),
-    "size_default": lambda of: of.size_based_auto_wrap_policy,
-    "size_leaves": lambda of: partial(
-        of.size_based_auto_wrap_policy, min_num_params=50, force_leaf_modules={Layer}
-    ),
-    "size_excluded": lambda of: partial(
-        of.size_based_auto_wrap_policy, min_num_params=50, exclude_wrap_modules={nn.Linear}
-    ),
+    **{f"size_{size}": sized(min_num_params=size) for size in (1, 100, 500, 1000)},
+    "size_default": sized(),
+    "size_leaves": sized(min_num_params=50, force_leaf_modules={Layer}),
+    "size_excluded": sized(min_num_params=50, exclude_wrap_modules={nn.Linear}),
 }
 
 
