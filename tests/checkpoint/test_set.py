@@ -53,7 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full-flat": {**FULL, "flatten_optimizer_state_dict": True},
     "rank-0-flat": {**FROM_RANK_0, "flatten_optimizer_state_dict": True},
 }
-SHARDERS: dict[str, Callable[..., Any]] = {"ours": fully_shard, "torch": torch_fully_shard}
 
 
 def source(sharder: Callable[..., Any] | None, make: str, columns: int = 6) -> Any:
@@ -80,20 +79,20 @@ def heard(state: Any, options: dict[str, Any]) -> Any:
     return {} if options.get("broadcast_from_rank0") and dist.get_rank() else state
 
 
-def restore(sharder: Callable[..., Any], make: str, options: dict[str, Any], columns: int) -> Any:
+def restore(make: str, options: dict[str, Any], columns: int) -> Any:
     """Take the state of one model to another, in one call and in two; return both models' parts."""
     for at_once in (True, False):
         if at_once and options.get("broadcast_from_rank0"):
             continue  # torch: rank 1, whose model state is empty, leaves the model out
         states = get_state_dict(
-            *source(sharder, make, columns),
+            *source(fully_shard, make, columns),
             options=StateDictOptions(
                 full_state_dict=options.get("full_state_dict", False),
                 flatten_optimizer_state_dict=options.get("flatten_optimizer_state_dict", False),
             ),
         )
         model_state, optimizer_state = (heard(state, options) for state in states)
-        model, optimizers = other(sharder, make, columns)
+        model, optimizers = other(fully_shard, make, columns)
         # torch cannot load a flat full state when it is told that it is flat; it sees that itself
         told = {key: on for key, on in options.items() if "flat" not in key}
         chosen = StateDictOptions(**told)
@@ -111,11 +110,11 @@ def restore(sharder: Callable[..., Any], make: str, options: dict[str, Any], col
         yield model, optimizers
 
 
-def restored(sharder: str, make: str, options: dict[str, Any], columns: int) -> None:
+def restored(make: str, options: dict[str, Any], columns: int) -> None:
     exact = is_exact() and make not in INEXACT
     plain, plain_optimizers = source(None, make, columns)
     expected = get_state_dict(plain, plain_optimizers)
-    for model, optimizers in restore(SHARDERS[sharder], make, options, columns):
+    for model, optimizers in restore(make, options, columns):
         got = get_state_dict(model, optimizers)
         assert_equal(got, expected, exact=exact)
         assert model.epochs == 4
@@ -134,7 +133,7 @@ def restored(sharder: str, make: str, options: dict[str, Any], columns: int) -> 
 @all_ranks
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_options(num_ranks: int, options: dict[str, Any]) -> None:
-    run_ranks(restored, num_ranks, "ours", "adam-foreach", options, 6)
+    run_ranks(restored, num_ranks, "adam-foreach", options, 6)
 
 
 @pytest.mark.brief(2)
@@ -145,20 +144,20 @@ def test_optimizers(num_ranks: int, make: str) -> None:
     full_too = ("sharded", "full", "rank-0-flat")
     options = ("sharded",) if make == "sgd-without-state" else full_too
     for option in options:
-        run_ranks(restored, num_ranks, "ours", make, OPTIONS[option], 6)
+        run_ranks(restored, num_ranks, make, OPTIONS[option], 6)
 
 
 @pytest.mark.brief(1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_uneven_columns(num_ranks: int) -> None:
     for option in ("sharded", "full"):
-        run_ranks(restored, num_ranks, "ours", "groups", OPTIONS[option], 7)
+        run_ranks(restored, num_ranks, "groups", OPTIONS[option], 7)
 
 
 @needs_newer_torch("a gathered tensor of uneven columns has strides that broadcasting overlooks")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_uneven_columns_from_rank_0(num_ranks: int) -> None:
-    run_ranks(restored, num_ranks, "ours", "groups", OPTIONS["rank-0"], 7)
+    run_ranks(restored, num_ranks, "groups", OPTIONS["rank-0"], 7)
 
 
 FROZEN = "outer.inner.up.weight"

@@ -375,41 +375,42 @@ SAVE = "a {}rename, dtype None"
 LOAD = "strict True, {}rename, broadcast_from_rank0 {}"
 BIAS = "'bias' of shape [4], torch.float32, (Shard(dim=0),)"
 STORED = "'bias' in whole.safetensors of shape [4], torch.float32"
-DIFFERENT: dict[tuple[str, str], Callable[[int, Path], object]] = {
-    (ITER.format("None"), ITER.format("torch.bfloat16")): (
+FOLDER = "folder, max_shard_size 5000000000, "
+DIFFERENT: dict[tuple[str, str, str], Callable[[int, Path], object]] = {
+    ("iter_full", ITER.format("None"), ITER.format("torch.bfloat16")): (
         lambda rank, _: list(iter_full(linear(), dtype=(None, torch.bfloat16)[rank]))
     ),
-    (
-        SAVE.format("folder, max_shard_size 5000000000, no "),
-        SAVE.format("folder, max_shard_size 5000000000, "),
-    ): lambda rank, whole: save_full(linear(), whole.parent / "x", rename=(None, str)[rank]),
-    (
-        SAVE.format("folder, max_shard_size 5000000000, no "),
-        SAVE.format("file, no "),
-    ): lambda rank, whole: save_full(linear(), whole.parent / ("x", "x.safetensors")[rank]),
-    (BIAS, "nothing more"): (
+    ("save_full", SAVE.format(f"{FOLDER}no "), SAVE.format(FOLDER)): (
+        lambda rank, whole: save_full(linear(), whole.parent / "x", rename=(None, str)[rank])
+    ),
+    ("save_full", SAVE.format(f"{FOLDER}no "), SAVE.format("file, no ")): (
+        lambda rank, whole: save_full(linear(), whole.parent / ("x", "x.safetensors")[rank])
+    ),
+    ("save_full", BIAS, "nothing more"): (
         lambda rank, whole: save_full(linear(bias=rank == 0), whole.parent / "x")
     ),
-    (LOAD.format("no ", False), LOAD.format("", False)): (
+    ("load_sharded", LOAD.format("no ", False), LOAD.format("", False)): (
         lambda rank, whole: load_sharded(linear(), whole, rename=(None, str)[rank])
     ),
-    (LOAD.format("no ", True), LOAD.format("no ", False)): (
+    ("load_sharded", LOAD.format("no ", True), LOAD.format("no ", False)): (
         lambda rank, whole: load_sharded(linear(), whole, broadcast_from_rank0=rank == 0)
     ),
-    (BIAS, STORED): lambda rank, whole: load_sharded(linear(bias=rank == 0), whole),
+    ("load_sharded", BIAS, STORED): (
+        lambda rank, whole: load_sharded(linear(bias=rank == 0), whole)
+    ),
 }
 
 
-@pytest.mark.parametrize("said", DIFFERENT)
-def test_ranks_that_ask_for_different_things(whole: Path, said: tuple[str, str]) -> None:
-    text = all_say(lambda: DIFFERENT[said](dist.get_rank(), whole), kind=RankMismatchError)
-    names = {LOAD[:6]: "load_sharded", SAVE[:2]: "save_full", ITER[:6]: "iter_full"}
-    name = next((name for start, name in names.items() if said[0].startswith(start)), None)
-    name = name or ("save_full" if said[1] == "nothing more" else "load_sharded")
+@pytest.mark.parametrize(("name", "first", "second"), DIFFERENT)
+def test_ranks_that_ask_for_different_things(
+    whole: Path, name: str, first: str, second: str
+) -> None:
+    call = DIFFERENT[name, first, second]
+    text = all_say(lambda: call(dist.get_rank(), whole), kind=RankMismatchError)
     what = "model, checkpoint" if name == "load_sharded" else "model"
     assert text == (
-        f"Expected the same {what} and arguments of {name}() on all ranks, got on rank 0: "
-        f"{said[0]}; on rank 1: {said[1]}"
+        f"Expected the same {what} and arguments of {name}() on all ranks, got on rank 0: {first}; "
+        f"on rank 1: {second}"
     )
 
 
@@ -447,16 +448,15 @@ def test_a_disk_that_fails_while_it_is_written(tmp_path: Path, rank: int) -> Non
 
     broken = {(FileWriter, "write"): refuse}
     if rank == 0:
-        broken |= {(save, name): mock.Mock(side_effect=refuse, dumps=refuse) for name in SYNCS}
+        broken |= {
+            (save, name): mock.Mock(side_effect=refuse, dumps=refuse) for name in ("_sync", "json")
+        }
     for (owner, name), act in broken.items():
         with mock.patch.object(owner, name, act):
             text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
         full = "OSError: [Errno 28] No space left on device"
         assert text == f"Expected to save '{place}', got on rank {rank}: {full}"
         assert list(place.iterdir()) == []
-
-
-SYNCS = ("_sync", "json")
 
 
 @pytest.mark.parametrize("broken", ["all_gather_object", "broadcast_object_list", "broadcast"])

@@ -321,20 +321,20 @@ def park_in_forward(model: Wide) -> None:
     model(batch(0))
 
 
+def park_when_full(model: Wide) -> None:
+    with unsharded(model), parked(model):
+        raise AssertionError("must not get here")
+
+
 REFUSED: dict[str, Callable[[Wide], None]] = {
     "Expected parked() outside of forward and backward, got it in one of the root group; use it "
     "between iterations": park_in_forward,
     "Expected parked() outside of unsharded(), got it inside of one of the root group; leave that "
-    "first": lambda model: unsharded_and_parked(model),
+    "first": park_when_full,
     "Expected FSDPWide on a device to be parked, got all of it in memory of the host, which "
     "parked() does not free; save a checkpoint, delete the model and its optimizers, and load them "
     "from it afterwards": lambda model: parked(model, stock(model)).__enter__(),
 }
-
-
-def unsharded_and_parked(model: Wide) -> None:
-    with unsharded(model), parked(model):
-        raise AssertionError("must not get here")
 
 
 @pytest.mark.parametrize("text", REFUSED)

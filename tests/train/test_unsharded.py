@@ -132,18 +132,6 @@ def test_full_parameters_and_their_edits(
         assert torch.equal(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
 
 
-@on_ranks(2)
-def test_full_parameters_have_the_original_dtype() -> None:
-    """Compute is in bfloat16; full parameters are what the optimizer has."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reference, model = two_nets(mp_policy=policy)
-    model(own_input())
-    assert model.inp.weight.dtype == torch.bfloat16  # the root is still unsharded
-    with unsharded(model):
-        assert_full(model, reference)
-    assert_sharded(model, reference)
-
-
 # What is opened ------------------------------------------------------------------------------
 
 
@@ -337,15 +325,22 @@ def test_gradients_are_full_too(accumulated: bool, writeback: bool) -> None:
 
 
 @on_ranks(2)
-def test_gradients_keep_their_dtype() -> None:
-    policy = MixedPrecisionPolicy(grad_dtype=torch.float64)
-    _, model = two_nets(1, mp_policy=policy)
+def test_full_parameters_and_gradients_have_their_own_dtypes() -> None:
+    """Compute is in bfloat16; full parameters are what the optimizer has."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, grad_dtype=torch.float64)
+    reference, model = two_nets(1, mp_policy=policy)
     train_step(model, 0, None)
+    model(own_input())
+    assert model.inp.weight.dtype == torch.bfloat16  # the root is still unsharded
+    model.reshard()
     before = [full(param.grad).clone() for param in model.parameters()]
+    model(own_input())
     with unsharded(model, with_grads=True):
+        assert_full(model, reference)
         for param, grad in zip(model.parameters(), before, strict=True):
             assert param.grad.dtype == torch.float64 and torch.equal(param.grad, grad)
             param.grad = param.grad * 3
+    assert_sharded(model, reference)
     for param, grad in zip(model.parameters(), before, strict=True):
         assert param.grad.dtype == torch.float64 and torch.equal(full(param.grad), grad * 3)
 
