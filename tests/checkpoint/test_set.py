@@ -307,9 +307,6 @@ def test_submodules(keep_prefixes: bool) -> None:
 EXTRA = "_extra_state"
 
 
-# What is got --------------------------------------------------------------------------------------
-
-
 GOT_BY: dict[str, dict[str, Any]] = {
     "sharded": {},
     "full": {"full_state_dict": True},

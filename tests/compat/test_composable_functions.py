@@ -91,9 +91,6 @@ def differences(
     return found
 
 
-# torch's replicate ----------------------------------------------------------------------------
-
-
 def replicate(kind: str, module: nn.Module) -> None:
     if kind == "ddp":
         replicate_by_ddp(module)
@@ -238,9 +235,6 @@ def test_what_would_be_reduced_twice_is_refused_on_all_ranks(
         assert list(map(id, model.parameters())) == params
         assert type(model) is kind_of_module
         assert list(_get_registry(model) or ()) == ["replicate"]
-
-
-# Others with a state on the module -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["before", "after", "inside"])

@@ -57,9 +57,6 @@ def on_meta(make: Any) -> Any:
         return make()
 
 
-# As FSDP1 of torch does -------------------------------------------------------------------------
-
-
 def initialized(
     wrapper: Any, policy: Any, kinds: set[type[nn.Module]], by_function: bool
 ) -> tuple[list[str], dict[str, torch.Tensor]]:
@@ -106,9 +103,6 @@ def test_modules_are_initialized_as_by_fsdp1_of_torch(wrapped: str, by_function:
     assert list(ours[1]) == list(theirs[1])
     for name, value in ours[1].items():
         assert torch.equal(value, theirs[1][name]), name
-
-
-# What is ignored --------------------------------------------------------------------------------
 
 
 def init_all(module: nn.Module) -> None:
@@ -201,9 +195,6 @@ def test_an_ignored_parameter_keeps_its_values_beside_one_on_the_meta_device() -
         FSDP(layer, ignored_states=[weight], param_init_fn=init_fn, device_id=CPU)
         assert layer.weight is weight and torch.equal(weight, values)
         assert isinstance(layer.bias, DTensor) and not layer.bias.is_meta
-
-
-# Tied tensors: what the model has that never was there --------------------------------------------
 
 
 FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD

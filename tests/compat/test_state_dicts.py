@@ -235,9 +235,6 @@ def test_names_in_torch_distributed_checkpoint() -> None:
         checkpoint.set_optimizer_state_dict(ours, optimizer, mine)
 
 
-# What is refused --------------------------------------------------------------------------------
-
-
 def raised(call: Any) -> str:
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
@@ -292,9 +289,6 @@ def test_optimizers_that_do_not_fit() -> None:
         )
 
 
-# Local shards of other ranks, and full tensors ----------------------------------------------------
-
-
 def stepped() -> tuple[Any, torch.optim.Optimizer]:
     """Return a model of four rows, and its optimizer after a step."""
     model = FSDP(nn.Linear(3, 4, bias=False), device_id=CPU)
@@ -337,9 +331,6 @@ def test_shards_of_other_ranks_are_refused() -> None:
             "states",
         )
     ]
-
-
-# Optimizers that have their states by name, and states without groups ----------------------------
 
 
 def named_optimizer(model: Any) -> Any:

@@ -55,9 +55,6 @@ def _torch_as_before() -> Iterator[None]:
     assert taken_before is of_torch["fully_shard"]
 
 
-# Where it is replaced ----------------------------------------------------------------------------
-
-
 def test_every_module_of_torch_has_ours_and_then_its_own_again() -> None:
     found = {
         (path, name): getattr(importlib.import_module(path), name)
@@ -106,9 +103,6 @@ def test_references_in_loaded_modules_are_replaced(monkeypatch: pytest.MonkeyPat
     assert not is_installed()
     uninstall()
     assert not is_installed()
-
-
-# What is understood ------------------------------------------------------------------------------
 
 
 def test_policies_mean_what_they_meant() -> None:
@@ -212,9 +206,6 @@ def test_modules_that_torch_has_sharded_stay_with_torch() -> None:
     assert not isinstance(theirs[0], composable_shard.FSDPModule)
 
 
-# Numbers -----------------------------------------------------------------------------------------
-
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -277,8 +268,6 @@ def test_losses_are_those_of_torch_bit_by_bit(
     assert [owner for owner, _ in ours] == ["composable_shard.module"] * 2
     assert [losses for _, losses in ours] == [losses for _, losses in theirs]
 
-
-# Scripts -----------------------------------------------------------------------------------------
 
 SCRIPT = """
 import multiprocessing, pickle, sys

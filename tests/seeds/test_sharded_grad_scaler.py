@@ -79,9 +79,6 @@ def models_of_torch(device: str) -> Iterator[None]:
         yield
 
 
-# TestShardGradScaler --------------------------------------------------------------------------
-
-
 def test_grad_scaling() -> None:
     scaler = ShardedGradScaler(init_scale=2.0, process_group=DummyProcessGroup(0, 1), enabled=True)
     t0, t1 = torch.full((1,), 4.0), torch.full((1,), 8.0)
@@ -137,8 +134,6 @@ def test_inf_gradients_skip_optim_step() -> None:
     assert scaler.step(optimizer, lambda: 1.0) == 1.0
     assert t0 == 0.0
 
-
-# TestShardedGradScalerParityWithDDP -----------------------------------------------------------
 
 FULL = MixedPrecision()
 HALF = MixedPrecision(param_dtype=FP16, reduce_dtype=FP16, buffer_dtype=FP16)

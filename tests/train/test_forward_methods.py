@@ -191,9 +191,6 @@ def test_buffers_are_cast_until_the_outer_call_ends() -> None:
     assert model.scale.dtype == torch.float32
 
 
-# Events --------------------------------------------------------------------------------------
-
-
 def record(use: Use) -> tuple[list[Event], list[Event]]:
     """Return the events of forward and backward of the second iteration."""
     _, model = pair(reshard_after_forward=True)
@@ -228,9 +225,6 @@ def test_events_are_those_of_a_forward() -> None:
     assert kinds["reduce_scatter"] == ["block", ""]
 
 
-# Failures ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()])
 @pytest.mark.parametrize("grad", [True, False])
 @on_ranks(2)
@@ -262,8 +256,6 @@ def test_after_an_exception_the_next_iteration_is_right(error: BaseException, gr
     step(reference, lambda one, x: one.encode(x), 0)
     assert_parity(model, reference)
 
-
-# What is registered --------------------------------------------------------------------------
 
 NO_METHOD = "Expected FSDPEncoder to have a method '{}', got none; register a method that it has"
 

@@ -35,9 +35,6 @@ def is_block(module: nn.Module) -> bool:
     return isinstance(module, Block)
 
 
-# Classes and functions -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("policy", "names"),
     [
@@ -139,9 +136,6 @@ def test_arguments_for_some() -> None:
     assert recorded == freed
 
 
-# Budgets -------------------------------------------------------------------------------------
-
-
 def chain(*sizes: int) -> nn.Sequential:
     """Make layers of so many elements each."""
     return nn.Sequential(*(nn.Linear(size, 1, bias=False) for size in sizes))
@@ -238,8 +232,6 @@ def test_generated_trees(tree: Node, budget: int) -> None:
             assert budget <= numel < max(2 * budget, budget + brought)
 
 
-# Training ------------------------------------------------------------------------------------
-
 POLICIES: dict[str, Any] = {"class": Block, "function": is_block, "budget": 120, "small": 30}
 
 
@@ -257,8 +249,6 @@ def test_what_is_picked_trains(policy: str) -> None:
     assert len(names_of(model)) > 3
 
 
-# Errors --------------------------------------------------------------------------------------
-
 NOT_A_POLICY = (
     "Expected policy to be module classes, a function of a module or a number of elements, "
     "got {}: {}"
@@ -268,9 +258,6 @@ NOT_AN_ANSWER = (
     "Linear"
 )
 NOT_A_BUDGET = "Expected a number of elements of at least 1, got 0"
-
-
-# All or nothing ---------------------------------------------------------------------------------
 
 
 class Final(nn.Linear):
