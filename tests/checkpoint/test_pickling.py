@@ -1,4 +1,4 @@
-"""State dicts as things: pickled, copied, mapped into memory; their shards; tensor subclasses in them."""
+"""State dicts as things: pickled, copied, mapped into memory; their shards; subclasses in them."""
 
 from __future__ import annotations
 
