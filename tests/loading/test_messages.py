@@ -243,11 +243,14 @@ def test_in_a_forward_and_within_unsharded(whole: Path) -> None:
         "Expected load_sharded() outside of forward and backward, got it within one of the root "
         "group; call it between iterations"
     )
-    outside = "outside of unsharded(), got it within one of the root group; call it before or after"
-    assert all_say(within, True) == f"Expected save_full() {outside}"
+    outside = (
+        "Expected {}() outside of unsharded(), got it within one of the root group; call it before "
+        "or after"
+    )
+    assert all_say(within, True) == outside.format("save_full")
     assert all_say(within, False) == (
-        "Expected all ranks to begin gathering full weights, got on rank 1: ShardError: Expected "
-        f"iter_full() {outside}"
+        "Expected all ranks to begin gathering full weights, got on rank 1: ShardError: "
+        + outside.format("iter_full")
     )
 
 
@@ -264,26 +267,33 @@ def test_places(whole: Path) -> None:
 
     refused(gone, f"FileNotFoundError: Expected a file at '{gone}', got none")
     two.mkdir()
-    neither = "Expected model.safetensors or model.safetensors.index.json in"
-    refused(two, f"FileNotFoundError: {neither} '{two}', got neither", broadcast_from_rank0=True)
+    neither = f"Expected model.safetensors or model.safetensors.index.json in '{two}', got neither"
+    refused(two, f"FileNotFoundError: {neither}", broadcast_from_rank0=True)
     for name in ("b.safetensors", "a.safetensors"):
         save_file({"x": torch.ones(1)}, two / name)
-    several = f"Expected one checkpoint in '{two}', got a.safetensors, b.safetensors; pass the path"
-    refused(two, f"ValueError: {several} of one of them")
+    several = (
+        f"Expected one checkpoint in '{two}', got a.safetensors, b.safetensors; pass the path of "
+        "one of them"
+    )
+    refused(two, f"ValueError: {several}")
     index.write_text("{}")
     no_map = f"Expected an index with a weight_map in '{index}', got KeyError: 'weight_map'"
     refused(index, f"ValueError: {no_map}")
     index.write_text(json.dumps({"weight_map": {"weight": whole.name, "w": whole.name}}))
-    said = "Expected 'w' in whole.safetensors, as model.safetensors.index.json says, got none"
-    refused(index, f"ValueError: {said}; copy the whole checkpoint anew")
+    absent = (
+        "Expected 'w' in whole.safetensors, as model.safetensors.index.json says, got none; copy "
+        "the whole checkpoint anew"
+    )
+    refused(index, f"ValueError: {absent}")
     there = f"'{whole}' is there already; choose another place, or set overwrite=True"
     assert all_say(lambda: save_full(linear(), whole)) == (
         f"Expected to save '{whole}', got on rank 0: FileExistsError: {there}"
     )
     for name in ("safetensors", "tqdm"):
-        why = f"import of {name} halted; None in sys.modules"
-        missing = f"ImportError: Expected {name} to be installed, got: {why}; pip install "
-        missing += "'composable_shard[weights]'"
+        missing = (
+            f"ImportError: Expected {name} to be installed, got: import of {name} halted; None in "
+            "sys.modules; pip install 'composable_shard[weights]'"
+        )
         new = folder / "new"
         with mock.patch.dict(sys.modules, {name: None}):
             refused(whole, missing, progress=True)
@@ -303,10 +313,12 @@ def test_a_checkpoint_that_one_rank_lacks_or_has_another_of(whole: Path) -> None
         places = (whole, second)
         return all_say(lambda: load_sharded(linear(), places[dist.get_rank()]), kind=kind)
 
-    start = "Expected a checkpoint at '{0}', got on rank 1: {1}: Expected a {2} at '{0}', got"
-    assert load(gone) == start.format(gone, "FileNotFoundError", "file") + " none"
+    start = "Expected a checkpoint at '{}', got on rank 1: {}"
+    none = f"FileNotFoundError: Expected a file at '{gone}', got none"
+    assert load(gone) == start.format(gone, none)
     cut.write_bytes(whole.read_bytes()[:-1])
-    assert load(cut).startswith(start.format(cut, "ValueError", "whole safetensors file") + ": ")
+    broken = f"ValueError: Expected a whole safetensors file at '{cut}', got: "
+    assert load(cut).startswith(start.format(cut, broken))
     save_file({"weight": torch.ones(4, 2), "bias": torch.ones(3)}, cut)
     bias = "'bias' in whole.safetensors of shape [{}], torch.float32"
     assert load(cut, RankMismatchError) == (
@@ -481,16 +493,14 @@ def test_a_collective_that_fails(whole: Path, broken: str) -> None:
 
 def test_arguments_of_iter_full() -> None:
     for kwargs, text in (
-        ({"bucket_bytes": 0}, "bucket_bytes of at least 1, got 0"),
-        ({"tied": "last"}, "tied to be one of ('first', 'all'), got 'last'"),
-        ({"subclasses": None}, "subclasses to be 'own', 'plain' or a function, got None"),
-        ({"device": "gpu"}, "device to be a device, got 'gpu': "),
+        ({"bucket_bytes": 0}, "Expected bucket_bytes of at least 1, got 0"),
+        ({"tied": "last"}, "Expected tied to be one of ('first', 'all'), got 'last'"),
+        ({"subclasses": None}, "Expected subclasses to be 'own', 'plain' or a function, got None"),
+        ({"device": "gpu"}, "Expected device to be a device, got 'gpu': "),
     ):
         kind, got = said(lambda kwargs=kwargs: next(iter_full(nn.Linear(1, 1), **kwargs)))
         assert kind == "ValueError"
-        assert (
-            got.startswith(f"Expected {text}") if "device" in kwargs else got == f"Expected {text}"
-        )
+        assert got.startswith(text) if "device" in kwargs else got == text
 
 
 WRONG: dict[str, Callable[[Any, Path], object]] = {

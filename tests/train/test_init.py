@@ -200,18 +200,20 @@ def fail(module: nn.Module) -> None:
     raise KeyError("no rule")
 
 
-NONE = "to initialize every parameter and buffer without values, got none for 0.in_proj_weight"
-PASS = "; pass a function that initializes each module"
+NONE = (
+    "MaterializationError: Expected {} to initialize every parameter and buffer without values, "
+    "got none for 0.in_proj_weight, 0.in_proj_bias{}; pass a function that initializes each module"
+)
 REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     (
         attention,
         None,
-        f"MaterializationError: Expected reset_parameters() {NONE}, 0.in_proj_bias{PASS}",
+        NONE.format("reset_parameters()", ""),
     ),
     (
         attention,
         weights_alone,
-        f"MaterializationError: Expected fn {NONE}, 0.in_proj_bias, 0.out_proj.bias, 1.bias{PASS}",
+        NONE.format("fn", ", 0.out_proj.bias, 1.bias"),
     ),
     (
         subclass,

@@ -536,17 +536,17 @@ def split_to(where: Callable[[], DeviceMesh]) -> None:
     move(model, (), where())
 
 
-BY_CHECKPOINT = "such a model is moved by a checkpoint"
 BEGIN = "Expected all ranks to move the model, got on rank "
 REFUSED: dict[str, Callable[[], None]] = {
     f"{BEGIN}0: ShardError: Expected the inner tensors of parameter 'weight', a Halves, to have "
-    f"its shape [2, 3], got [[2, 1]]; {BY_CHECKPOINT}": partial(of_class, Halves),
+    f"its shape [2, 3], got [[2, 1]]; "
+    "such a model is moved by a checkpoint": partial(of_class, Halves),
     f"{BEGIN}0: ShardError: Expected Forgetful of parameter 'weight' to be made of inner tensors "
-    f"of shape [4, 3], got TwoTensor of shape [4, 3]; {BY_CHECKPOINT}": partial(
-        of_class, Forgetful
-    ),
+    f"of shape [4, 3], got TwoTensor of shape [4, 3]; "
+    "such a model is moved by a checkpoint": partial(of_class, Forgetful),
     f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor or made of such "
-    f"(__tensor_flatten__), got Closed; {BY_CHECKPOINT}": partial(of_class, Closed),
+    f"(__tensor_flatten__), got Closed; "
+    "such a model is moved by a checkpoint": partial(of_class, Closed),
     f"{BEGIN}0: ShardError: Expected parameter 'up' of ranks [0, 1] to come from one mesh, got "
     "meshes of ranks [[0], [1]], which may have other values": (
         lambda: move(with_experts(columns((0, 1)), "cpu"), (), on_mesh(0, 1))
@@ -569,15 +569,17 @@ REFUSED: dict[str, Callable[[], None]] = {
     "each axis, got [[1, 0]]": lambda: split_to(lambda: data_axes((1, 0))),
     f"{BEGIN}0: ShardError: Expected dp_mesh_dims of one axis for each purpose of parameter "
     "'weight', got DataParallelMeshDims(shard=('a', 'b'), replicate=None); "
-    f"{BY_CHECKPOINT}": flattened_axes,
+    "such a model is moved by a checkpoint": flattened_axes,
     f"{BEGIN}0: ShardError: Expected a mesh whose ranks, sorted along each axis as process groups "
     "sort them, have a place of their own, got [[3, 0], [1, 2]]": (
         lambda: move(plain(on_mesh(0, 1, 2, 3)), (), on_mesh((3, 0), (1, 2)))
     ),
     f"{BEGIN}0: ShardError: Expected shape [4, 6] of state 'exp_avg' of 'weight' on this rank, got "
-    f"[2, 6]; {BY_CHECKPOINT}": shorter_state,
+    f"[2, 6]; "
+    "such a model is moved by a checkpoint": shorter_state,
     f"{BEGIN}0: ShardError: Expected 'apart', a DTensor, to be sharded by fully_shard for the "
-    f"model to move to more ranks, got one that is not; {BY_CHECKPOINT}": joins_a_plain_dtensor,
+    f"model to move to more ranks, got one that is not; "
+    "such a model is moved by a checkpoint": joins_a_plain_dtensor,
     "Expected parameter '2.weight' on the same mesh on all of its ranks, got "
     "Ground(ranks=(0, 1), extents=(2, 1), roles=('replicate', 'shard')) on rank 1, of "
     "Ground(ranks=(0, 1), extents=(2,), roles=('shard',))": name_other_meshes,

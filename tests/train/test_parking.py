@@ -280,8 +280,8 @@ def test_parking_frees_exactly_what_explain_names(kind: str) -> None:
             expected = named(model, optimizer)
             with emptied() as nbytes:
                 with parked(model, optimizer) as memory:
-                    assert sum(nbytes) >= memory.nbytes
-                freed.append(sum(nbytes))  # all of it comes back but what was gathered
+                    freed.append(sum(nbytes) - memory.nbytes)
+                freed.append(sum(nbytes))
         assert {key: getattr(memory, key) for key in expected} == expected
         sums.append(sum(expected.values()) - expected["left"])
 
@@ -297,8 +297,8 @@ def test_parking_frees_exactly_what_explain_names(kind: str) -> None:
         park()
         optimizer.zero_grad()
     assert max(sums) > sums[0]  # gradients and states have come
-    if kind == "stock":
-        assert min(freed) == 0, freed
+    # All of it comes back; beside it, what was gathered is freed, for good.
+    assert set(freed) == {0} if kind == "stock" else min(freed) >= 0, freed
 
 
 @on_ranks(1)
@@ -516,7 +516,8 @@ def test_a_parked_model_is_not_used(tmp_path: Path) -> None:
             with pytest.raises(ShardError) as caught:
                 use()
             assert str(caught.value) == (
-                f"Expected AdamW in memory for its step or its states, got it {why}"
+                "Expected AdamW in memory for its step or its states, got it parked; leave the "
+                "context of parked() first"
             )
     for one, its_optimizer in pairs:  # and afterwards all is well
         step(one, its_optimizer)

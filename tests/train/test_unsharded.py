@@ -479,20 +479,21 @@ def forward_on_the_first_rank(model: Net) -> None:
 
 
 OUTSIDE = (
-    "ShardError: Expected unsharded() outside of forward and backward, got it in a {}; use it "
+    "ShardError: Expected unsharded() outside of forward and backward, got it in a {} of {}; use "
+    "it between iterations"
 )
 SHAPE = (
     "ValueError: Expected 'weight' of Linear to have shape [6, 4] at the end of unsharded(), got "
     "[4, 6]; edit values only"
 )
 REFUSED: list[tuple[Callable[[Net], None], str]] = [
-    (in_forward, OUTSIDE.format("forward of group 'blocks.0'") + "between iterations"),
+    (in_forward, OUTSIDE.format("forward", "group 'blocks.0'")),
     # the forward of a block is also one of the model around it
     (
         partial(in_forward, opened="", called="blocks.0"),
-        OUTSIDE.format("forward of the root group") + "between iterations",
+        OUTSIDE.format("forward", "the root group"),
     ),
-    (in_backward, OUTSIDE.format("backward of the root group") + "between iterations"),
+    (in_backward, OUTSIDE.format("backward", "the root group")),
     (
         within("", lambda model: open_it(model.inp)),
         "ShardError: Expected one unsharded() of the root group at a time, got one within another; "
