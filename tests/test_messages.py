@@ -543,7 +543,10 @@ def _pattern(text: ast.expr) -> str:
 
 
 def texts_in_tests() -> set[str]:
-    """Find each string that a test holds; what is formatted into it stands as ``{}``."""
+    """Find each string that a test holds, and the innermost message that ends it.
+
+    What is formatted into it stands as ``{}``.
+    """
     texts = set()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -552,7 +555,7 @@ def texts_in_tests() -> set[str]:
             elif isinstance(node, ast.JoinedStr):
                 parts = [v.value if isinstance(v, ast.Constant) else "{}" for v in node.values]
                 texts.add("".join(map(str, parts)))
-    return texts
+    return texts | {text[text.rindex("Expected ") :] for text in texts if "Expected " in text}
 
 
 def test_every_raise_has_a_test_of_its_text() -> None:

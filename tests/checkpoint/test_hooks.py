@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from checkpoint.models import (
 from checkpoint.optimizers import OPTIMIZERS
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import run_ranks
 
 
 @pytest.mark.brief(1)
@@ -107,9 +107,12 @@ class Described(nn.Module):
         return super().load_state_dict(state, *args, strict=False)
 
 
-def described(kept_unsharded: bool) -> State:
-    model = nn.Sequential(Described(), Described())
-    other = nn.Sequential(Described(), Described())
+@three_ranks
+@pytest.mark.parametrize("kept_unsharded", [False, True])
+@on_ranks("num_ranks")
+def test_modules_that_save_themselves(kept_unsharded: bool) -> None:
+    model, other = (nn.Sequential(Described(), Described()) for _ in range(2))
+    expected = model.state_dict()
     for one in (model, other):
         fully_shard(one[0], reshard_after_forward=not kept_unsharded)
         fully_shard(one, reshard_after_forward=not kept_unsharded)
@@ -120,26 +123,16 @@ def described(kept_unsharded: bool) -> State:
     state = model.state_dict()
     for name, value in state.items():
         assert isinstance(value, DTensor) == name.endswith(("kernel", "bias")), name
-    assert state["of"] == "its own"
-    other[0].load_state_dict({k[2:]: v for k, v in state.items() if k.startswith("0.")})
-    assert_equal(other[0].state_dict(), model[0].state_dict())
-    other[0].load_state_dict(Described().state_dict())  # of full tensors
-    assert_equal(other[0].state_dict(), model[0].state_dict())
+    assert_equal(state, expected)
+    own = {k[2:]: v for k, v in state.items() if k.startswith("0.")}
+    for given in (own, Described().state_dict()):  # shards, and full tensors
+        other[0].load_state_dict(given)
+        assert_equal(other[0].state_dict(), model[0].state_dict())
     assert torch.equal(full(other[0].weight).detach(), torch.arange(12.0).view(4, 3))
-    return {k: full(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-
-
-@three_ranks
-@pytest.mark.parametrize("kept_unsharded", [False, True])
-def test_modules_that_save_themselves(num_ranks: int, kept_unsharded: bool) -> None:
-    expected = nn.Sequential(Described(), Described()).state_dict()
-    for got in run_ranks(described, num_ranks, kept_unsharded):
-        assert_equal(got, expected)
 
 
 @on_ranks(2)
 def test_hooks_run_in_their_order() -> None:
-    """Hooks from before and after sharding run in the order in which they were registered."""
     calls: list[tuple[str, str]] = []
     linear = nn.Linear(3, 4)
 
@@ -166,49 +159,37 @@ def test_hooks_run_in_their_order() -> None:
     model.unshard()
     model.load_state_dict(plain)
     sharded = "DTensor"
-    assert calls == [
-        ("save before", sharded),
-        ("save after", sharded),
-        ("saved before", sharded),
-        ("saved after", sharded),
-        ("load before", "Tensor"),
-        ("load after", sharded),
-        ("loaded before", sharded),
-        ("loaded after", sharded),
-    ]
+    whats = ("save", "saved", "load", "loaded")
+    expected = [(f"{what} {when}", sharded) for what in whats for when in ("before", "after")]
+    expected[4] = ("load before", "Tensor")
+    assert calls == expected
 
 
-@pytest.mark.parametrize("registered", ["before", "after"])
 @on_ranks(2)
-def test_hooks_that_make_full_tensors(registered: str) -> None:
+def test_hooks_that_make_full_tensors() -> None:
     """A load hook that makes full tensors of what an older checkpoint holds."""
-    module = nn.Linear(3, 4)
 
     def from_old(m: nn.Module, state: State, prefix: str, *_: Any) -> None:
         old = state.pop(f"{prefix}old", None)
         if old is not None:
             state[f"{prefix}weight"], state[f"{prefix}bias"] = old[:, :3], old[:, 3]
 
-    if registered == "before":
-        module.register_load_state_dict_pre_hook(from_old)
-    fully_shard(module)
-    if registered == "after":
-        module.register_load_state_dict_pre_hook(from_old)
-    old = torch.arange(16.0).view(4, 4)
-    if registered == "before":
-        module.load_state_dict({"old": old})
-        assert torch.equal(full(module.weight).detach(), old[:, :3])
-        assert torch.equal(full(module.bias).detach(), old[:, 3])
-    else:
-        with pytest.raises(RuntimeError) as caught:
-            module.load_state_dict({"old": old})
-        assert "got mixed torch.Tensor and DTensor" in str(caught.value)
-        assert 'While copying the parameter named "weight"' in str(caught.value)
+    before, after, old = nn.Linear(3, 4), nn.Linear(3, 4), torch.arange(16.0).view(4, 4)
+    before.register_load_state_dict_pre_hook(from_old)
+    for module in (before, after):
+        fully_shard(module)
+    after.register_load_state_dict_pre_hook(from_old)
+    before.load_state_dict({"old": old})
+    assert torch.equal(full(before.weight).detach(), old[:, :3])
+    assert torch.equal(full(before.bias).detach(), old[:, 3])
+    with pytest.raises(RuntimeError) as caught:
+        after.load_state_dict({"old": old})
+    assert "got mixed torch.Tensor and DTensor" in str(caught.value)
+    assert 'While copying the parameter named "weight"' in str(caught.value)
 
 
 @on_ranks(2)
 def test_parametrizations() -> None:
-    """Parametrized weights are saved by the names that torch gives them."""
     from torch.nn.utils.parametrizations import weight_norm
 
     models = []
@@ -230,32 +211,21 @@ def test_parametrizations() -> None:
     assert torch.equal(model(x), plain(x))
 
 
-def given_back() -> None:
-    """A parameter that an outer group took over is saved and loaded by that one alone."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_tied_parameters_that_were_given_back() -> None:
     plain = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     plain[1][0].weight = plain[0].weight
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    model[1][0].weight = model[0].weight
+    model = copy.deepcopy(plain)
     fully_shard(model[1])
     fully_shard(model)
     states = []
     model[1][1].register_forward_hook(lambda *_: states.append(model.state_dict()))
-    x = torch.ones(2, 3)
+    x, state = torch.ones(2, 3), {name: t + 1 for name, t in plain.state_dict().items()}
     for one in (plain, model):
-        one.load_state_dict({name: t + 1 for name, t in full_values(one).items()})
+        one.load_state_dict(state)
     for _ in range(2):
         assert torch.equal(model(x), plain(x))
         for state in states:
             assert_equal(state, plain.state_dict())
     assert_equal(model.state_dict(), plain.state_dict())
-
-
-def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(tensor).detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def test_tied_parameters_that_were_given_back() -> None:
-    run_ranks(given_back, 2)
-    run_ranks(given_back, 1)

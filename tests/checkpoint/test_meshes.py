@@ -95,9 +95,6 @@ def assert_is_after(
     assert_equal(states, expected, exact=False)
 
 
-# One mesh -----------------------------------------------------------------------------------
-
-
 def loaded(case: Case, hidden: int) -> None:
     """Full tensors in, full tensors out, plainly; nothing is communicated on the way in."""
     expected = net(hidden, 0).state_dict()
@@ -177,9 +174,6 @@ def test_states_of_tensor_parallel_models(hidden: int) -> None:
             model.load_state_dict(source.state_dict(), assign=assign)
         assert launched == []
         assert_equal(model.state_dict(), expected)
-
-
-# From one to another ------------------------------------------------------------------------
 
 
 def write(case: Case, hidden: int, folder: Path) -> None:

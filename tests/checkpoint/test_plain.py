@@ -6,15 +6,22 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from launches import counted
+from meshes.compare import whole
 from nets import full
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -45,7 +52,7 @@ from composable_shard import (
     fully_shard,
 )
 from composable_shard.insight.events import record_events
-from composable_shard.testing import RankError, run_ranks
+from composable_shard.testing import run_ranks
 
 TEXTS = {
     name: f"Expected to load parameters of {group} before or after its forward and backward, got "
@@ -119,7 +126,6 @@ def test_a_state_dict_is_sharded_and_needs_no_communication() -> None:
 @three_ranks
 @on_ranks("num_ranks")
 def test_a_state_that_is_held_follows_the_model() -> None:
-    """A state that is held follows the model in place, as that of an unsharded model does."""
     plain, model = plain_model(0), sharded_model(0)
     states = []
     for one in (plain, model):
@@ -175,15 +181,9 @@ def test_load_state_dict(num_ranks: int, assign: bool, kind: str) -> None:
         run_ranks(loaded, num_ranks, kind, assign, moment)
 
 
-def said(model: nn.Module, state: State, **kwargs: Any) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        model.load_state_dict(state, **kwargs)
-    return str(caught.value)
-
-
-def wrong(assign: bool) -> list[str]:
-    """Return what is said of states that do not fit, which is what an unsharded model says."""
-    texts = []
+@both_ways
+@on_ranks(2)
+def test_what_does_not_fit_is_said_as_torch_says_it(assign: bool) -> None:
     changes: list[Callable[[State], object]] = [
         lambda state: state.pop("first.weight"),
         lambda state: state.update(other=torch.ones(1)),
@@ -192,34 +192,20 @@ def wrong(assign: bool) -> list[str]:
         lambda state: state.update({"first.weight": "six by four"}),
         lambda state: (state.pop("tied.weight"), state.update({"scale": torch.ones(2)})),
     ]
+    texts = []
     for change in changes:
         pair = []
         for model in (plain_model(0), sharded_model(0)):
             state = plain_model(1).state_dict()
             change(state)
-            pair.append(said(model, state, assign=assign))
+            with pytest.raises(RuntimeError) as caught:
+                model.load_state_dict(state, assign=assign)
+            pair.append(str(caught.value))
         assert pair[1] == pair[0].replace("for Model:", "for FSDPModel:")
         texts.append(pair[1].split("\n\t", 1)[1])
-    return texts
-
-
-@both_ways
-def test_what_does_not_fit_is_said_as_torch_says_it(assign: bool) -> None:
-    for texts in run_ranks(wrong, 3, assign):
-        assert texts[0] == 'Missing key(s) in state_dict: "first.weight". '
-        assert texts[1] == 'Unexpected key(s) in state_dict: "other". '
-        assert texts[2] == (
-            "size mismatch for first.weight: copying a param with shape torch.Size([6, 5]) from "
-            "checkpoint, the shape in current model is torch.Size([6, 4])."
-        )
-        assert len(texts) == 6
-
-
-@both_ways
-@on_ranks(2)
-def test_not_strict(assign: bool) -> None:
-    plain, model, other = plain_model(0), sharded_model(0), plain_model(1)
-    state = other.state_dict()
+    assert texts[0] == 'Missing key(s) in state_dict: "first.weight". '
+    assert texts[1] == 'Unexpected key(s) in state_dict: "other". '
+    plain, model, state = plain_model(0), sharded_model(0), plain_model(1).state_dict()
     del state["first.weight"]
     state["other"] = torch.ones(1)
     keys = [m.load_state_dict(dict(state), strict=False, assign=assign) for m in (plain, model)]
@@ -232,17 +218,15 @@ def test_not_strict(assign: bool) -> None:
 @pytest.mark.parametrize("name", ["tied.weight", "head.weight"])
 @on_ranks(2)
 def test_one_name_of_a_tied_weight_is_enough(name: str, assign: bool) -> None:
-    """A checkpoint with either name alone fills the parameter, which stays tied."""
     model = sharded_model(0)
     value = torch.arange(24.0, dtype=torch.float64).view(4, 6)
     for state in ({name: value}, {name: 2 * value}):
         model.load_state_dict(state, strict=False, assign=assign)
-        assert model.tied.weight is model.head.weight
-        assert_equal(model.tied.weight.detach(), state[name])
-        evaluate(model)
-        model.reshard()
-        assert model.tied.weight is model.head.weight
-        assert_equal(model.tied.weight.detach(), state[name])
+        for _ in range(2):
+            assert model.tied.weight is model.head.weight
+            assert_equal(model.tied.weight.detach(), state[name])
+            evaluate(model)
+            model.reshard()
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -284,12 +268,12 @@ def test_dtensors_of_other_placements(assign: bool) -> None:
     names = ("a", "b")
     other_mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
     weight = distribute_tensor(other.first.weight.detach(), other_mesh, [Replicate(), Shard(0)])
-    text = said(model, {"first.weight": weight}, assign=assign, strict=False)
-    assert text == (
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict({"first.weight": weight}, assign=assign, strict=False)
+    assert str(caught.value) == (
         'Error(s) in loading state_dict for FSDPModel:\n\tExpected a DTensor for "first.weight" '
         f"on {mesh}, got one on {other_mesh}; pass its full_tensor()."
     )
-    return text
 
 
 def onto_meta(assign: bool, emptied: bool, kind: str) -> list[str]:
@@ -333,27 +317,23 @@ def test_from_the_meta_device(num_ranks: int, kind: str) -> None:
 # In the middle ------------------------------------------------------------------------------
 
 
-def between(assign: bool, reshard_after_forward: bool) -> None:
+@both_ways
+@pytest.mark.parametrize(("num_ranks", "reshard_after_forward"), [(1, False), (2, True)])
+@on_ranks("num_ranks")
+def test_loading_between_forward_and_backward(assign: bool, reshard_after_forward: bool) -> None:
     """Load after a forward whose backward is to come: the gradients would be of no function."""
     model = sharded_model(0, reshard_after_forward=reshard_after_forward)
     loss = model(same_on_all_ranks(0)).square().sum()
     model.load_state_dict(plain_model(1).state_dict(), assign=assign)
-    loss.backward()
+    with pytest.raises(
+        StaleParameterError, match="Expected the parameters of the root group in backward"
+    ):
+        loss.backward()
 
 
-@both_ways
-@pytest.mark.parametrize("reshard_after_forward", [False, True])
-def test_loading_between_forward_and_backward(assign: bool, reshard_after_forward: bool) -> None:
-    for num_ranks in (1, 2):
-        with pytest.raises(RankError) as caught:
-            run_ranks(between, num_ranks, assign, reshard_after_forward)
-        failure = caught.value.agreed()
-        assert failure.type_name.endswith(StaleParameterError.__name__)
-        assert failure.message.startswith("Expected the parameters of the root group in backward")
-
-
-def within(when: str) -> str:
-    """Load from a hook that runs in the middle of a forward or a backward."""
+@pytest.mark.parametrize(("num_ranks", "when"), [(1, "forward"), (2, "forward"), (2, "backward")])
+@on_ranks("num_ranks")
+def test_loading_in_the_middle_is_refused(when: str) -> None:
     model, plain = sharded_model(0), plain_model(0)
     state = plain_model(1).state_dict()
     if when == "forward":
@@ -367,6 +347,7 @@ def within(when: str) -> str:
         out.register_hook(lambda _: model.load_state_dict(state))
         with pytest.raises(ShardError) as caught:
             out.square().sum().backward()
+    assert str(caught.value) == TEXTS[when]
     # Nothing was loaded, and the next step is an ordinary one.
     model.zero_grad()
     assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
@@ -374,17 +355,10 @@ def within(when: str) -> str:
     for one in (model, plain):
         train(one, OPTIMIZERS["adam-foreach"](one), 0, 1)
     assert_equal(model.state_dict(), plain.state_dict())
-    return str(caught.value)
 
 
 def own(state: State, prefix: str) -> State:
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
-
-
-@pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_loading_in_the_middle_is_refused(num_ranks: int, when: str) -> None:
-    assert run_ranks(within, num_ranks, when) == [TEXTS[when]] * num_ranks
 
 
 @on_ranks(2)
@@ -398,24 +372,6 @@ def test_loading_a_group_before_its_forward() -> None:
     model.register_forward_pre_hook(lambda *_: inner.load_state_dict(state) and None)
     for _ in range(2):  # in the second forward the group has been gathered ahead
         assert torch.equal(evaluate(model), evaluate(expected))
-
-
-def swapped() -> None:
-    """Put averaged weights in for an evaluation, and the trained ones back, by assignment."""
-    model, other = sharded_model(0), plain_model(1)
-    before = model.state_dict()
-    values = {name: full(t).clone() for name, t in tensors(before).items()}
-    expected = evaluate(model)
-    model.load_state_dict(other.state_dict(), assign=True)
-    assert torch.equal(evaluate(model), evaluate(other))
-    model.load_state_dict(before, assign=True)
-    assert_equal(tensors(model.state_dict()), values)
-    assert torch.equal(evaluate(model), expected)
-
-
-def test_states_are_swapped_by_assignment() -> None:
-    run_ranks(swapped, 2)
-    run_ranks(swapped, 1)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -435,18 +391,6 @@ def test_parameters_that_are_swapped(kind: str) -> None:
     assert all(param is params[name] for name, param in model.named_parameters())
     assert_equal(tensors(model.state_dict()), tensors(other.state_dict()))
     assert torch.equal(evaluate(model), evaluate(other))
-
-
-@on_ranks(2)
-def test_a_plain_root() -> None:
-    """The root of the state may be a plain module around sharded ones."""
-    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    other = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    state = {name: t.clone() for name, t in other.state_dict().items()}
-    fully_shard(plain[0])
-    plain.load_state_dict(state)
-    assert_equal(plain.state_dict(), state)
-    assert torch.equal(plain(torch.ones(1, 4)), other(torch.ones(1, 4)))
 
 
 def optimizers_alone(make: str) -> None:
@@ -486,7 +430,6 @@ def test_optimizers(make: str) -> None:
 @both_ways
 @on_ranks(2)
 def test_channels_last_and_offloaded(assign: bool) -> None:
-    """Parameters in another order of memory are saved and loaded by their rows."""
     models = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -511,7 +454,6 @@ def test_channels_last_and_offloaded(assign: bool) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @on_ranks("num_ranks")
 def test_full_tensors_are_not_shared() -> None:
-    """Full tensors that were loaded do not follow the model, nor the model them."""
     for assign in (False, True):
         model, state = sharded_model(0), plain_model(1).state_dict()
         expected = copy.deepcopy(state)
@@ -524,44 +466,17 @@ def test_full_tensors_are_not_shared() -> None:
             assert not state[name].any(), name
 
 
-class Scaled(nn.Module):
-    """Has a scalar, which old checkpoints may hold as one element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
-
-
-@both_ways
-@on_ranks(2)
-def test_scalars(assign: bool) -> None:
-    plain, model = Scaled(), fully_shard(Scaled())
-    for state in ({"scale": torch.tensor([3.0])}, {"scale": torch.tensor(4.0)}):
-        for one in (plain, model):
-            one.load_state_dict(dict(state), assign=assign and one is model)
-        assert_equal(model.state_dict(), plain.state_dict())
-        assert torch.equal(model(torch.ones(2)), plain(torch.ones(2)))
-
-
 @on_ranks(2)
 def test_after_an_interrupt() -> None:
-    """After Ctrl-C in a forward, a checkpoint can be taken, the optimizer's included."""
-    plain, model = plain_model(0), sharded_model(0)
     states = []
-    for one in (plain, model):
+    for one in (plain_model(0), sharded_model(0)):
         optimizers = OPTIMIZERS["adam-foreach"](one)
         train(one, optimizers, 0, 1)
-
-        def interrupt(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        handle = one.outer.inner.down.register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with (
+            mock.patch.object(one.outer.inner.down, "forward", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
             one(same_on_all_ranks(1))
-        handle.remove()
         states.append(get_state_dict(one, optimizers))
     assert_equal(states[1], states[0])
 
@@ -569,16 +484,103 @@ def test_after_an_interrupt() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @on_ranks("num_ranks")
 def test_the_state_of_a_copied_model() -> None:
-    """The state of a deep copy is its own: loading it leaves the original as it is."""
-    model = sharded_model(0)
+    model, other = sharded_model(0), plain_model(1)
+    before, expected = model.state_dict(), evaluate(model)
     evaluate_and_keep(model)
     copied = copy.deepcopy(model)
     with record_events(model) as events:
-        copied.load_state_dict(plain_model(1).state_dict())
+        copied.load_state_dict(other.state_dict())
         state = copied.state_dict()
     assert events == []
     evaluate(copied)
-    for name, expected in tensors(plain_model(1).state_dict()).items():
-        assert_equal(state[name], expected, name)
+    for name, value in tensors(other.state_dict()).items():
+        assert_equal(state[name], value, name)
     for name, param in plain_model(0).named_parameters():
         assert_equal(model.state_dict()[name], param, name)
+    # Averaged weights are put in for an evaluation, and the trained ones back, by assignment.
+    values = {name: full(t).clone() for name, t in tensors(before).items()}
+    for state, output in ((other.state_dict(), evaluate(other)), (before, expected)):
+        model.load_state_dict(state, assign=True)
+        assert torch.equal(evaluate(model), output)
+    assert_equal(tensors(model.state_dict()), values)
+
+
+# States that one rank takes alone, and those of scalars -------------------------------------------
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_rank_may_take_its_state_alone(reshard: bool) -> None:
+    model: Any = fully_shard(nn.Linear(4, 4), reshard_after_forward=reshard)
+    with record_events(model, "all_gather") as gathers:
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+            if dist.get_rank() == 0:
+                assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+                assert all(isinstance(param, DTensor) for param in model.parameters())
+            output = model(torch.ones(1, 4))
+            if dist.get_rank() == 0:
+                model.state_dict()
+            output.sum().backward()
+    model.reshard()
+    counts = [0, 0]
+    dist.all_gather_object(counts, len(gathers))
+    assert counts[0] == counts[1]
+    assert torch.equal(whole(model.weight.grad), torch.full((4, 4), 2.0))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@on_ranks(2)
+def test_a_scalar_may_come_as_one_element(assign: bool) -> None:
+    plain, model = Scaled(), fully_shard(Scaled())
+    rest = {
+        name: value.clone() for name, value in plain.linear.state_dict(prefix="linear.").items()
+    }
+    for scale in (torch.tensor([3.0]), torch.tensor(4.0)):
+        for one in (plain, model):
+            one.load_state_dict({**rest, "scale": scale}, assign=assign and one is model)
+        assert whole(model.scale.detach()).item() == plain.scale.item()
+        assert torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_the_full_optimizer_state_of_a_scalar_is_loaded() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(Scaled())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step(one: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 4)).square().sum().backward()
+        one.step()
+        one.zero_grad()
+
+    step(optimizer)
+    options = StateDictOptions(full_state_dict=True)
+    model.reshard()
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    before = [whole(param.detach()).clone() for param in model.parameters()]
+    step(optimizer)
+    model.reshard()
+    wanted = [whole(param.detach()).clone() for param in model.parameters()]
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), before, strict=True):
+            local = value.chunk(dist.get_world_size())[dist.get_rank()] if value.ndim else value
+            param.to_local().copy_(local)  # type: ignore[attr-defined]
+    other = torch.optim.Adam(model.parameters(), lr=0.1)
+    set_optimizer_state_dict(model, other, state, options=options)
+    step(other)
+    model.reshard()
+    got = [whole(param.detach()) for param in model.parameters()]
+    assert [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)] == [True] * 3

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -18,12 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from checkpoint.models import Model, State, assert_equal, plain_values, shard, train
-from checkpoint.optimizers import OPTIMIZERS, all_optimizers
+from checkpoint.models import Model, State, assert_equal, plain_values, shard, three_ranks, train
+from checkpoint.optimizers import OPTIMIZERS
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 
@@ -108,53 +111,34 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks(
             assert_equal(trained, plain_trained, exact=num_ranks <= 2 and num_others <= 2)
 
 
-@pytest.mark.brief(2)
-@all_optimizers
-def test_optimizers(tmp_path: Path, make: str) -> None:
-    saved, *_ = run_ranks(save, 2, tmp_path, 6, make)
-    _, plain_trained = uninterrupted(6, make)
-    for loaded, trained in run_ranks(resume, 3, tmp_path, 6, make, False):
-        assert_equal(loaded, saved)
-        assert_equal(trained, plain_trained, exact=False)
-
-
-def from_torch(folder: Path) -> tuple[State, State]:
-    """Write a checkpoint of torch's own sharded model, go on with ours, and the other way."""
-    found = []
-    for writer, reader in ((torch_fully_shard, fully_shard), (fully_shard, torch_fully_shard)):
-        place = folder / writer.__module__
-        torch.manual_seed(0)
-        model = shard(Model(), writer)
-        optimizers = OPTIMIZERS["groups"](model)
-        train(model, optimizers, 0, SAVE_AFTER)
-        dcp.save(states(model, optimizers), checkpoint_id=place)
-        torch.manual_seed(1)
-        other = shard(Model(), reader)
-        other_optimizers = OPTIMIZERS["groups"](other)
-        read = states(other, other_optimizers)
-        dcp.load(read, checkpoint_id=place)
-        set_model_state_dict(other, read["model"])
-        set_optimizer_state_dict(other, other_optimizers, read["optimizer"])
-        train(other, other_optimizers, SAVE_AFTER, STOP_AFTER)
-        plain = shard(Model(), reader)
-        plain.load_state_dict(model.state_dict())  # shards are the same, so they fit as they are
-        assert_equal(plain.state_dict(), model.state_dict())
-        found.append(plain_values(states(other, other_optimizers)))
-    return found[0], found[1]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_checkpoints_are_those_of_torch(tmp_path: Path, num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_checkpoints_are_those_of_torch(tmp_path: Path) -> None:
+    """Write a checkpoint of torch's own sharded model, go on with ours, and the other way."""
     _, expected = uninterrupted(6, "groups")
-    for ours, theirs in run_ranks(from_torch, num_ranks, tmp_path):
-        assert_equal(ours, expected)
-        assert_equal(theirs, expected)
+    for writer, reader in ((torch_fully_shard, fully_shard), (fully_shard, torch_fully_shard)):
+        place = tmp_path / writer.__module__
+        made = []
+        for seed, sharder in enumerate((writer, reader)):
+            torch.manual_seed(seed)
+            model = shard(Model(), sharder)
+            made.append((model, OPTIMIZERS["groups"](model)))
+        train(*made[0], 0, SAVE_AFTER)
+        dcp.save(states(*made[0]), checkpoint_id=place)
+        read = states(*made[1])
+        dcp.load(read, checkpoint_id=place)
+        set_model_state_dict(made[1][0], read["model"])
+        set_optimizer_state_dict(*made[1], read["optimizer"])
+        plain = shard(Model(), reader)
+        plain.load_state_dict(made[0][0].state_dict())  # shards are the same, so they fit
+        assert_equal(plain.state_dict(), made[0][0].state_dict())
+        train(*made[1], SAVE_AFTER, STOP_AFTER)
+        assert_equal(plain_values(states(*made[1])), expected)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @on_ranks("num_ranks")
 def test_a_state_is_read_in_place(tmp_path: Path) -> None:
-    """Go back to a checkpoint in the middle of training, in place, and train the same again."""
     model, optimizers = new(0, 7, "groups")
     train(model, optimizers, 0, 1)
     saved = {"model": model.state_dict()}
@@ -170,3 +154,44 @@ def test_a_state_is_read_in_place(tmp_path: Path) -> None:
     plain, _ = new(1, 7, "groups", sharded=False)
     plain.load_state_dict(before["model"])
     assert torch.equal(out, plain(torch.ones(3, 4, dtype=torch.float64)))
+
+
+def saved_beside_training(folder: Path, stager: str) -> State:
+    model, optimizers = new(0, 7, "groups")
+    train(model, optimizers, 0, 1)
+    state = {"model": model.state_dict(), "optimizer": get_state_dict(model, optimizers)[1]}
+    before = plain_values(state)
+    options: dict[str, Any] = {"async_checkpointer_type": AsyncCheckpointerType.THREAD}
+    if stager != "blocking":
+        options["async_stager"] = DefaultStager(
+            StagingOptions(
+                use_async_staging=stager == "async",
+                use_shared_memory=stager == "shared",
+                use_pinned_memory=False,
+                use_non_blocking_copy=False,
+            )
+        )
+    # The writing thread talks beside the training one: it needs a process group of its own.
+    group = dist.new_group()
+    response = dcp.async_save(state, checkpoint_id=folder, process_group=group, **options)
+    if isinstance(response, AsyncSaveResponse):
+        response.staging_completion.result()
+        response = response.upload_completion
+    train(model, optimizers, 1, 3)
+    response.result()
+    after = plain_values(state)
+    assert not torch.equal(after["model"]["wide.weight"], before["model"]["wide.weight"])
+    dcp.load(state, checkpoint_id=folder)
+    assert_equal(state, before)
+    if stager != "blocking":
+        options["async_stager"].close()
+    return before
+
+
+@pytest.mark.brief(2)
+@three_ranks
+@pytest.mark.parametrize("stager", ["blocking", "copying", "shared", "async"])
+def test_threads(tmp_path: Path, num_ranks: int, stager: str) -> None:
+    first, *others = run_ranks(saved_beside_training, num_ranks, tmp_path, stager)
+    for other in others:
+        assert_equal(other, first)

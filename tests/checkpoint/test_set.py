@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch_versions import needs_newer_torch
 
 from checkpoint.models import (
@@ -33,6 +34,7 @@ from checkpoint.models import (
     is_exact,
     shard,
     structure,
+    three_models,
     three_ranks,
     train,
 )
@@ -51,7 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full-flat": {**FULL, "flatten_optimizer_state_dict": True},
     "rank-0-flat": {**FROM_RANK_0, "flatten_optimizer_state_dict": True},
 }
-SHARDERS: dict[str, Callable[..., Any]] = {"ours": fully_shard, "torch": torch_fully_shard}
 
 
 def source(sharder: Callable[..., Any] | None, make: str, columns: int = 6) -> Any:
@@ -78,20 +79,20 @@ def heard(state: Any, options: dict[str, Any]) -> Any:
     return {} if options.get("broadcast_from_rank0") and dist.get_rank() else state
 
 
-def restore(sharder: Callable[..., Any], make: str, options: dict[str, Any], columns: int) -> Any:
+def restore(make: str, options: dict[str, Any], columns: int) -> Any:
     """Take the state of one model to another, in one call and in two; return both models' parts."""
     for at_once in (True, False):
         if at_once and options.get("broadcast_from_rank0"):
             continue  # torch: rank 1, whose model state is empty, leaves the model out
         states = get_state_dict(
-            *source(sharder, make, columns),
+            *source(fully_shard, make, columns),
             options=StateDictOptions(
                 full_state_dict=options.get("full_state_dict", False),
                 flatten_optimizer_state_dict=options.get("flatten_optimizer_state_dict", False),
             ),
         )
         model_state, optimizer_state = (heard(state, options) for state in states)
-        model, optimizers = other(sharder, make, columns)
+        model, optimizers = other(fully_shard, make, columns)
         # torch cannot load a flat full state when it is told that it is flat; it sees that itself
         told = {key: on for key, on in options.items() if "flat" not in key}
         chosen = StateDictOptions(**told)
@@ -109,11 +110,11 @@ def restore(sharder: Callable[..., Any], make: str, options: dict[str, Any], col
         yield model, optimizers
 
 
-def restored(sharder: str, make: str, options: dict[str, Any], columns: int) -> None:
+def restored(make: str, options: dict[str, Any], columns: int) -> None:
     exact = is_exact() and make not in INEXACT
     plain, plain_optimizers = source(None, make, columns)
     expected = get_state_dict(plain, plain_optimizers)
-    for model, optimizers in restore(SHARDERS[sharder], make, options, columns):
+    for model, optimizers in restore(make, options, columns):
         got = get_state_dict(model, optimizers)
         assert_equal(got, expected, exact=exact)
         assert model.epochs == 4
@@ -132,7 +133,7 @@ def restored(sharder: str, make: str, options: dict[str, Any], columns: int) -> 
 @all_ranks
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_options(num_ranks: int, options: dict[str, Any]) -> None:
-    run_ranks(restored, num_ranks, "ours", "adam-foreach", options, 6)
+    run_ranks(restored, num_ranks, "adam-foreach", options, 6)
 
 
 @pytest.mark.brief(2)
@@ -143,20 +144,20 @@ def test_optimizers(num_ranks: int, make: str) -> None:
     full_too = ("sharded", "full", "rank-0-flat")
     options = ("sharded",) if make == "sgd-without-state" else full_too
     for option in options:
-        run_ranks(restored, num_ranks, "ours", make, OPTIONS[option], 6)
+        run_ranks(restored, num_ranks, make, OPTIONS[option], 6)
 
 
 @pytest.mark.brief(1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_uneven_columns(num_ranks: int) -> None:
     for option in ("sharded", "full"):
-        run_ranks(restored, num_ranks, "ours", "groups", OPTIONS[option], 7)
+        run_ranks(restored, num_ranks, "groups", OPTIONS[option], 7)
 
 
 @needs_newer_torch("a gathered tensor of uneven columns has strides that broadcasting overlooks")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_uneven_columns_from_rank_0(num_ranks: int) -> None:
-    run_ranks(restored, num_ranks, "ours", "groups", OPTIONS["rank-0"], 7)
+    run_ranks(restored, num_ranks, "groups", OPTIONS["rank-0"], 7)
 
 
 FROZEN = "outer.inner.up.weight"
@@ -207,38 +208,10 @@ def test_without_frozen_parameters(options: dict[str, Any]) -> None:
     assert_equal(target.state_dict(), expected)
 
 
-def strictly() -> list[str]:
-    """Return what ours and torch's say of a missing and of an unexpected key."""
-    said = []
-    for sharder in (torch_fully_shard, fully_shard):
-        for wrong in ("missing", "unexpected"):
-            model, _ = other(sharder, "adam-foreach")
-            state = dict(model.state_dict())
-            if wrong == "missing":
-                del state[FROZEN]
-            else:
-                state["extra"] = state[FROZEN]
-            with pytest.raises(RuntimeError) as caught:
-                set_model_state_dict(model, state)
-            said.append(str(caught.value))
-    assert said[:2] == said[2:]
-    return said[2:]
-
-
-def test_strict_errors_are_those_of_torch() -> None:
-    begin = "Error(s) in loading state_dict for FSDPModel:\n\t"
-    for said in run_ranks(strictly, 2):
-        assert said == [
-            f'{begin}Missing key(s) in state_dict: "{FROZEN}". ',
-            f'{begin}Unexpected key(s) in state_dict: "extra". ',
-        ]
-
-
 @three_ranks
 @pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
 @on_ranks("num_ranks")
 def test_a_model_on_the_meta_device(options: dict[str, Any]) -> None:
-    """Fill a model that has no memory yet from full tensors; then its optimizer; train on."""
     plain, plain_optimizers = source(None, "adam-foreach")
     expected = get_state_dict(plain, plain_optimizers)
     states = copy.deepcopy(expected)  # assigned buffers and step counts would be shared
@@ -285,7 +258,12 @@ def _put_name_in(module: nn.Module, state: State, prefix: str, *_: object) -> No
     state[f"{prefix}embedding.weight"] = state.pop(f"{prefix}weight")
 
 
-def renamed(options: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("method", ["_fqn_modifiers", "names"])
+@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
+@on_ranks("num_ranks")
+def test_modules_that_rename_their_state(options: dict[str, Any], method: str) -> None:
+    chosen = StateDictOptions(**options, dsd_fqn_modifiers=method)
     states = []
     for sharder in (torch_fully_shard, fully_shard):
         torch.manual_seed(3)
@@ -295,28 +273,17 @@ def renamed(options: dict[str, Any]) -> list[str]:
         sharder(model.out)
         before = get_model_state_dict(model)
         state = {name: full(tensor).detach() + 1 for name, tensor in before.items()}
-        chosen = StateDictOptions(**options)
         set_model_state_dict(model, heard(dict(state), options), options=chosen)
         assert_equal(dict(get_model_state_dict(model)), state)
         states.append(get_model_state_dict(model))
     assert structure(states[0]) == structure(states[1])
-    return list(states[1])
-
-
-@pytest.mark.parametrize("method", ["_fqn_modifiers", "names"])
-@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
-def test_modules_that_rename_their_state(options: dict[str, Any], method: str) -> None:
-    expected = ["tokens.added.weight", "tokens.weight", "out.weight", "out.bias"]
-    for num_ranks in (1, 2, 3):
-        got = run_ranks(renamed, num_ranks, {**options, "dsd_fqn_modifiers": method})
-        assert got == [expected] * num_ranks
+    assert list(states[1]) == ["tokens.added.weight", "tokens.weight", "out.weight", "out.bias"]
 
 
 @three_ranks
 @pytest.mark.parametrize("keep_prefixes", [False, True])
 @on_ranks("num_ranks")
 def test_submodules(keep_prefixes: bool) -> None:
-    """A state of one submodule goes to that submodule of another model."""
     model, _ = source(fully_shard, "adam-foreach")
     target, _ = other(fully_shard, "adam-foreach")
     before = {name: full(t).clone() for name, t in target.state_dict().items() if name != EXTRA}
@@ -338,3 +305,71 @@ def test_submodules(keep_prefixes: bool) -> None:
 
 
 EXTRA = "_extra_state"
+
+
+GOT_BY: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "full": {"full_state_dict": True},
+    "cpu": {"cpu_offload": True},
+    "full-cpu": {"full_state_dict": True, "cpu_offload": True},
+    "without-frozen": {"ignore_frozen_params": True},
+    "full-without-frozen": {"full_state_dict": True, "ignore_frozen_params": True},
+    "not-strict": {"strict": False},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "full-flat": {"full_state_dict": True, "flatten_optimizer_state_dict": True},
+    "full-cpu-flat": {
+        "full_state_dict": True,
+        "cpu_offload": True,
+        "flatten_optimizer_state_dict": True,
+    },
+}
+
+
+def dtensors(state: Any) -> list[DTensor]:
+    if isinstance(state, dict):
+        return [one for value in state.values() for one in dtensors(value)]
+    return [state] if isinstance(state, DTensor) else []
+
+
+@all_ranks
+@pytest.mark.parametrize("options", GOT_BY.values(), ids=list(GOT_BY))
+@on_ranks("num_ranks")
+def test_options_of_getting(options: dict[str, Any]) -> None:
+    states = []
+    for model in three_models():
+        optimizers = OPTIMIZERS["adam-foreach"](model)
+        train(model, optimizers, 0, 2)
+        chosen = StateDictOptions(**options)
+        both = get_state_dict(model, optimizers, options=chosen)
+        model_state = get_model_state_dict(model, options=chosen)
+        optimizer_state = get_optimizer_state_dict(model, optimizers, options=chosen)
+        assert_equal(both, (model_state, optimizer_state))
+        states.append(both)
+    plain, ours, theirs = states
+    assert structure(ours) == structure(theirs)
+    assert_equal(ours, theirs, exact=is_exact())
+    assert_equal(ours, plain, exact=is_exact())
+    is_full = options.get("full_state_dict", False)
+    if is_full and options.get("cpu_offload") and dist.get_rank() > 0:
+        assert ours == ({}, {})
+        return
+    assert bool(dtensors(ours[0])) == bool(dtensors(ours[1])) != is_full
+    assert (FROZEN in ours[0]) != options.get("ignore_frozen_params", False)
+
+
+@three_ranks
+@pytest.mark.parametrize("full_state", [False, True])
+@on_ranks("num_ranks")
+def test_submodules_alone(full_state: bool) -> None:
+    for keep in (False, True):
+        options = StateDictOptions(keep_submodule_prefixes=keep, full_state_dict=full_state)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Getting submodules only", FutureWarning)
+            plain, ours, theirs = (
+                get_model_state_dict(model, submodules={model.outer.inner}, options=options)
+                for model in three_models()
+            )
+        assert structure(ours) == structure(theirs)
+        assert_equal(ours, plain)
+        names = ("up.weight", "up.bias", "down.weight", "down.bias", "gate.weight")
+        assert list(ours) == [f"outer.inner.{name}" if keep else name for name in names]

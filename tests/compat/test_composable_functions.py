@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import apply_fully_shard, clip_grad_norm_, fully_shard
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 WIDTH = 5
 STEPS = 4
@@ -92,9 +91,6 @@ def differences(
     return found
 
 
-# torch's replicate ----------------------------------------------------------------------------
-
-
 def replicate(kind: str, module: nn.Module) -> None:
     if kind == "ddp":
         replicate_by_ddp(module)
@@ -103,99 +99,71 @@ def replicate(kind: str, module: nn.Module) -> None:
         replicate_by_fsdp(module, mesh=mesh)
 
 
-def a_child_first(kind: str, model: nn.Sequential) -> None:
-    replicate(kind, model[1])
-    fully_shard(model[0])
-    fully_shard(model)
-
-
-def a_child_after_others(kind: str, model: nn.Sequential) -> None:
-    fully_shard(model[0])
-    replicate(kind, model[1])
-    replicate(kind, model[4])
-    fully_shard(model)
-
-
-def in_a_list(kind: str, model: nn.Sequential) -> None:
-    replicate(kind, model[1].up)
-    fully_shard([model[0], model[1], model[2]])
-    fully_shard(model)
-
-
-def around(kind: str, model: nn.Sequential) -> None:
-    fully_shard(model[1])
-    fully_shard([model[2], model[3]])
-    replicate(kind, model)
-
-
-def within_each_other(kind: str, model: nn.Sequential) -> None:
-    fully_shard(model[1].up)
-    replicate(kind, model[1])
-    fully_shard(model[2])
-    fully_shard(model)
-
-
-def everything_inside(kind: str, model: nn.Sequential) -> None:
-    for block in model:
-        replicate(kind, block)
-    fully_shard(model)
-
-
-ARRANGEMENTS = {
-    function.__name__: function
-    for function in (
-        a_child_first,
-        a_child_after_others,
-        in_a_list,
-        around,
-        within_each_other,
-        everything_inside,
-    )
+ARRANGEMENTS: dict[str, list[str]] = {
+    "a child first": ["+1", "-0", "-"],
+    "a child after others": ["-0", "+1", "+4", "-"],
+    "in a list": ["+1.up", "-0 1 2", "-"],
+    "around": ["-1", "-2 3", "+"],
+    "within each other": ["-1.up", "+1", "-2", "-"],
+    "everything inside": ["+0", "+1", "+2", "+3", "+4", "-"],
 }
+"""The names of what is replicated, after "+", and of what is sharded, after "-", in turns."""
 
 
-def train_beside_replicate(kind: str, arrangement: str, **how: Any) -> tuple[list[str], set[str]]:
-    model, reference = make(), make()
-    ARRANGEMENTS[arrangement](kind, model)
-    found = differences(model, reference, **how)
-    forms = {str(getattr(param, "placements", "plain")) for param in model.parameters()}
-    return found, forms
+def arrange(kind: str, steps: list[str]) -> nn.Sequential:
+    model = make()
+    for step in steps:
+        modules = [model.get_submodule(name) for name in step[1:].split(" ")]
+        if step[0] == "+":
+            replicate(kind, modules[0])
+        else:
+            fully_shard(modules if len(modules) > 1 else modules[0])
+    return model
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks(2)
 def test_replicated_and_sharded_modules_train_as_one_model(kind: str, arrangement: str) -> None:
+    model = arrange(kind, ARRANGEMENTS[arrangement])
+    assert differences(model, make()) == []
+    forms = {str(getattr(param, "placements", "plain")) for param in model.parameters()}
     kept = "plain" if kind == "ddp" else "(Replicate(),)"
-    forms = {kept} if arrangement == "everything_inside" else {kept, "(Shard(dim=0),)"}
-    assert run_ranks(train_beside_replicate, 2, kind, arrangement) == [([], forms)] * 2
+    assert forms == {kept} | ({"(Shard(dim=0),)"} if "inside" not in arrangement else set())
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks(3)
 def test_replicated_modules_accumulate_and_are_clipped_with_the_others(kind: str) -> None:
-    train = partial(train_beside_replicate, microbatches=2, clip=0.5)
-    for found, _ in run_ranks(train, 3, kind, "a_child_after_others"):
-        assert found == []
+    model = arrange(kind, ARRANGEMENTS["a child after others"])
+    assert differences(model, make(), microbatches=2, clip=0.5) == []
 
 
-def shard_by_blocks(model: nn.Sequential) -> None:
-    apply_fully_shard(model, Block)
+SHARDERS: dict[str, Callable[[nn.Module], Any]] = {
+    "root": fully_shard,
+    "by blocks": lambda model: apply_fully_shard(model, Block),
+    "by size": lambda model: apply_fully_shard(model, 100),
+}
 
 
-def shard_by_size(model: nn.Sequential) -> None:
-    apply_fully_shard(model, 100)
-
-
-@pytest.mark.parametrize("function", [fully_shard, shard_by_blocks, shard_by_size])
+@pytest.mark.parametrize("shard", SHARDERS)
 @on_ranks(2)
-def test_a_module_in_ddp_stays_replicated(function: Callable[[nn.Module], Any]) -> None:
-    model, reference = make(), make()
+def test_a_module_in_ddp_stays_replicated(shard: str) -> None:
+    model = make()
     model[1] = DistributedDataParallel(model[1])
-    own = list(model[1].parameters())
-    function(model)
-    found = differences(model, reference)
-    if list(map(id, model[1].parameters())) != list(map(id, own)):
-        found.append("the parameters of DDP were replaced")
-    assert found == []
+    own = list(map(id, model[1].parameters()))
+    SHARDERS[shard](model)
+    assert differences(model, make()) == []
+    assert list(map(id, model[1].parameters())) == own
+
+
+@pytest.mark.parametrize("shard", ["by blocks", "root"])
+@on_ranks(2)
+def test_what_torch_has_sharded_is_left_to_it(shard: str) -> None:
+    model = make()
+    torch_fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
+    SHARDERS[shard](model)
+    assert differences(model, make()) == []
 
 
 class Tied(nn.Module):
@@ -217,85 +185,56 @@ class Tied(nn.Module):
 def test_what_is_tied_to_a_replicated_parameter_is_replicated() -> None:
     torch.manual_seed(0)
     model = Tied()
-    reference = copy.deepcopy(model)
-    own = model.embedding.weight
+    reference, own = copy.deepcopy(model), model.embedding.weight
     replicate("ddp", model.embedding)
     fully_shard(model.block)
     fully_shard(model)
-    found = differences(model, reference)
-    if model.embedding.weight is not own or model.head.weight is not own:
-        found.append("the tied parameter was replaced")
-    assert found == []
-
-
-@pytest.mark.parametrize("arrangement", ["by blocks", "root"])
-@on_ranks(2)
-def test_what_torch_has_sharded_is_left_to_it(arrangement: str) -> None:
-    model, reference = make(), make()
-    torch_fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
-    if arrangement == "by blocks":
-        shard_by_blocks(model)
-    else:
-        fully_shard(model)
     assert differences(model, reference) == []
+    assert model.embedding.weight is model.head.weight is own
 
 
-def refused(case: str) -> str:
-    model = make()
-    try:
-        if case.startswith("itself"):
-            replicate(case.split()[1], model)
+ITSELF = (
+    "Expected a module without torch's replicate or DistributedDataParallel, got {}; leave that "
+    "out, or apply fully_shard to modules inside of it, before it, or to one around it"
+)
+# what torch says, since the registry of the module names fully_shard
+OF_TORCH = "Cannot apply `replicate()` on a Module already managed by `fully_shard`"
+REFUSALS: list[tuple[str, list[str], str]] = [
+    ("ddp", ["+", "-"], ITSELF.format("DDPSequential")),
+    ("fsdp", ["+", "-"], ITSELF.format("ReplicateSequential")),
+    (
+        "fsdp",
+        ["+", "-1"],
+        "Expected fully_shard of Block before torch has converted the parameters of "
+        "ReplicateSequential around it, got it after; start with the inner modules",
+    ),
+    (
+        "ddp",
+        ["-", "+1"],
+        "Expected replicate of '1' before fully_shard of the root group, whose parameters it "
+        "holds, got it after; apply replicate first",
+    ),
+    ("ddp", ["-", "+"], OF_TORCH),
+    ("fsdp", ["-", "+"], OF_TORCH),
+]
+
+
+@pytest.mark.parametrize(("kind", "steps", "text"), REFUSALS)
+@on_ranks(2)
+def test_what_would_be_reduced_twice_is_refused_on_all_ranks(
+    kind: str, steps: list[str], text: str
+) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        arrange(kind, steps)(batch(0, 0))
+    assert str(caught.value) == text
+    if steps == ["+", "-"]:  # a module that is refused is as it was
+        model = arrange(kind, ["+"])
+        params, kind_of_module = list(map(id, model.parameters())), type(model)
+        with pytest.raises(ValueError):
             fully_shard(model)
-        elif case == "inner after outer":
-            replicate("fsdp", model)
-            fully_shard(model[1])
-        elif case == "replicate after":
-            fully_shard(model)
-            replicate_by_ddp(model[1])
-            model(batch(0, 0))
-        else:
-            fully_shard(model)
-            replicate(case.split()[1], model)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
-
-
-REFUSALS = {
-    "itself ddp": "Expected a module without torch's replicate or DistributedDataParallel, got "
-    "DDPSequential; leave that out, or apply fully_shard to modules inside of it, before it, or to "
-    "one around it",
-    "itself fsdp": "Expected a module without torch's replicate or DistributedDataParallel, got "
-    "ReplicateSequential; leave that out, or apply fully_shard to modules inside of it, before it, "
-    "or to one around it",
-    "inner after outer": "Expected fully_shard of Block before torch has converted "
-    "the parameters of ReplicateSequential around it, got it after; start with the inner modules",
-    "replicate after": "Expected replicate of '1' before fully_shard of the root "
-    "group, whose parameters it holds, got it after; apply replicate first",
-    # what torch says, since the registry of the module names fully_shard
-    "sharded ddp": "Cannot apply `replicate()` on a Module already managed by `fully_shard`",
-    "sharded fsdp": "Cannot apply `replicate()` on a Module already managed by `fully_shard`",
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_would_be_reduced_twice_is_refused_on_all_ranks(case: str) -> None:
-    assert run_ranks(refused, 2, case) == [REFUSALS[case]] * 2
-
-
-def test_a_refused_module_is_as_it_was() -> None:
-    with fake_ranks(2):
-        model = make()
-        replicate_by_ddp(model)
-        params, kind = list(model.parameters()), type(model)
-        with pytest.raises(ValueError, match="without torch's replicate"):
-            fully_shard(model)
-        assert list(map(id, model.parameters())) == list(map(id, params))
-        assert type(model) is kind
+        assert list(map(id, model.parameters())) == params
+        assert type(model) is kind_of_module
         assert list(_get_registry(model) or ()) == ["replicate"]
-
-
-# Others with a state on the module -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["before", "after", "inside"])
@@ -364,20 +303,12 @@ def test_the_states_of_other_functions_survive() -> None:
         copied = copy.deepcopy(model)
         labelled.state(copied).label = "of the copy"  # type: ignore[attr-defined]
         assert labelled.state(model).label == "before"  # type: ignore[attr-defined]
-        assert torch_fully_shard.state(model)._fsdp_param_group is not None
         later = fully_shard(make())
         labelled(later, "after")
         assert labelled.state(later).label == "after"  # type: ignore[attr-defined]
-        assert torch_fully_shard.state(later)._fsdp_param_group is not None
-
-
-def test_a_composable_function_may_shard() -> None:
-    with fake_ranks(2):
-        model = shard_it(make())
-        assert shard_it.state(model) is not None  # type: ignore[attr-defined]
-        assert torch_fully_shard.state(model)._fsdp_param_group is not None
-        with pytest.raises(AssertionError, match="shard_it has already been applied"):
-            shard_it(model)
+        within = shard_it(make())  # a composable function may shard
+        for one in (model, later, within):
+            assert torch_fully_shard.state(one)._fsdp_param_group is not None
 
 
 def test_the_registry_names_what_was_applied() -> None:

@@ -68,7 +68,12 @@ def is_small(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and module.out_features < 10
 
 
+def sized(**kwargs: Any) -> Any:
+    return lambda of: partial(of.size_based_auto_wrap_policy, **kwargs)
+
+
 POLICIES: dict[str, Any] = {
+    "always": lambda of: of.always_wrap_policy,
     "classes": lambda of: of.ModuleWrapPolicy({Layer, nn.Embedding}),
     "nested_classes": lambda of: of.ModuleWrapPolicy([Layer, nn.Linear]),
     "custom": lambda of: of.CustomPolicy(is_small),
@@ -76,17 +81,10 @@ POLICIES: dict[str, Any] = {
     "transformer": lambda of: partial(
         of.transformer_auto_wrap_policy, transformer_layer_cls={Layer}
     ),
-    "size_1": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=1),
-    "size_100": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=100),
-    "size_500": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=500),
-    "size_1000": lambda of: partial(of.size_based_auto_wrap_policy, min_num_params=1000),
-    "size_default": lambda of: of.size_based_auto_wrap_policy,
-    "size_leaves": lambda of: partial(
-        of.size_based_auto_wrap_policy, min_num_params=50, force_leaf_modules={Layer}
-    ),
-    "size_excluded": lambda of: partial(
-        of.size_based_auto_wrap_policy, min_num_params=50, exclude_wrap_modules={nn.Linear}
-    ),
+    **{f"size_{size}": sized(min_num_params=size) for size in (1, 100, 500, 1000)},
+    "size_default": sized(),
+    "size_leaves": sized(min_num_params=50, force_leaf_modules={Layer}),
+    "size_excluded": sized(min_num_params=50, exclude_wrap_modules={nn.Linear}),
 }
 
 
@@ -95,15 +93,9 @@ def test_policies_choose_what_those_of_torch_choose(name: str) -> None:
     containers = {"layers", "heads"}  # without a forward: never wrapped by ours
     wanted = [n for n in theirs_choose(Model(), POLICIES[name](theirs)) if n not in containers]
     assert ours_choose(Model(), POLICIES[name](ours)) == wanted
-
-
-def test_always_wraps_all_but_containers() -> None:
-    model = Model()
-    wanted = [name for name in theirs_choose(Model(), theirs.always_wrap_policy)]
-    assert ours_choose(model, ours.always_wrap_policy) == [
-        name for name in wanted if name not in ("layers", "heads")
-    ]
-    assert len(wanted) == len(list(model.modules())) - 1
+    assert name != "always" or len(wanted) == len(list(Model().modules())) - 3
+    said = repr(ours.ModuleWrapPolicy({nn.ReLU, nn.Linear}))
+    assert said == "ModuleWrapPolicy(['Linear', 'ReLU'])"
 
 
 def test_arguments_of_a_custom_policy_replace_those_of_the_root() -> None:
@@ -171,12 +163,6 @@ def test_what_is_ignored_or_wrapped_is_not_looked_into() -> None:
         "Linear",
         "NonDynamicallyQuantizableLinear",
     }
-
-
-def test_policies_say_what_they_are() -> None:
-    assert repr(ours.ModuleWrapPolicy({nn.ReLU, nn.Linear})) == (
-        "ModuleWrapPolicy(['Linear', 'ReLU'])"
-    )
 
 
 @pytest.mark.parametrize(

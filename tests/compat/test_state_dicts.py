@@ -102,7 +102,9 @@ def test_full_states_are_those_of_the_plain_model(strategy: ShardingStrategy) ->
     ]
 
 
-def there_and_back(kind: StateDictType, policies: tuple[Any, Any]) -> None:
+def there_and_back(
+    kind: StateDictType, policies: tuple[Any, Any], loads: StateDictType | None = None
+) -> None:
     """Save from one way of wrapping, load into another; local shards need the same one."""
     model, optimizer, _, _ = trained(policies[0])
     with FSDP.state_dict_type(model, kind):
@@ -121,13 +123,10 @@ def there_and_back(kind: StateDictType, policies: tuple[Any, Any]) -> None:
             assert type(moment) is (DTensor if isinstance(value, DTensor) else torch.Tensor)
             assert moment.shape == value.shape
     other = FSDP(Net(), auto_wrap_policy=policies[1], device_id=CPU)
-    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
-    names = {id(p): n for n, p in model.named_parameters()}
     own = dict(other.named_parameters())
-    for group in groups:
-        group["params"] = [own[names[id(p)]] for p in group["params"]]
-    loaded = torch.optim.Adam(groups)
-    with FSDP.state_dict_type(other, kind):
+    groups = [[own[name] for name in group["params"]] for group in named["param_groups"]]
+    loaded = torch.optim.Adam([{"params": group} for group in groups])
+    with FSDP.state_dict_type(other, loads or kind):
         result = other.load_state_dict(states)
         assert (result.missing_keys, result.unexpected_keys) == ([], [])
         FSDP.optim_state_dict_to_load(other, loaded, named, load_directly=True)
@@ -149,10 +148,15 @@ def there_and_back(kind: StateDictType, policies: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("kind", StateDictType)
 def test_what_is_saved_loads(kind: StateDictType, num_ranks: int) -> None:
     run_ranks(there_and_back, num_ranks, kind, (always_wrap_policy, None))
-    run_ranks(there_and_back, num_ranks, kind, (None, ModuleWrapPolicy({nn.Sequential})))
+    if num_ranks == 2:
+        run_ranks(there_and_back, 2, kind, (None, ModuleWrapPolicy({nn.Sequential})))
+    if kind is StateDictType.FULL_STATE_DICT:  # full tensors are loaded whatever the type
+        policies = (always_wrap_policy, always_wrap_policy)
+        run_ranks(there_and_back, num_ranks, kind, policies, StateDictType.LOCAL_STATE_DICT)
 
 
-def rank0_only() -> tuple[list[str], list[str], list[str]]:
+@on_ranks(2)
+def test_only_the_first_rank_has_full_states_if_asked() -> None:
     model, optimizer, reference, _ = trained()
     root = nn.Sequential(nn.Linear(4, 4), model)
     with FSDP.state_dict_type(
@@ -162,60 +166,49 @@ def rank0_only() -> tuple[list[str], list[str], list[str]]:
         FullOptimStateDictConfig(rank0_only=True),
     ):
         states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-        around = root.state_dict()
+        around = list(root.state_dict())
+    wanted, plain = reference.state_dict(), ["0.weight", "0.bias"]
     if dist.get_rank() == 0:
-        for key, value in reference.state_dict().items():
+        assert list(named) == ["state", "param_groups"]
+        assert around == plain + [f"1.{key}" for key in wanted]
+        assert list(states) == list(wanted)
+        for key, value in wanted.items():
             same(states[key], value)
-    return list(states), list(named), list(around)
+    else:
+        assert (states, named, around) == ({}, {}, plain)
 
 
-def test_only_the_first_rank_has_full_states_if_asked() -> None:
-    first, second = run_ranks(rank0_only, 2)
-    keys = list(Net().state_dict())
-    plain = ["0.weight", "0.bias"]
-    assert first == (keys, ["state", "param_groups"], plain + [f"1.{key}" for key in keys])
-    assert second == ([], [], plain)
-
-
-def plain_checkpoint(path: str) -> None:
-    """A file of a plain model loads, and one of a wrapped model loads into a plain one."""
-    model, _, reference, _ = trained(None)
-    states = model.state_dict()
-    if dist.get_rank() == 0:
-        torch.save(states, path)
-    dist.barrier()
-    plain = Net()
-    plain.load_state_dict(torch.load(path))
-    for key, value in plain.state_dict().items():
-        same(value, reference.state_dict()[key])
-    other = FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU)
-    other.load_state_dict(torch.load(path))
-    for key, value in other.state_dict().items():
-        same(value, reference.state_dict()[key])
-
-
+@on_ranks(2)
 def test_files_of_plain_models(tmp_path: Path) -> None:
-    run_ranks(plain_checkpoint, 2, str(tmp_path / "states.pt"))
+    """A file of a plain model loads, and one of a wrapped model loads into a plain one."""
+    model, _, reference, _ = trained(
+        None, mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16)
+    )
+    states, file = model.state_dict(), tmp_path / "states.pt"
+    assert {value.dtype for value in states.values()} == {torch.float32, torch.int64}
+    reference.load_state_dict(states)
+    if dist.get_rank() == 0:
+        torch.save(states, file)
+    dist.barrier()
+    other = FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU)
+    for one in (Net(), other):
+        one.load_state_dict(torch.load(file))
+        for key, value in one.state_dict().items():
+            same(value, states[key])
 
 
-def incompatible() -> tuple[list[str], list[str], str]:
+@on_ranks(2)
+def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
     root = nn.Sequential(FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU))
     states = root.state_dict()
     states["0.body.more"] = states.pop("0.body.0.weight")
     result = root.load_state_dict(states, strict=False)
+    assert result.missing_keys == ["0.body.0.weight"]
+    assert result.unexpected_keys == ["0.body.more"]
     states["0.inp.bias"] = torch.ones(7)
-    try:
+    with pytest.raises(RuntimeError) as caught:
         root.load_state_dict(states)
-    except RuntimeError as error:
-        return result.missing_keys, result.unexpected_keys, str(error)
-    return [], [], "no error"
-
-
-def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
-    missing, unexpected, text = run_ranks(incompatible, 2)[0]
-    assert missing == ["0.body.0.weight"]
-    assert unexpected == ["0.body.more"]
-    assert text == (
+    assert str(caught.value) == (
         "Error(s) in loading state_dict for Sequential:\n"
         '\tMissing key(s) in state_dict: "0.body.0.weight". \n'
         '\tUnexpected key(s) in state_dict: "0.body.more". \n'
@@ -226,7 +219,6 @@ def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
 
 @on_ranks(2)
 def test_names_in_torch_distributed_checkpoint() -> None:
-    """The functions of torch.distributed.checkpoint see the names of the plain model."""
     model, optimizer, reference, plain_optimizer = trained()
     root, around = nn.Sequential(model), nn.Sequential(reference)
     for ours, theirs in ((model, reference), (root, around)):
@@ -241,15 +233,6 @@ def test_names_in_torch_distributed_checkpoint() -> None:
             checkpoint.get_optimizer_state_dict(theirs, plain_optimizer)["state"]
         )
         checkpoint.set_optimizer_state_dict(ours, optimizer, mine)
-
-
-@on_ranks(2)
-def test_states_keep_their_own_dtype_under_mixed_precision() -> None:
-    model, *_ = trained(None, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
-    assert {value.dtype for value in model.state_dict().values()} == {torch.float32, torch.int64}
-
-
-# What is refused --------------------------------------------------------------------------------
 
 
 def raised(call: Any) -> str:
@@ -306,9 +289,6 @@ def test_optimizers_that_do_not_fit() -> None:
         )
 
 
-# Local shards of other ranks, and full tensors ----------------------------------------------------
-
-
 def stepped() -> tuple[Any, torch.optim.Optimizer]:
     """Return a model of four rows, and its optimizer after a step."""
     model = FSDP(nn.Linear(3, 4, bias=False), device_id=CPU)
@@ -353,29 +333,6 @@ def test_shards_of_other_ranks_are_refused() -> None:
     ]
 
 
-@on_ranks(2)
-def test_full_tensors_are_loaded_whatever_the_type() -> None:
-    model, optimizer, _, _ = trained()
-    states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    other = FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU)
-    own = dict(other.named_parameters())
-    loaded = torch.optim.Adam(
-        [{"params": [own[n] for n in group["params"]]} for group in named["param_groups"]]
-    )
-    with FSDP.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
-        other.load_state_dict(states)
-        FSDP.optim_state_dict_to_load(other, loaded, named, load_directly=True)
-    for key, value in other.state_dict().items():
-        same(value, states[key])
-    again = FSDP.optim_state_dict(other, loaded)
-    for name, values in named["state"].items():
-        for key, value in values.items():
-            same(again["state"][name][key], value)
-
-
-# Optimizers that have their states by name, and states without groups ----------------------------
-
-
 def named_optimizer(model: Any) -> Any:
     optimizer = _NamedOptimizer(
         model.named_parameters(), torch.optim.Adam, module=model, lr=0.1, betas=(0.5, 0.9)
@@ -412,7 +369,9 @@ def test_an_optimizer_of_names() -> None:
         same(moment.full_tensor(), reference["state"][name]["exp_avg"])
 
 
-def states_without(what: str) -> str:
+@pytest.mark.parametrize(("what", "has"), [("param_groups", []), ("weight", [["other"]])])
+@on_ranks(2)
+def test_states_without_a_group_of_a_parameter(what: str, has: list[list[str]]) -> None:
     model, optimizer = stepped()
     named = FSDP.optim_state_dict(model, optimizer)
     if what == "param_groups":
@@ -421,13 +380,7 @@ def states_without(what: str) -> str:
         named["param_groups"][0]["params"] = ["other"]
     with pytest.raises(ValueError) as caught:
         FSDP.optim_state_dict_to_load(model, optimizer, named)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("what", "has"), [("param_groups", []), ("weight", [["other"]])])
-def test_states_without_a_group_of_a_parameter(what: str, has: list[list[str]]) -> None:
-    text = (
+    assert str(caught.value) == (
         "Expected param_groups of which one has 'weight', as optim_state_dict returns them, got "
         f"groups of {has}"
     )
-    assert run_ranks(states_without, 2, what) == [text, text]

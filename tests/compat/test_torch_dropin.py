@@ -33,6 +33,7 @@ from torch_versions import (
 import composable_shard
 from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall
 from composable_shard.module import group_of
+from composable_shard.run import USAGE, main
 from composable_shard.testing import fake_ranks, run_ranks
 from composable_shard.testing.processes import LOOPBACK
 
@@ -54,9 +55,6 @@ def _torch_as_before() -> Iterator[None]:
     assert taken_before is of_torch["fully_shard"]
 
 
-# Where it is replaced ----------------------------------------------------------------------------
-
-
 def test_every_module_of_torch_has_ours_and_then_its_own_again() -> None:
     found = {
         (path, name): getattr(importlib.import_module(path), name)
@@ -65,97 +63,67 @@ def test_every_module_of_torch_has_ours_and_then_its_own_again() -> None:
         if hasattr(importlib.import_module(path), name)
     }
     assert len(found) == 10
+    classes = ("FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy")
+    before = [getattr(fsdp, name) for name in classes]
     with install():
         for path, name in found:
             assert getattr(importlib.import_module(path), name) is functions.OURS[name]
+        assert [getattr(fsdp, name) for name in classes] == before  # they stay those of torch
     for (path, name), value in found.items():
         assert getattr(importlib.import_module(path), name) is value
+    assert inspect.signature(functions.fully_shard) == inspect.signature(of_torch["fully_shard"])
+    for name in NAMES:
+        assert functions.OURS[name].__name__ == name
+        assert pickle.loads(pickle.dumps(functions.OURS[name])) is functions.OURS[name]
+    assert all(">>>" in (function.__doc__ or "") for function in (install, uninstall, is_installed))
 
 
-def test_references_in_loaded_modules_are_replaced() -> None:
-    client = types.ModuleType("client_with_references")
-    client.shard = fsdp.fully_shard  # type: ignore[attr-defined]
-    client.kept = {"in a dict": fsdp.fully_shard}  # type: ignore[attr-defined]
-    sys.modules[client.__name__] = client
-    try:
-        with install() as installation:
-            assert client.shard is functions.fully_shard  # type: ignore[attr-defined]
-            assert taken_before is functions.fully_shard
-            assert client.kept["in a dict"] is of_torch["fully_shard"]  # type: ignore[attr-defined]
-            assert "client_with_references.shard" in installation.replaced
-            assert f"{__name__}.taken_before" in installation.replaced
-        assert client.shard is of_torch["fully_shard"]  # type: ignore[attr-defined]
-    finally:
-        del sys.modules[client.__name__]
+class Lazy(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was loaded")
 
 
-def test_lazy_members_of_modules_are_not_loaded() -> None:
-    class Lazy(types.ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            raise AssertionError(f"{name} was loaded")
-
-    sys.modules["lazy_client"] = Lazy("lazy_client")
-    try:
-        with install():
-            pass
-    finally:
-        del sys.modules["lazy_client"]
-
-
-def test_only_the_outermost_installation_uninstalls() -> None:
-    with install():
+def test_references_in_loaded_modules_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    client: Any = types.ModuleType("client_with_references")
+    client.shard, client.kept = fsdp.fully_shard, {"in a dict": fsdp.fully_shard}
+    monkeypatch.setitem(sys.modules, client.__name__, client)
+    monkeypatch.setitem(sys.modules, "lazy_client", Lazy("lazy_client"))
+    with install() as installation:
+        assert client.shard is taken_before is functions.fully_shard
+        assert client.kept["in a dict"] is of_torch["fully_shard"]
+        assert "client_with_references.shard" in installation.replaced
+        assert f"{__name__}.taken_before" in installation.replaced
+        client.shard = of_torch["fully_shard"]  # taken from elsewhere since
         with install() as inner:
-            assert inner.replaced == []
+            assert inner.replaced == ["client_with_references.shard"]
+        assert is_installed()  # only the outermost one uninstalls
+        assert install().replaced == []
         assert is_installed()
-        install()
-        assert is_installed()
+    assert client.shard is of_torch["fully_shard"]
     assert not is_installed()
     uninstall()
     assert not is_installed()
 
 
-def test_a_reference_taken_from_elsewhere_is_reached_by_installing_again() -> None:
-    client = types.ModuleType("late_client")
-    with install():
-        client.shard = of_torch["fully_shard"]  # type: ignore[attr-defined]
-        sys.modules[client.__name__] = client
-        try:
-            assert install().replaced == ["late_client.shard"]
-        finally:
-            del sys.modules[client.__name__]
-
-
-def test_ours_is_called_as_torchs_is() -> None:
-    assert inspect.signature(functions.fully_shard) == inspect.signature(of_torch["fully_shard"])
-    for name in NAMES:
-        assert functions.OURS[name].__name__ == name
-        assert pickle.loads(pickle.dumps(functions.OURS[name])) is functions.OURS[name]
-
-
-# What is understood ------------------------------------------------------------------------------
-
-
-def test_classes_stay_those_of_torch() -> None:
-    names = ("FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy")
-    before = [getattr(fsdp, name) for name in names]
-    with install():
-        assert [getattr(fsdp, name) for name in names] == before
-
-
-def test_policies_of_torch_mean_what_they_meant() -> None:
+def test_policies_mean_what_they_meant() -> None:
+    args = (torch.bfloat16, torch.float32, torch.float16, False)
+    own = composable_shard.MixedPrecisionPolicy(torch.bfloat16, grad_dtype=torch.float32)
+    offload = fsdp.CPUOffloadPolicy(pin_memory=False)
     with fake_ranks(2), install():
-        model = fsdp.fully_shard(
-            nn.Linear(4, 4),
-            mp_policy=fsdp.MixedPrecisionPolicy(
-                torch.bfloat16, torch.float32, torch.float16, False
-            ),
-            offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False),
+        model, other = (
+            fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy, offload_policy=offload)
+            for policy in (fsdp.MixedPrecisionPolicy(*args), own)
         )
-        group = group_of(model)
-    assert group is not None
-    ours = composable_shard.MixedPrecisionPolicy(
-        torch.bfloat16, torch.float32, torch.float16, False
+        group, of_other = group_of(model), group_of(other)
+        state = fsdp.fully_shard.state(model)  # which pipeline schedules ask for
+        with pytest.raises(TypeError) as caught:
+            fsdp.fully_shard(nn.Linear(4, 4), mp_policy="bf16")
+    assert str(caught.value) == (
+        "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got builtins.str"
     )
+    assert type(state).__module__.startswith("composable_shard.")
+    assert group is not None and of_other is not None and of_other.policy == own
+    ours = composable_shard.MixedPrecisionPolicy(*args)
     assert dataclasses.asdict(group.policy) == dataclasses.asdict(ours)
     assert group.policy.rounds_gradients is not FOLLOWS_GRADIENTS
     assert all(param.offload == composable_shard.CPUOffloadPolicy(False) for param in group.params)
@@ -181,21 +149,6 @@ def test_an_override_of_torchs_policy_is_understood() -> None:
         group = group_of(fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy))
     assert group is not None
     assert [param.compute_dtype for param in group.params] == [BF16, FP32]
-
-
-def test_policies_of_ours_may_be_given_too() -> None:
-    policy = composable_shard.MixedPrecisionPolicy(torch.bfloat16, grad_dtype=torch.float32)
-    with fake_ranks(2), install():
-        group = group_of(fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy))
-    assert group is not None and group.policy == policy
-
-
-def test_an_error_of_ours_is_raised_with_its_text() -> None:
-    with fake_ranks(2), install(), pytest.raises(TypeError) as caught:
-        fsdp.fully_shard(nn.Linear(4, 4), mp_policy="bf16")
-    assert str(caught.value) == (
-        "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got builtins.str"
-    )
 
 
 @needs_newer_torch("no class for the result of a placement function")
@@ -251,16 +204,6 @@ def test_modules_that_torch_has_sharded_stay_with_torch() -> None:
             fsdp.share_comm_ctx([ours, fsdp.fully_shard(Encoder())])
     assert isinstance(ours, composable_shard.FSDPModule)
     assert not isinstance(theirs[0], composable_shard.FSDPModule)
-
-
-def test_the_state_that_pipeline_schedules_ask_for_is_ours() -> None:
-    with fake_ranks(2), install():
-        model = fsdp.fully_shard(nn.Linear(4, 4))
-        state = fsdp.fully_shard.state(model)
-    assert type(state).__module__.startswith("composable_shard.")
-
-
-# Numbers -----------------------------------------------------------------------------------------
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -326,8 +269,6 @@ def test_losses_are_those_of_torch_bit_by_bit(
     assert [losses for _, losses in ours] == [losses for _, losses in theirs]
 
 
-# Scripts -----------------------------------------------------------------------------------------
-
 SCRIPT = """
 import multiprocessing, pickle, sys
 from torch.distributed.fsdp import fully_shard
@@ -349,40 +290,6 @@ if __name__ == "__main__":
 """
 
 
-def run_python(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """Run another Python in `folder`; return its exit code, output and errors."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "PATH": "",
-            "GLOO_SOCKET_IFNAME": LOOPBACK.get(sys.platform, ""),
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_a_script_and_what_it_spawns_get_ours_without_knowing(tmp_path: Path) -> None:
-    folder = tmp_path / "scripts"
-    folder.mkdir()
-    (folder / "script.py").write_text(SCRIPT)
-    script = str(folder / "script.py")
-    code, output, errors = run_python(tmp_path, "-m", "composable_shard.run", script, "a", "--b")
-    assert output.splitlines() == [
-        "script __main__ composable_shard",
-        "['a', '--b'] True",
-        "True",
-        "spawned __mp_main__ composable_shard",
-    ], errors
-    assert code == 3
-
-
 RANK_SCRIPT = """
 import sys
 import torch.distributed as dist
@@ -395,24 +302,59 @@ dist.destroy_process_group()
 """
 
 
+def run_python(folder: Path, *arguments: str, **variables: str) -> str:
+    """Run another Python in ``folder``; return its output."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "", **variables},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=True,
+    ).stdout
+
+
 @pytest.mark.matrix
 def test_torchrun_runs_it_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANK_SCRIPT)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    code, output, errors = run_python(
-        tmp_path, *launcher, "-m", "composable_shard.run", "script.py", "--steps", "3"
-    )
-    assert code == 0, errors
+    program = ("-m", "composable_shard.run", "script.py", "--steps", "3")
+    loopback = LOOPBACK.get(sys.platform, "")
+    output = run_python(tmp_path, *launcher, *program, GLOO_SOCKET_IFNAME=loopback)
     assert sorted(output.splitlines()) == [
         f"{rank} composable_shard.module ['--steps', '3']" for rank in range(2)
     ]
 
 
+def test_the_sitecustomize_that_is_hidden_runs_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the hidden one')\n")
+    at_start = ROOT / "composable_shard" / "compat" / "torch_dropin" / "at_start"
+    program = "import sys; print('torch' in sys.modules)"
+    output = run_python(tmp_path, "-c", program, PYTHONPATH=f"{at_start}:{tmp_path}")
+    assert output.splitlines() == ["the hidden one", "False"]
+
+
+def test_a_script_and_what_it_spawns_get_ours_without_knowing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as caught:
+        main([str(tmp_path / "script.py"), "a", "--b"])
+    assert caught.value.code == 3
+    assert capfd.readouterr().out.splitlines() == [
+        "script __main__ composable_shard",
+        "['a', '--b'] True",
+        "True",
+        "spawned __mp_main__ composable_shard",
+    ]
+    assert not is_installed()
+
+
 def test_a_module_runs_as_after_python_m(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from composable_shard.run import main
-
     (tmp_path / "some_program.py").write_text(
         "import sys\n"
         "from torch.distributed.fsdp import fully_shard\n"
@@ -435,38 +377,17 @@ def test_a_module_runs_as_after_python_m(
         (["--help"], 0, ""),
         ([], 2, "Expected a script or a module, got []"),
         (["-x"], 2, "Expected a script or a module, got ['-x']"),
-        (["gone.py"], 2, "Expected a script, got 'gone.py', which is not there"),
     ],
 )
 def test_wrong_arguments(
     arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from composable_shard.run import USAGE, main
-
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == code
     printed = capsys.readouterr()
     assert printed.out == (f"{USAGE}\n" if code == 0 else "")
     assert printed.err == (f"{USAGE}\n{text}\n" if code else "")
-
-
-def test_the_sitecustomize_that_is_hidden_runs_too(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('the hidden one')\n")
-    at_start = ROOT / "composable_shard" / "compat" / "torch_dropin" / "at_start"
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; print('torch' in sys.modules)"],
-        env={"PYTHONPATH": f"{at_start}:{tmp_path}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout.splitlines() == ["the hidden one", "False"]
-
-
-def test_every_public_function_has_an_example() -> None:
-    assert all(">>>" in (function.__doc__ or "") for function in (install, uninstall, is_installed))
 
 
 def test_a_torch_without_some_of_the_names_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

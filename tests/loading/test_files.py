@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -62,23 +65,15 @@ def test_a_folder_of_several_files_has_the_index_of_hugging_face(tmp_path: Path)
 
 
 def test_as_much_as_fits_goes_into_a_file(tmp_path: Path) -> None:
-    save_full(layers(1), tmp_path, max_shard_size="128B".replace("B", "KB"))
+    sizes = ("1KB", "1.5MiB", "2 GB", "1TiB", 12)
+    assert [num_bytes(size) for size in sizes] == [1000, 1572864, 2 * 10**9, 2**40, 12]
+    save_full(layers(1), tmp_path, max_shard_size="128KB")
     assert names_in(tmp_path) == ["model.safetensors"]
     save_full(layers(1, 5), tmp_path / "two", max_shard_size=128)
     heads = [sorted(load_file(path)) for path in sorted((tmp_path / "two").glob("*.safetensors"))]
     assert heads == [["0.weight", "1.weight"], ["2.weight", "3.weight"], ["4.weight"]]
     save_full(layers(1), tmp_path / "each", max_shard_size=1)
     assert names_in(tmp_path / "each") == [*SHARDS, INDEX]
-
-
-def test_sizes() -> None:
-    assert [num_bytes(size) for size in ("1KB", "1.5MiB", "2 GB", "1TiB", 12)] == [
-        1000,
-        1572864,
-        2 * 10**9,
-        2**40,
-        12,
-    ]
 
 
 def test_the_one_file_of_a_folder_and_other_names(tmp_path: Path) -> None:
@@ -132,35 +127,26 @@ def test_whatever_dies_there_is_the_old_or_the_new_or_none(
         assert set() not in outcomes
 
 
-class stopped_after:
+@contextlib.contextmanager
+def stopped_after(number: int) -> Iterator[list[None]]:
     """Let some files be renamed or removed, and no more; tell how many could have been."""
+    left = [None] * number
 
-    def __init__(self, number: int) -> None:
-        self._left = [None] * number
-        self._patches = [
-            mock.patch.object(save.os, "replace", self._counted(save.os.replace)),
-            mock.patch.object(Path, "unlink", self._counted(Path.unlink)),
-        ]
-
-    def _counted(self, call):
-        def act(*args, **kwargs):
-            if str(args[0]).endswith(".part") and call.__name__ == "unlink":
-                return call(*args, **kwargs)
-            if not self._left:
-                raise OSError("power is off")
-            self._left.pop()
+    def counted(call: Any) -> Any:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            if not (str(args[0]).endswith(".part") and call.__name__ == "unlink"):
+                if not left:
+                    raise OSError("power is off")
+                left.pop()
             return call(*args, **kwargs)
 
         return act
 
-    def __enter__(self) -> list[None]:
-        for patch in self._patches:
-            patch.start()
-        return self._left
-
-    def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
+    with (
+        mock.patch.object(save.os, "replace", counted(save.os.replace)),
+        mock.patch.object(Path, "unlink", counted(Path.unlink)),
+    ):
+        yield left
 
 
 def test_nobody_sees_a_file_before_it_is_complete(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import sys
 import weakref
 from collections.abc import Iterator
@@ -16,9 +14,11 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import Shard
+from train.moved import memory, return_unused
 
 from composable_shard import fully_shard, iter_full, load_sharded, save_full
 from composable_shard._torch import poisoned_memory
@@ -45,79 +45,54 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# What is read -----------------------------------------------------------------------------------
-
-
 class CountingFile:
     """A file that counts the bytes that are taken of it; of whole tensors only facts are known."""
 
     def __init__(self, handle: Any, num_bytes: list[int]) -> None:
-        self._handle, self.num_bytes = handle, num_bytes
+        self._handle, self._num_bytes = handle, num_bytes
 
     def __enter__(self) -> CountingFile:
         self._file = self._handle.__enter__()
+        self.keys = self._file.keys
         return self
 
     def __exit__(self, *details: object) -> None:
         self._handle.__exit__(*details)
 
-    def keys(self) -> list[str]:
-        return self._file.keys()
-
     def get_tensor(self, name: str) -> torch.Tensor:
         return self._file.get_tensor(name).to("meta")
 
-    def get_slice(self, name: str) -> CountingSlice:
-        return CountingSlice(self._file.get_slice(name), self.num_bytes)
-
-
-class CountingSlice:
-    def __init__(self, inner: Any, num_bytes: list[int]) -> None:
-        self._inner, self._num_bytes = inner, num_bytes
+    def get_slice(self, name: str) -> CountingFile:
+        self._slice = self._file.get_slice(name)
+        return self
 
     def __getitem__(self, box: Any) -> torch.Tensor:
-        piece = self._inner[box]
+        piece = self._slice[box]
         self._num_bytes.append(piece.nbytes)
         return piece
 
 
-def read_bytes(file: Path, dim: int) -> list[int]:
-    opened = safetensors.safe_open
-    num_bytes: list[int] = []
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks(2)
+def test_each_rank_reads_its_slices_and_no_more(file: Path, dim: int) -> None:
+    opened, num_bytes = safetensors.safe_open, list[int]()
 
     def counting(*args: Any, **kwargs: Any) -> CountingFile:
         return CountingFile(opened(*args, **kwargs), num_bytes)
 
     with mock.patch.object(safetensors, "safe_open", counting):
         load_sharded(build(True, dim), file)
-    return num_bytes
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_each_rank_reads_its_slices_and_no_more(file: Path, dim: int) -> None:
-    own = [TENSOR_NBYTES // 2] * NUM_TENSORS
-    assert run_ranks(read_bytes, 2, file, dim) == [own, own]
-
-
-# What is held -----------------------------------------------------------------------------------
+    assert num_bytes == [TENSOR_NBYTES // 2] * NUM_TENSORS
 
 
 @contextlib.contextmanager
 def growth() -> Iterator[list[int]]:
     """Measure by how many bytes the memory of this process grows at most."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide what is needed
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")  # forget the peak so far
-    before, found = resident("VmRSS"), []
+    return_unused()  # what is free already would hide what is needed
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before, found = memory("VmRSS"), list[int]()
     yield found
-    found.append(resident("VmHWM") - before)
-
-
-def resident(what: str) -> int:
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith(what))
-    return int(line.split()[1]) * 1024
+    found.append(memory("VmHWM") - before)
 
 
 @poisoned_memory(False)  # which keeps memory for a while

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import DTensor, Partial
 from two_tensors import TwoTensor
 
 from composable_shard import (
@@ -35,8 +35,8 @@ from composable_shard.train.weights.writing import FileWriter
 NUM_RANKS = 2
 
 
-def linear(rows: int = 4) -> nn.Linear:
-    return fully_shard(nn.Linear(2, rows))
+def linear(rows: int = 4, bias: bool = True) -> nn.Linear:
+    return fully_shard(nn.Linear(2, rows, bias=bias))
 
 
 def said(call: Callable[[], object]) -> tuple[str, str]:
@@ -70,26 +70,47 @@ def write(folder: Path, **tensors: torch.Tensor) -> Path:
 # Names and values ------------------------------------------------------------------------------
 
 
-def test_names_that_one_side_has(tmp_path: Path) -> None:
+def test_names_that_one_side_has(tmp_path: Path, whole: Path) -> None:
     file = write(tmp_path, weight=torch.ones(4, 2), b=torch.ones(4), c=torch.ones(1))
     assert all_say(lambda: load_sharded(linear(), file)) == (
         f"Expected the names of the model in '{file}', got missing: bias; unexpected: b, c; pass "
         "rename to map names, or strict=False to load what there is"
     )
-
-
-def test_a_long_list_of_names_is_counted(tmp_path: Path) -> None:
+    assert all_say(lambda: load_sharded(linear(), whole, rename=lambda name: "weight")) == (
+        "Expected names that rename keeps apart, got 'weight' for both 'bias' and 'weight' in "
+        f"'{whole}'"
+    )
     tensors = {f"w{number:02d}": torch.ones(1) for number in range(23)}
     file = write(tmp_path, weight=torch.ones(4, 2), bias=torch.ones(4), **tensors)
     text = all_say(lambda: load_sharded(linear(), file))
     assert f"got unexpected: {', '.join(list(tensors)[:20])} and 3 more; pass rename" in text
 
 
-def test_shapes_and_dtypes_that_do_not_fit(tmp_path: Path) -> None:
+def test_shapes_dtypes_and_placements_that_do_not_fit(tmp_path: Path, whole: Path) -> None:
     file = write(tmp_path, weight=torch.ones(2, 4), bias=torch.ones(4, dtype=torch.complex64))
     assert all_say(lambda: load_sharded(linear(), file, strict=False)) == (
         f"Expected tensors in '{file}' that fit the model, got 'weight' of shape [2, 4] for "
         "[4, 2], 'bias' of torch.complex64 for torch.float32"
+    )
+
+    def pending() -> nn.Module:
+        layer, mesh = nn.Linear(2, 4), init_device_mesh("cpu", (NUM_RANKS,))
+        layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [Partial()]))
+        return layer
+
+    assert all_say(lambda: load_sharded(pending(), whole)) == (
+        f"Expected tensors in '{whole}' that fit the model, got 'weight' for (Partial(sum),), "
+        "which are no parts of a full tensor"
+    )
+
+    def on_meta() -> None:
+        with torch.device("meta"):
+            layer = linear()
+        save_full(layer, tmp_path / "x", rename=lambda name: "same")
+
+    assert all_say(on_meta) == (
+        f"Expected plain tensors with values and names of their own for '{tmp_path / 'x'}', got "
+        "'weight' on the meta device, 'same' for both 'weight' and 'bias'"
     )
 
 
@@ -132,13 +153,6 @@ def test_buffers_that_are_views(tmp_path: Path, sends: bool) -> None:
     )
 
 
-def test_two_names_become_one(whole: Path) -> None:
-    assert all_say(lambda: load_sharded(linear(), whole, rename=lambda name: "weight")) == (
-        "Expected names that rename keeps apart, got 'weight' for both 'bias' and 'weight' in "
-        f"'{whole}'"
-    )
-
-
 def two_tensors() -> nn.Module:
     layer = nn.Linear(2, 4)
     layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach()))
@@ -155,22 +169,6 @@ def test_a_subclass_of_several_tensors(whole: Path) -> None:
     assert all_say(lambda: save_full(two_tensors(), target)) == (
         f"Expected plain tensors with values and names of their own for '{target}', got "
         "'weight', a TwoTensor of several tensors"
-    )
-
-
-def partial() -> nn.Module:
-    layer = nn.Linear(2, 4)
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    layer.weight = nn.Parameter(
-        torch.distributed.tensor.DTensor.from_local(layer.weight.detach(), mesh, [Partial()])
-    )
-    return layer
-
-
-def test_a_sum_that_is_pending(whole: Path) -> None:
-    assert all_say(lambda: load_sharded(partial(), whole)) == (
-        f"Expected tensors in '{whole}' that fit the model, got 'weight' for (Partial(sum),), "
-        "which are no parts of a full tensor"
     )
 
 
@@ -234,170 +232,99 @@ def test_in_a_forward_and_within_unsharded(whole: Path) -> None:
         layer[0].register_forward_hook(lambda *_: load_sharded(layer, whole))
         fully_shard(layer)(torch.ones(1, 2))
 
-    def in_context() -> None:
-        layer = linear()
-        with unsharded(layer):
-            save_full(layer, whole)
+    def within(on_all: bool) -> None:
+        model = linear()
+        with unsharded(model):
+            if on_all:
+                save_full(model, whole)
+            list(iter_full(model if dist.get_rank() else linear()))
 
     assert all_say(in_forward) == (
         "Expected load_sharded() outside of forward and backward, got it within one of the root "
         "group; call it between iterations"
     )
-    assert all_say(in_context) == (
-        "Expected save_full() outside of unsharded(), got it within one of the root group; call "
-        "it before or after"
+    outside = (
+        "Expected {}() outside of unsharded(), got it within one of the root group; call it before "
+        "or after"
+    )
+    assert all_say(within, True) == outside.format("save_full")
+    assert all_say(within, False) == (
+        "Expected all ranks to begin gathering full weights, got on rank 1: ShardError: "
+        + outside.format("iter_full")
     )
 
 
 # Places -----------------------------------------------------------------------------------------
 
 
-def loads(source: Path, **kwargs: Any) -> str:
-    return all_say(lambda: load_sharded(linear(), source, **kwargs))
+def test_places(whole: Path) -> None:
+    folder, index = whole.parent, whole.parent / "model.safetensors.index.json"
+    gone, two = folder / "gone.safetensors", folder / "two"
 
+    def refused(source: Path, why: str, **kwargs: Any) -> None:
+        text = all_say(lambda: load_sharded(linear(), source, **kwargs))
+        assert text == f"Expected a checkpoint at '{source}', got on rank 0: {why}"
 
-def saves(target: Path, **kwargs: Any) -> str:
-    return all_say(lambda: save_full(linear(), target, **kwargs))
-
-
-def not_loaded(source: Path, kind: str, why: str) -> str:
-    return f"Expected a checkpoint at '{source}', got on rank 0: {kind}: {why}"
-
-
-def not_saved(target: Path, kind: str, why: str) -> str:
-    return f"Expected to save '{target}', got on rank 0: {kind}: {why}"
-
-
-def test_nothing_to_read(tmp_path: Path) -> None:
-    gone = tmp_path / "gone.safetensors"
-    none = f"Expected a file at '{gone}', got none"
-    assert loads(gone) == not_loaded(gone, "FileNotFoundError", none)
-    neither = (
-        f"Expected model.safetensors or model.safetensors.index.json in '{tmp_path}', got neither"
-    )
-    text = loads(tmp_path, broadcast_from_rank0=True)
-    assert text == not_loaded(tmp_path, "FileNotFoundError", neither)
-
-
-def test_a_folder_with_several_files(tmp_path: Path) -> None:
+    refused(gone, f"FileNotFoundError: Expected a file at '{gone}', got none")
+    two.mkdir()
+    neither = f"Expected model.safetensors or model.safetensors.index.json in '{two}', got neither"
+    refused(two, f"FileNotFoundError: {neither}", broadcast_from_rank0=True)
     for name in ("b.safetensors", "a.safetensors"):
-        save_file({"x": torch.ones(1)}, tmp_path / name)
+        save_file({"x": torch.ones(1)}, two / name)
     several = (
-        f"Expected one checkpoint in '{tmp_path}', got a.safetensors, b.safetensors; pass the path "
-        "of one of them"
+        f"Expected one checkpoint in '{two}', got a.safetensors, b.safetensors; pass the path of "
+        "one of them"
     )
-    assert loads(tmp_path) == not_loaded(tmp_path, "ValueError", several)
-
-
-def test_an_index_that_is_wrong(whole: Path) -> None:
-    index = whole.parent / "model.safetensors.index.json"
+    refused(two, f"ValueError: {several}")
     index.write_text("{}")
     no_map = f"Expected an index with a weight_map in '{index}', got KeyError: 'weight_map'"
-    assert loads(index) == not_loaded(index, "ValueError", no_map)
+    refused(index, f"ValueError: {no_map}")
     index.write_text(json.dumps({"weight_map": {"weight": whole.name, "w": whole.name}}))
-    not_there = (
+    absent = (
         "Expected 'w' in whole.safetensors, as model.safetensors.index.json says, got none; copy "
         "the whole checkpoint anew"
     )
-    assert loads(index) == not_loaded(index, "ValueError", not_there)
-
-
-def test_a_library_that_is_missing(whole: Path) -> None:
-    for name in ("safetensors", "tqdm"):
-        why = f"import of {name} halted; None in sys.modules"
-        missing = (
-            f"Expected {name} to be installed, got: {why}; pip install 'composable_shard[weights]'"
-        )
-        new = whole.parent / "new"
-        with mock.patch.dict(sys.modules, {name: None}):
-            assert loads(whole, progress=True) == not_loaded(whole, "ImportError", missing)
-            assert saves(new, progress=True) == not_saved(new, "ImportError", missing)
-
-
-def test_weights_that_are_there(whole: Path) -> None:
+    refused(index, f"ValueError: {absent}")
     there = f"'{whole}' is there already; choose another place, or set overwrite=True"
-    assert saves(whole) == not_saved(whole, "FileExistsError", there)
-
-
-def test_what_cannot_be_written(tmp_path: Path) -> None:
-    def on_meta() -> None:
-        with torch.device("meta"):
-            layer = linear()
-        save_full(layer, tmp_path / "x", rename=lambda name: "same")
-
-    assert all_say(on_meta) == (
-        f"Expected plain tensors with values and names of their own for '{tmp_path / 'x'}', got "
-        "'weight' on the meta device, 'same' for both 'weight' and 'bias'"
+    assert all_say(lambda: save_full(linear(), whole)) == (
+        f"Expected to save '{whole}', got on rank 0: FileExistsError: {there}"
     )
+    for name in ("safetensors", "tqdm"):
+        missing = (
+            f"ImportError: Expected {name} to be installed, got: import of {name} halted; None in "
+            "sys.modules; pip install 'composable_shard[weights]'"
+        )
+        new = folder / "new"
+        with mock.patch.dict(sys.modules, {name: None}):
+            refused(whole, missing, progress=True)
+            assert all_say(lambda new=new: save_full(linear(), new, progress=True)) == (
+                f"Expected to save '{new}', got on rank 0: {missing}"
+            )
 
 
 # One rank alone ---------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_one_rank_lacks_or_has_another_of(whole: Path) -> None:
-    other = whole.parent / "other"
-    other.mkdir()
-    (other / whole.name).write_bytes(whole.read_bytes()[:-1])
+    gone, cut = whole.parent / "gone", whole.parent / "other" / whole.name
+    cut.parent.mkdir()
 
-    def load(second: Path) -> None:
-        load_sharded(linear(), whole if dist.get_rank() == 0 else second)
+    def load(second: Path, kind: type[Exception] = ShardError) -> str:
+        places = (whole, second)
+        return all_say(lambda: load_sharded(linear(), places[dist.get_rank()]), kind=kind)
 
-    gone = whole.parent / "gone"
-    heard = run_threads(lambda: said(lambda: load(gone)), NUM_RANKS)
-    why = f"Expected a file at '{gone}', got none"
-    text = f"Expected a checkpoint at '{gone}', got on rank 1: FileNotFoundError: {why}"
-    assert heard == [("ShardError", text)] * NUM_RANKS
-    cut = other / whole.name
-    heard = run_threads(lambda: said(lambda: load(cut)), NUM_RANKS)
-    whole_file = f"Expected a whole safetensors file at '{cut}', got: "
-    for kind, text in heard:
-        start = f"Expected a checkpoint at '{cut}', got on rank 1: ValueError: {whole_file}"
-        assert kind == "ShardError" and text.startswith(start)
+    start = "Expected a checkpoint at '{}', got on rank 1: {}"
+    none = f"FileNotFoundError: Expected a file at '{gone}', got none"
+    assert load(gone) == start.format(gone, none)
+    cut.write_bytes(whole.read_bytes()[:-1])
+    broken = f"ValueError: Expected a whole safetensors file at '{cut}', got: "
+    assert load(cut).startswith(start.format(cut, broken))
     save_file({"weight": torch.ones(4, 2), "bias": torch.ones(3)}, cut)
-    assert (
-        run_threads(lambda: said(lambda: load(cut)), NUM_RANKS)
-        == [
-            (
-                "RankMismatchError",
-                "Expected the same model, checkpoint and arguments of load_sharded() on all ranks, "
-                "got on rank 0: 'bias' in whole.safetensors of shape [4], torch.float32; on rank "
-                "1: 'bias' in whole.safetensors of shape [3], torch.float32",
-            )
-        ]
-        * NUM_RANKS
+    bias = "'bias' in whole.safetensors of shape [{}], torch.float32"
+    assert load(cut, RankMismatchError) == (
+        "Expected the same model, checkpoint and arguments of load_sharded() on all ranks, got on "
+        f"rank 0: {bias.format(4)}; on rank 1: {bias.format(3)}"
     )
-
-
-def test_a_model_that_one_rank_has_another_of(whole: Path) -> None:
-    def call(which: Callable[..., object]) -> None:
-        layer = fully_shard(nn.Linear(2, 4, bias=dist.get_rank() == 0))
-        which(layer, whole if which is load_sharded else whole.parent / "new")
-
-    end = "got on rank 0: 'bias' of shape [4], torch.float32, (Shard(dim=0),); on rank 1: "
-    assert all_say(call, load_sharded, kind=RankMismatchError) == (
-        f"Expected the same model, checkpoint and arguments of load_sharded() on all ranks, {end}"
-        "'bias' in whole.safetensors of shape [4], torch.float32"
-    )
-    assert all_say(call, save_full, kind=RankMismatchError) == (
-        f"Expected the same model and arguments of save_full() on all ranks, {end}nothing more"
-    )
-
-
-def test_a_rename_that_one_rank_has_another_of(whole: Path) -> None:
-    def rename(name: str) -> str | None:
-        return name if name == "weight" or dist.get_rank() == 0 else None
-
-    start = "Expected the same names after rename on all ranks, got on rank 0:"
-    for sends in (False, True):
-        assert all_say(
-            lambda sends=sends: load_sharded(
-                linear(), whole, rename=rename, broadcast_from_rank0=sends
-            ),
-            kind=RankMismatchError,
-        ) == (f"{start} 'bias' of 'bias'; on rank 1: nothing of 'bias'")
-    assert all_say(
-        lambda: save_full(linear(), whole.parent / "new", rename=rename), kind=RankMismatchError
-    ) == (f"{start} 'bias' of 'bias'; on rank 1: nothing of 'bias'")
 
 
 CALLS = pytest.mark.parametrize("calls", [save_full, load_sharded])
@@ -422,49 +349,80 @@ def test_a_rename_that_fails_on_one_rank(whole: Path, calls: Any, rank: int) -> 
     }
 
 
-@CALLS
-def test_a_rename_that_gives_two_tensors_one_name_on_one_rank(whole: Path, calls: Any) -> None:
+def only_rank_0_has_a_bias(name: str) -> str | None:
+    return name if name == "weight" or dist.get_rank() == 0 else None
+
+
+def one_name_on_rank_1(name: str) -> str | None:
     """That the names do not fit is known to this rank alone before the ranks compare them."""
-
-    def rename(name: str) -> str | None:
-        if name == "weight":
-            return name
-        return "weight" if dist.get_rank() == 1 else None
-
-    assert all_say(renamed_by, rename, calls, whole, kind=RankMismatchError) == (
-        "Expected the same names after rename on all ranks, got on rank 0: nothing of 'bias'; "
-        "on rank 1: 'weight' of 'bias'"
-    )
-
-
-def test_a_rename_that_leaves_an_unknown_name_on_one_rank(tmp_path: Path) -> None:
-    """What goes where is the same on all ranks; that something is left over is not."""
-    file = write(tmp_path, weight=torch.ones(4, 2), bias=torch.ones(4), more=torch.ones(1))
-
-    def rename(name: str) -> str | None:
-        return name if name != "more" or dist.get_rank() == 1 else None
-
-    assert all_say(lambda: load_sharded(linear(), file, rename=rename), kind=RankMismatchError) == (
-        "Expected the same names after rename on all ranks, got on rank 0: nothing of 'more'; "
-        "on rank 1: 'more' of 'more'"
-    )
+    return name if name == "weight" else ("weight" if dist.get_rank() == 1 else None)
 
 
 @CALLS
-def test_a_rename_on_one_rank_alone(whole: Path, calls: Any) -> None:
-    def call() -> None:
-        renamed_by(str if dist.get_rank() == 1 else None, calls, whole)
+def test_ranks_that_rename_differently(whole: Path, calls: Any) -> None:
+    start = "Expected the same names after rename on all ranks, got on rank 0:"
+    for rename, end in (
+        (only_rank_0_has_a_bias, "'bias' of 'bias'; on rank 1: nothing of 'bias'"),
+        (one_name_on_rank_1, "nothing of 'bias'; on rank 1: 'weight' of 'bias'"),
+    ):
+        text = all_say(renamed_by, rename, calls, whole, kind=RankMismatchError)
+        assert text == f"{start} {end}"
+    if calls is load_sharded:  # what goes where is the same; that something is left over is not
+        file = whole.parent / "more.safetensors"
+        save_file({**load_file(whole), "more": torch.ones(1)}, file)
+        for sends in (False, True):
+            assert all_say(
+                lambda sends=sends: load_sharded(
+                    linear(),
+                    file,
+                    rename=lambda n: None if n == "more" and dist.get_rank() == 0 else n,
+                    broadcast_from_rank0=sends,
+                ),
+                kind=RankMismatchError,
+            ) == (f"{start} nothing of 'more'; on rank 1: 'more' of 'more'")
 
-    what, named = {
-        save_full: ("model", "a folder, max_shard_size 5000000000, {}rename, dtype None"),
-        load_sharded: (
-            "model, checkpoint",
-            "strict True, {}rename, broadcast_from_rank0 False",
-        ),
-    }[calls]
-    assert all_say(call, kind=RankMismatchError) == (
-        f"Expected the same {what} and arguments of {calls.__name__}() on all ranks, got on rank "
-        f"0: {named.format('no ')}; on rank 1: {named.format('')}"
+
+ITER = "bucket_bytes 67108864, rank0_only False, dtype {}, tied first, subclasses own"
+SAVE = "a {}rename, dtype None"
+LOAD = "strict True, {}rename, broadcast_from_rank0 {}"
+BIAS = "'bias' of shape [4], torch.float32, (Shard(dim=0),)"
+STORED = "'bias' in whole.safetensors of shape [4], torch.float32"
+FOLDER = "folder, max_shard_size 5000000000, "
+DIFFERENT: dict[tuple[str, str, str], Callable[[int, Path], object]] = {
+    ("iter_full", ITER.format("None"), ITER.format("torch.bfloat16")): (
+        lambda rank, _: list(iter_full(linear(), dtype=(None, torch.bfloat16)[rank]))
+    ),
+    ("save_full", SAVE.format(f"{FOLDER}no "), SAVE.format(FOLDER)): (
+        lambda rank, whole: save_full(linear(), whole.parent / "x", rename=(None, str)[rank])
+    ),
+    ("save_full", SAVE.format(f"{FOLDER}no "), SAVE.format("file, no ")): (
+        lambda rank, whole: save_full(linear(), whole.parent / ("x", "x.safetensors")[rank])
+    ),
+    ("save_full", BIAS, "nothing more"): (
+        lambda rank, whole: save_full(linear(bias=rank == 0), whole.parent / "x")
+    ),
+    ("load_sharded", LOAD.format("no ", False), LOAD.format("", False)): (
+        lambda rank, whole: load_sharded(linear(), whole, rename=(None, str)[rank])
+    ),
+    ("load_sharded", LOAD.format("no ", True), LOAD.format("no ", False)): (
+        lambda rank, whole: load_sharded(linear(), whole, broadcast_from_rank0=rank == 0)
+    ),
+    ("load_sharded", BIAS, STORED): (
+        lambda rank, whole: load_sharded(linear(bias=rank == 0), whole)
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "first", "second"), DIFFERENT)
+def test_ranks_that_ask_for_different_things(
+    whole: Path, name: str, first: str, second: str
+) -> None:
+    call = DIFFERENT[name, first, second]
+    text = all_say(lambda: call(dist.get_rank(), whole), kind=RankMismatchError)
+    what = "model, checkpoint" if name == "load_sharded" else "model"
+    assert text == (
+        f"Expected the same {what} and arguments of {name}() on all ranks, got on rank 0: {first}; "
+        f"on rank 1: {second}"
     )
 
 
@@ -491,158 +449,88 @@ def test_a_disk_that_fails_on_one_rank_while_it_is_read(
         )
 
 
-def test_a_disk_that_fails_while_it_is_written(tmp_path: Path) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    place, full = tmp_path / "new", "OSError: [Errno 28] No space left on device"
-    for name in ("_sync", "json"):
-        broken = mock.Mock(side_effect=refuse, dumps=refuse)
-        with mock.patch.object(save, name, broken):
-            text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
-        assert text == f"Expected to save '{place}', got on rank 0: {full}"
-        assert list(place.iterdir()) == []
-
-
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_a_disk_that_fails_on_one_of_the_ranks_that_write(tmp_path: Path, rank: int) -> None:
-    write = FileWriter.write
+def test_a_disk_that_fails_while_it_is_written(tmp_path: Path, rank: int) -> None:
+    write, place = FileWriter.write, tmp_path / "new"
 
-    def refuse(*args: Any) -> None:
+    def refuse(*args: Any, **_: object) -> None:
         if dist.get_rank() == rank:
             raise OSError(28, "No space left on device")
         write(*args)
 
-    place = tmp_path / "new"
-    with mock.patch.object(FileWriter, "write", refuse):
-        text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
-    full = "OSError: [Errno 28] No space left on device"
-    assert text == f"Expected to save '{place}', got on rank {rank}: {full}"
-    assert list(place.iterdir()) == []
+    broken = {(FileWriter, "write"): refuse}
+    if rank == 0:
+        broken |= {
+            (save, name): mock.Mock(side_effect=refuse, dumps=refuse) for name in ("_sync", "json")
+        }
+    for (owner, name), act in broken.items():
+        with mock.patch.object(owner, name, act):
+            text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
+        full = "OSError: [Errno 28] No space left on device"
+        assert text == f"Expected to save '{place}', got on rank {rank}: {full}"
+        assert list(place.iterdir()) == []
 
 
 @pytest.mark.parametrize("broken", ["all_gather_object", "broadcast_object_list", "broadcast"])
 def test_a_collective_that_fails(whole: Path, broken: str) -> None:
+    def load() -> tuple[str, str]:
+        return said(lambda: load_sharded(linear(), whole, broadcast_from_rank0=True))
+
     failing = mock.Mock(side_effect=RuntimeError("Connection closed by peer"))
     with mock.patch.object(dist, broken, failing):
-        heard = run_threads(
-            lambda: said(lambda: load_sharded(linear(), whole, broadcast_from_rank0=True)),
-            NUM_RANKS,
-        )
+        heard = run_threads(load, NUM_RANKS)
+    text = f"failed while loading '{whole}': Connection closed by peer"
     name = CommunicationError.__name__
-    assert heard == [
-        (name, f"Rank {rank} failed while loading '{whole}': Connection closed by peer")
-        for rank in range(NUM_RANKS)
-    ]
-
-
-def test_no_memory_is_no_failure_of_communication(whole: Path) -> None:
-    failing = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-    with mock.patch.object(dist, "broadcast", failing):
-        assert all_say(
-            lambda: load_sharded(linear(), whole, broadcast_from_rank0=True),
-            kind=torch.OutOfMemoryError,
-        ) == ("no memory")
+    assert heard == [(name, f"Rank {rank} {text}") for rank in range(NUM_RANKS)]
+    if broken == "broadcast":  # no memory is no failure of communication
+        failing = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+        with mock.patch.object(dist, broken, failing):
+            assert run_threads(load, NUM_RANKS) == [("OutOfMemoryError", "no memory")] * NUM_RANKS
 
 
 # Full weights one after another -------------------------------------------------------------------
 
 
-def streams(**kwargs: Any) -> str:
-    return all_say(lambda: list(iter_full(linear(), **kwargs)))
-
-
 def test_arguments_of_iter_full() -> None:
-    def refused(**kwargs: Any) -> tuple[str, str]:
-        return said(lambda: next(iter_full(**{"model": nn.Linear(1, 1), **kwargs})))
-
-    assert refused(bucket_bytes=0) == (
-        "ValueError",
-        "Expected bucket_bytes of at least 1, got 0",
-    )
-    assert refused(tied="last") == (
-        "ValueError",
-        "Expected tied to be one of ('first', 'all'), got 'last'",
-    )
-    assert refused(subclasses=None) == (
-        "ValueError",
-        "Expected subclasses to be 'own', 'plain' or a function, got None",
-    )
-    kind, text = refused(device="gpu")
-    assert kind == "ValueError" and text.startswith("Expected device to be a device, got 'gpu': ")
+    for kwargs, text in (
+        ({"bucket_bytes": 0}, "Expected bucket_bytes of at least 1, got 0"),
+        ({"tied": "last"}, "Expected tied to be one of ('first', 'all'), got 'last'"),
+        ({"subclasses": None}, "Expected subclasses to be 'own', 'plain' or a function, got None"),
+        ({"device": "gpu"}, "Expected device to be a device, got 'gpu': "),
+    ):
+        kind, got = said(lambda kwargs=kwargs: next(iter_full(nn.Linear(1, 1), **kwargs)))
+        assert kind == "ValueError"
+        assert got.startswith(text) if "device" in kwargs else got == text
 
 
-WRONG: dict[str, tuple[Callable[[Any, Path], object], str]] = {
-    "save_full": (
-        lambda model, place: save_full(model, place / "new"),
-        "saving '{}/new'",
+WRONG: dict[str, Callable[[Any, Path], object]] = {
+    "saving '{}/new'": lambda model, place: save_full(model, place / "new"),
+    "loading '{}/whole.safetensors'": (
+        lambda model, place: load_sharded(model, place / "whole.safetensors")
     ),
-    "load_sharded": (
-        lambda model, place: load_sharded(model, place / "whole.safetensors"),
-        "loading '{}/whole.safetensors'",
+    "loading '{}/whole.safetensors' by the first": lambda model, place: load_sharded(
+        model, place / "whole.safetensors", broadcast_from_rank0=True
     ),
-    "load_sharded by the first": (
-        lambda model, place: load_sharded(
-            model, place / "whole.safetensors", broadcast_from_rank0=True
-        ),
-        "loading '{}/whole.safetensors'",
-    ),
-    "iter_full": (lambda model, _: list(iter_full(model)), "gathering full weights"),
+    "gathering full weights": lambda model, _: list(iter_full(model)),
 }
 
 
-@pytest.mark.parametrize("call", WRONG)
+@pytest.mark.parametrize("doing", WRONG)
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_one_rank_without_the_model(whole: Path, call: str, rank: int) -> None:
-    do, doing = WRONG[call]
+def test_one_rank_without_the_model(whole: Path, doing: str, rank: int) -> None:
+    do, doing = WRONG[doing], doing.removesuffix(" by the first").format(whole.parent)
     text = all_say(lambda: do(None if dist.get_rank() == rank else linear(), whole.parent))
-    assert text == (
-        f"Expected all ranks to begin {doing.format(whole.parent)}, got on rank {rank}: TypeError: "
-        "Expected model to be an nn.Module, got NoneType: None"
-    )
-    assert all_say(lambda: do(None, whole.parent), kind=TypeError) == (
-        "Expected model to be an nn.Module, got NoneType: None"
-    )
-
-
-def test_ranks_of_which_one_is_within_unsharded(whole: Path) -> None:
-    def call() -> None:
-        model = linear()
-        with unsharded(model):
-            list(iter_full(model if dist.get_rank() else linear()))
-
-    assert all_say(call) == (
-        "Expected all ranks to begin gathering full weights, got on rank 1: ShardError: Expected "
-        "iter_full() outside of unsharded(), got it within one of the root group; call it before "
-        "or after"
-    )
-
-
-def test_ranks_that_differ_in_who_reads(whole: Path) -> None:
-    text = "strict True, no rename, broadcast_from_rank0 {}"
-    assert all_say(
-        lambda: load_sharded(linear(), whole, broadcast_from_rank0=dist.get_rank() == 0),
-        kind=RankMismatchError,
-    ) == (
-        "Expected the same model, checkpoint and arguments of load_sharded() on all ranks, got on "
-        f"rank 0: {text.format(True)}; on rank 1: {text.format(False)}"
-    )
-
-
-def test_ranks_that_differ_in_a_file_or_a_folder(tmp_path: Path) -> None:
-    places = [tmp_path / "a", tmp_path / "a.safetensors"]
-    assert all_say(
-        lambda: save_full(linear(), places[dist.get_rank()]), kind=RankMismatchError
-    ) == (
-        "Expected the same model and arguments of save_full() on all ranks, got on rank 0: a "
-        "folder, max_shard_size 5000000000, no rename, dtype None; on rank 1: a file, no rename, "
-        "dtype None"
-    )
+    wrong = "Expected model to be an nn.Module, got NoneType: None"
+    assert text == f"Expected all ranks to begin {doing}, got on rank {rank}: TypeError: {wrong}"
+    assert all_say(lambda: do(None, whole.parent), kind=TypeError) == wrong
 
 
 def test_what_iter_full_cannot_give() -> None:
     one_name = "Expected tensors with values and names of their own for iter_full(), got "
-    assert streams(rename=lambda _: "x") == f"{one_name}'x' for both 'weight' and 'bias'"
+    assert (
+        all_say(lambda: list(iter_full(linear(), rename=lambda _: "x")))
+        == f"{one_name}'x' for both 'weight' and 'bias'"
+    )
     with torch.device("meta"):
         layer = nn.Linear(1, 1, bias=False)
     assert said(lambda: list(iter_full(layer))) == (
@@ -665,18 +553,6 @@ def test_what_iter_full_cannot_give() -> None:
             raise KeyError(name)
         return name
 
-    assert streams(rename=fail) == (
+    assert all_say(lambda: list(iter_full(linear(), rename=fail))) == (
         "Expected names for iter_full(), got on rank 1: KeyError: 'weight'"
-    )
-
-
-def test_ranks_that_ask_iter_full_for_different_things() -> None:
-    def differ() -> None:
-        list(iter_full(linear(), dtype=(None, torch.bfloat16)[dist.get_rank()]))
-
-    same = "bucket_bytes 67108864, rank0_only False, dtype"
-    rest = "tied first, subclasses own"
-    assert all_say(differ, kind=RankMismatchError) == (
-        "Expected the same model and arguments of iter_full() on all ranks, got on rank 0: "
-        f"{same} None, {rest}; on rank 1: {same} torch.bfloat16, {rest}"
     )

@@ -55,21 +55,36 @@ def mesh_on(device: str) -> DeviceMesh:
     return init_device_mesh(device, (NUM_RANKS,))
 
 
-def own_input(device: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(42 + dist.get_rank() + 1)
-    return torch.randn(2, 8, generator=generator).to(device)
+def run_hooked(run: Callable[..., list[Any]], fn: Callable[..., None], *args: Any) -> list[Any]:
+    """Run with the hooks of pairs; return which branches ran, of each process."""
+    if run is run_ranks:
+        return run(hooked, NUM_RANKS, fn, *args)
+    with two_tensor_hooks() as calls:  # set on the class, which the threads share
+        run(fn, NUM_RANKS, *args)
+        assert calls[0] == "create"
+        return [["create"] * 6 + [call for call in calls if call != "create"]]
 
 
-def on_meta(make: Callable[[], nn.Sequential]) -> nn.Sequential:
+def hooked(fn: Callable[..., None], *args: Any) -> list[str]:
+    with two_tensor_hooks() as calls:
+        fn(*args)
+        return list(calls)
+
+
+def sharded_from_meta(make: Callable[[], nn.Sequential], device: str, **kwargs: Any) -> Any:
+    """Shard on the meta device, then give each rank memory and values."""
     with torch.device("meta"):
         model = make()
-    assert {param.device.type for param in model.parameters()} == {"meta"}
+    shard_layers(model, mesh=mesh_on(device), **kwargs).to_empty(device=device)
+    for param in model.parameters():
+        assert param.device.type == device
+        nn.init.trunc_normal_(param)
     return model
 
 
-def initialize(model: nn.Module) -> None:
-    for param in model.parameters():
-        nn.init.trunc_normal_(param)
+def own_input(device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(42 + dist.get_rank() + 1)
+    return torch.randn(2, 8, generator=generator).to(device)
 
 
 def whole(param: torch.Tensor, inner: str | None) -> torch.Tensor:
@@ -86,7 +101,7 @@ def plain_models(model: nn.Module) -> list[nn.Sequential]:
     """Return a plain model for the first and for the second inner tensors of the weights."""
     plain = []
     for inner in ("a", "b"):
-        one = nn.Sequential(*[MLP(8, bias=False) for _ in range(3)])
+        one = plain_mlp()
         for name, param in model.named_parameters():
             values = whole(param, inner)
             one.to(values.device).get_parameter(name).data.copy_(values)
@@ -118,9 +133,6 @@ def assert_trains_as(
                 torch.testing.assert_close(whole(param, inner), expected)
 
 
-# The tests of the document --------------------------------------------------------------------
-
-
 def train_parity(model: nn.Sequential, reshard_after_forward: bool, device: str) -> None:
     case = TestCase()
     model = copy.deepcopy(model).to(device)
@@ -148,12 +160,6 @@ def train_parity(model: nn.Sequential, reshard_after_forward: bool, device: str)
     )
 
 
-def train_parity_with_hooks(*args: Any) -> list[str]:
-    with two_tensor_hooks() as calls:
-        train_parity(*args)
-        return list(calls)
-
-
 @pytest.mark.brief(1)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize(("run", "device"), FORMS)
@@ -162,33 +168,17 @@ def test_all_gather_extensions_train_parity(
 ) -> None:
     torch.manual_seed(42)
     model = two_tensor_mlp()
-    if run is run_ranks:
-        heard = run(train_parity_with_hooks, NUM_RANKS, model, reshard_after_forward, device)
-        for calls in heard:
-            assert calls[:6] == ["create"] * 6
-            assert set(calls[6:]) == {"alias"}  # ``out`` and the gathered tensors share memory
-        return
-    with two_tensor_hooks() as calls:  # set on the class, which the threads share
-        run(train_parity, NUM_RANKS, model, reshard_after_forward, device)
-        assert set(calls) == {"create", "alias"}
+    for calls in run_hooked(run, train_parity, model, reshard_after_forward, device):
+        assert calls[:6] == ["create"] * 6
+        assert set(calls[6:]) == {"alias"}  # ``out`` and the gathered tensors share memory
 
 
 def end_to_end(reshard_after_forward: bool, device: str) -> None:
-    model = on_meta(two_tensor_mlp)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     kwargs = {"reshard_after_forward": reshard_after_forward, "mp_policy": policy}
-    shard_layers(model, mesh=mesh_on(device), **kwargs)
-    model.to_empty(device=device)
-    initialize(model)
-    assert {param.device.type for param in model.parameters()} == {device}
+    model = sharded_from_meta(two_tensor_mlp, device, **kwargs)
     assert {type(param.to_local()) for param in model.parameters()} == {TwoTensor}
     assert_trains_as(model, plain_models(model), low_precision_step, device)
-
-
-def end_to_end_with_hooks(*args: Any) -> list[str]:
-    with two_tensor_hooks() as calls:
-        end_to_end(*args)
-        return list(calls)
 
 
 @pytest.mark.brief(1)
@@ -197,14 +187,9 @@ def end_to_end_with_hooks(*args: Any) -> list[str]:
 def test_all_gather_extensions_end_to_end(
     run: Callable[..., list[Any]], device: str, reshard_after_forward: bool
 ) -> None:
-    if run is run_ranks:
-        for calls in run(end_to_end_with_hooks, NUM_RANKS, reshard_after_forward, device):
-            assert calls[:6] == ["create"] * 6
-            assert set(calls[6:]) == {"cast"}
-        return
-    with two_tensor_hooks() as calls:
-        run(end_to_end, NUM_RANKS, reshard_after_forward, device)
-        assert set(calls) == {"create", "cast"}
+    for calls in run_hooked(run, end_to_end, reshard_after_forward, device):
+        assert calls[:6] == ["create"] * 6
+        assert set(calls[6:]) == {"cast"}
 
 
 def monkey_patch(device: str) -> list[str]:
@@ -231,9 +216,7 @@ def monkey_patch(device: str) -> list[str]:
             return None
         return tensor.to(param_dtype), (tensor,)
 
-    model = shard_layers(on_meta(two_tensor_mlp), mesh=mesh_on(device))
-    model.to_empty(device=device)
-    initialize(model)
+    model = sharded_from_meta(two_tensor_mlp, device)
     weights = [param for name, param in model.named_parameters() if "weight" in name]
     assert len(weights) == 6
     for weight in weights:
@@ -266,13 +249,13 @@ def test_all_gather_extensions_monkey_patch(run: Callable[..., list[Any]], devic
         assert set(branches[6:]) == {"copy"}
 
 
+def plain_mlp() -> nn.Sequential:
+    return nn.Sequential(*[MLP(8, bias=False) for _ in range(3)])
+
+
 def patched_views(device: str) -> None:
     """The literal loop of the document, whose hooks are those of views that go at once."""
-    model = on_meta(lambda: nn.Sequential(*[MLP(8, bias=False) for _ in range(3)]))
-    shard_layers(model, mesh=mesh_on(device))
-    model.to_empty(device=device)
-    initialize(model)
-    plain = nn.Sequential(*[MLP(8, bias=False) for _ in range(3)]).to(device)
+    model, plain = sharded_from_meta(plain_mlp, device), plain_mlp().to(device)
     for name, param in model.named_parameters():
         plain.get_parameter(name).data.copy_(whole(param, None))
         local = param.to_local()
@@ -280,8 +263,8 @@ def patched_views(device: str) -> None:
         local.fsdp_pre_all_gather = local.fsdp_post_all_gather = None
     inp = own_input(device)
     for _ in range(3):
-        model(inp).sum().backward()
-        plain(inp).sum().backward()
+        for one in (model, plain):
+            one(inp).sum().backward()
         average_gradients(plain.parameters())
         for name, param in model.named_parameters():
             torch.testing.assert_close(whole(param.grad, None), plain.get_parameter(name).grad)

@@ -23,7 +23,6 @@ from composable_shard.compat.fsdp1 import (
     ShardingStrategy,
 )
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from composable_shard.testing import run_ranks
 from seeds.models import (
     CPU,
     assert_same_gradients,
@@ -113,50 +112,49 @@ def run(phases: Phases, **kwargs: Any) -> None:
         assert_same_parameters(model, reference, rtol=1e-5, atol=1e-5)
 
 
-def grad_acc(
-    phases: Phases,
-    use_orig_params: bool,
-    prefetch: Any,
-    offload: bool,
-    strategy: ShardingStrategy,
+phases = pytest.mark.parametrize("phases", [INSIDE_FIRST, OUTSIDE_FIRST], ids=["inside", "outside"])
+
+
+@pytest.mark.brief(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@phases
+@on_ranks(2)
+def test_grad_acc(
+    phases: Phases, use_orig_params: bool, prefetch: Any, strategy: ShardingStrategy
 ) -> None:
     run(
         phases,
         use_orig_params=use_orig_params,
         backward_prefetch=prefetch,
         sharding_strategy=strategy,
-        cpu_offload=CPUOffload(offload_params=offload),
     )
 
 
-@pytest.mark.brief(2)
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("phases", [INSIDE_FIRST, OUTSIDE_FIRST], ids=["inside", "outside"])
-def test_grad_acc(
-    phases: Phases, use_orig_params: bool, prefetch: Any, strategy: ShardingStrategy
-) -> None:
-    run_ranks(grad_acc, 2, phases, use_orig_params, prefetch, False, strategy)
-
-
-@pytest.mark.brief(2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
 def test_grad_acc_cpu_offload(
     use_orig_params: bool, prefetch: Any, strategy: ShardingStrategy
 ) -> None:
-    run_ranks(grad_acc, 2, [(True, 3)], use_orig_params, prefetch, True, strategy)
+    run(
+        [(True, 3)],
+        use_orig_params=use_orig_params,
+        backward_prefetch=prefetch,
+        sharding_strategy=strategy,
+        cpu_offload=CPUOffload(offload_params=True),
+    )
 
 
-@pytest.mark.brief(2)
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "phases", [[(False, 3)], INSIDE_FIRST, OUTSIDE_FIRST], ids=["only", "inside", "outside"]
-)
+@phases
+@on_ranks(2)
 def test_grad_acc_cpu_offload_without_no_sync(phases: Phases, strategy: ShardingStrategy) -> None:
-    run_ranks(grad_acc, 2, phases, True, BackwardPrefetch.BACKWARD_PRE, True, strategy)
+    run(phases, sharding_strategy=strategy, cpu_offload=CPUOffload(offload_params=True))
 
 
 @pytest.mark.brief(1)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from composable_shard import FSDPModule
 from composable_shard.compat.fsdp1 import CPUOffload, MixedPrecision
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 from seeds.models import (
     CPU,
     assert_same_gradients,
@@ -47,14 +48,14 @@ def save_and_load(model: nn.Module) -> None:
     model.load_state_dict(saved)
 
 
-def train(offload: bool, cast_before: bool) -> None:
+@pytest.mark.parametrize("cast_before", [False, True])
+@pytest.mark.parametrize("offload_params", [True, False])
+@on_ranks(2)
+def test_pure_fp16_training(offload_params: bool, cast_before: bool) -> None:
     plain, reference = two_of(nested())
     distributed = DDP(reference.half())
-    if cast_before:
-        plain = plain.half()
-    model = wrap_nested(plain, cpu_offload=CPUOffload(offload), device_id=CPU)
-    if not cast_before:
-        model = model.half()
+    plain = plain.half() if cast_before else plain
+    model = wrap_nested(plain, cpu_offload=CPUOffload(offload_params), device_id=CPU).half()
     batch = tuple(t.half() for t in model.module.get_input(CPU))
     losses = []
     for trained in (distributed, model):
@@ -66,19 +67,12 @@ def train(offload: bool, cast_before: bool) -> None:
         loss.backward()
         if trained is model:
             assert_same_gradients(model, reference, rtol=2e-3, atol=1e-3)
-            assert {p.grad.dtype for p in model.parameters()} == {HALF}
-            assert {p.grad.device for p in model.parameters()} == {CPU}
+            assert {(p.grad.dtype, p.grad.device) for p in model.parameters()} == {(HALF, CPU)}
         optimizer.step()
     assert torch.equal(losses[0], losses[1])
     save_and_load(model)
     assert {param.dtype for param in model.parameters()} == {HALF}
     assert_same_parameters(model, reference, rtol=2e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("cast_before", [False, True])
-@pytest.mark.parametrize("offload_params", [True, False])
-def test_pure_fp16_training(offload_params: bool, cast_before: bool) -> None:
-    run_ranks(train, 2, offload_params, cast_before)
 
 
 PRECISIONS = [
@@ -105,43 +99,44 @@ def watch_dtypes(model: FSDP) -> tuple[set[torch.dtype], set[torch.dtype]]:
     return computed, reduced
 
 
-def dtypes(
-    cast_before: bool, use_orig_params: bool, precision: MixedPrecision, wraps_parts: bool
+def check_dtypes(
+    model: Any, reference: nn.Module, precision: MixedPrecision, home: torch.device
 ) -> None:
-    plain, reference = two_of(nested())
-    if cast_before:
-        plain = plain.half()
-    wrap = wrap_nested if wraps_parts else FSDP
-    model = wrap(plain, use_orig_params=use_orig_params, mixed_precision=precision, device_id=CPU)
-    if not cast_before:
-        model = model.half()
+    """Run a backward; compare dtypes, and gradients with those of ``reference``."""
     assert {param.dtype for param in model.parameters()} == {HALF}
     computed, reduced = watch_dtypes(model)
-    batch = tuple(t.half() for t in model.module.get_input(CPU))
+    device = model.compute_device
+    batch = tuple(t.half() for t in model.module.get_input(device))
     model(*batch).sum().backward()
     expected = precision.param_dtype or HALF
     assert computed == {expected}
     assert reduced == {precision.reduce_dtype or expected}
-    assert {param.dtype for param in model.parameters()} == {HALF}
-    assert {param.grad.dtype for param in model.parameters()} == {HALF}
     reference.half().to(expected)
     reference(*(t.to(expected) for t in batch)).sum().backward()
     average_gradients(reference)
     for param, own in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), own.grad.half(), rtol=2e-3, atol=1e-3)
+        assert param.device == param.grad.device == home
+        assert param.dtype == param.grad.dtype == HALF
+        grad = full(param.grad).to(device)
+        torch.testing.assert_close(grad, own.grad.half(), rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("wraps_parts", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS, ids=["as_it_is", "half", "single"])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("to_half_before_fsdp_init", [False, True])
+@on_ranks(2)
 def test_fp16_dtypes(
     to_half_before_fsdp_init: bool,
     use_orig_params: bool,
     precision: MixedPrecision,
     wraps_parts: bool,
 ) -> None:
-    run_ranks(dtypes, 2, to_half_before_fsdp_init, use_orig_params, precision, wraps_parts)
+    plain, reference = two_of(nested())
+    plain = plain.half() if to_half_before_fsdp_init else plain
+    wrap = wrap_nested if wraps_parts else FSDP
+    kwargs = {"use_orig_params": use_orig_params, "mixed_precision": precision}
+    check_dtypes(wrap(plain, device_id=CPU, **kwargs).half(), reference, precision, CPU)
 
 
 @gpu()
@@ -158,16 +153,4 @@ def test_fp16_dtypes_on_gpu(offload_params: bool, precision: MixedPrecision) -> 
             cpu_offload=CPUOffload(offload_params),
             device_id=device,
         )
-        computed, reduced = watch_dtypes(model)
-        batch = tuple(t.half() for t in model.module.get_input(device))
-        expected = precision.param_dtype or HALF
-        model(*batch).sum().backward()
-        reference.to(expected)(*(t.to(expected) for t in batch)).sum().backward()
-    assert computed == {expected}
-    assert reduced == {precision.reduce_dtype or expected}
-    home = CPU if offload_params else device
-    for param, own in zip(model.parameters(), reference.parameters(), strict=True):
-        assert param.device == param.grad.device == home
-        assert param.dtype == param.grad.dtype == HALF
-        grad = full(param.grad).to(device)
-        torch.testing.assert_close(grad, own.grad.half(), rtol=2e-3, atol=1e-3)
+        check_dtypes(model, reference, precision, CPU if offload_params else device)

@@ -8,9 +8,9 @@ can be compared too. ``tests/train/test_grad_scaler.py`` goes further.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -79,9 +79,6 @@ def models_of_torch(device: str) -> Iterator[None]:
         yield
 
 
-# TestShardGradScaler --------------------------------------------------------------------------
-
-
 def test_grad_scaling() -> None:
     scaler = ShardedGradScaler(init_scale=2.0, process_group=DummyProcessGroup(0, 1), enabled=True)
     t0, t1 = torch.full((1,), 4.0), torch.full((1,), 8.0)
@@ -138,12 +135,10 @@ def test_inf_gradients_skip_optim_step() -> None:
     assert t0 == 0.0
 
 
-# TestShardedGradScalerParityWithDDP -----------------------------------------------------------
-
 FULL = MixedPrecision()
 HALF = MixedPrecision(param_dtype=FP16, reduce_dtype=FP16, buffer_dtype=FP16)
 SCALES = {NestedWrappedModule: 2.0**16, NonUniformReqGradNWM: 2.0**11}
-NUM_STEPS = 6
+NUM_STEPS = 4 if os.environ.get("BRIEF_EXAMPLES") else 10
 
 
 class Reference:
@@ -250,15 +245,6 @@ def assert_same_params(
             torch.testing.assert_close(here, there, rtol=tolerance, atol=1e-5)
 
 
-def modes_of(device: str, offloads: bool) -> list[DEVICEInitMode]:
-    modes = [DEVICEInitMode.DEVICE_BEFORE]
-    if not offloads or device == "cpu":
-        modes.append(DEVICEInitMode.DEVICE_AFTER)
-    if offloads:
-        modes.append(DEVICEInitMode.DEVICE_NEVER)
-    return modes
-
-
 @pytest.mark.parametrize("offload", [True, False], ids=["offload", "no offload"])
 @pytest.mark.parametrize(
     "strategy",
@@ -281,7 +267,10 @@ def test_fsdp_ddp_parity_with_grad_scaler(
         "sharding_strategy": strategy,
         "use_orig_params": use_orig_params,
     }
-    for mode in modes_of(device, offload):
+    modes = [DEVICEInitMode.DEVICE_BEFORE, DEVICEInitMode.DEVICE_AFTER]
+    if offload:
+        modes[1 + (device == "cpu") :] = [DEVICEInitMode.DEVICE_NEVER]
+    for mode in modes:
         for scales in on_ranks(device, train_beside_ddp, kind, mode, precision, kwargs):
             first = SCALES[kind]
             if precision.param_dtype is None or use_orig_params:
@@ -313,38 +302,6 @@ def test_offloaded_parameters_that_are_moved_are_refused(device: str) -> None:
     on_ranks(device, move_what_is_offloaded, *cases[device])
 
 
-class Transformers:
-    """A wrapped transformer and the same under DDP, both with Adam and a scaler."""
-
-    def __init__(self, device: str, use_orig_params: bool, offload: CPUOffload) -> None:
-        self.device = torch.device(device)
-        with models_of_torch(device):
-            model = TransformerWithSharedParams.init(
-                dist.group.WORLD,
-                FSDPInitMode.NO_FSDP,
-                DEVICEInitMode.DEVICE_BEFORE,
-                deterministic=True,
-            )
-        self.reference = DDP(copy.deepcopy(model))
-        policy = ModuleWrapPolicy({TransformerEncoderLayer, TransformerDecoderLayer})
-        self.model = FullyShardedDataParallel(
-            model,
-            use_orig_params=use_orig_params,
-            cpu_offload=offload,
-            auto_wrap_policy=policy,
-            device_id=device,
-        )
-        adam = partial(torch.optim.Adam, lr=1e-2)
-        self.sides: list[tuple[Any, torch.optim.Optimizer, torch.amp.GradScaler]] = [
-            (
-                self.reference,
-                adam(self.reference.parameters()),
-                torch.amp.GradScaler(device, init_scale=2.0),
-            ),
-            (self.model, adam(self.model.parameters()), ShardedGradScaler(device, init_scale=2.0)),
-        ]
-
-
 def own_values(model: nn.Module) -> list[torch.Tensor]:
     """Return copies of what this rank holds of the parameters."""
     values = (param.detach() for param in model.parameters())
@@ -352,20 +309,37 @@ def own_values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def find_inf(device: str, use_orig_params: bool, offload: CPUOffload) -> None:
-    transformers = Transformers(device, use_orig_params, offload)
+    """Train a wrapped transformer and the same under DDP, both with Adam and a scaler."""
+    with models_of_torch(device):
+        plain = TransformerWithSharedParams.init(
+            dist.group.WORLD, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE, deterministic=True
+        )
+    reference = DDP(copy.deepcopy(plain))
+    model = FullyShardedDataParallel(
+        plain,
+        use_orig_params=use_orig_params,
+        cpu_offload=offload,
+        auto_wrap_policy=ModuleWrapPolicy({TransformerEncoderLayer, TransformerDecoderLayer}),
+        device_id=device,
+    )
+    scalers = (torch.amp.GradScaler(device, init_scale=2.0), ShardedGradScaler(device, 2.0))
+    sides: list[tuple[Any, torch.optim.Optimizer, torch.amp.GradScaler]] = [
+        (one, torch.optim.Adam(one.parameters(), lr=1e-2), scaler)
+        for one, scaler in zip((reference, model), scalers, strict=True)
+    ]
     torch.manual_seed(42 + dist.get_rank() + 1)
-    for iteration in range(10):
+    for iteration in range(NUM_STEPS):
         bad = iteration % 2 == 0
         losses = []
-        for one, optimizer, scaler in transformers.sides:
-            inputs = one.module.get_input(transformers.device)
+        for one, optimizer, scaler in sides:
+            inputs = one.module.get_input(torch.device(device))
             optimizer.zero_grad()
             loss = one.module.get_loss(inputs, one(*inputs))
             losses.append(scaler.scale(loss))
             losses[-1].backward()
             before = own_values(one)
             # Of ours one rank alone finds it; the others hear of it.
-            if bad and (one is transformers.reference or dist.get_rank() == 0):
+            if bad and (one is reference or dist.get_rank() == 0):
                 next(p for p in one.parameters() if p.grad is not None).grad.fill_(float("inf"))
             scaler.step(optimizer)
             scale = scaler.get_scale()
@@ -375,7 +349,7 @@ def find_inf(device: str, use_orig_params: bool, offload: CPUOffload) -> None:
             for value, other in zip(own_values(one), before, strict=True):
                 assert torch.equal(value, other) == (bad or not value.numel())
         torch.testing.assert_close(losses[1], losses[0])
-        assert_same_params(transformers.model, list(transformers.reference.parameters()), 1e-4)
+        assert_same_params(model, list(reference.parameters()), 1e-4)
 
 
 @pytest.mark.parametrize("offload", [True, False], ids=["offload", "no offload"])

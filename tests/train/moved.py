@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from composable_shard.train.parking import parked
 
 MiB = 2**20
 
@@ -62,3 +68,67 @@ def return_unused() -> None:
     """Let the allocator give the system what is free."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def from_disk(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    has_it: tuple[bool, bool],
+    folder: Path,
+    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
+    suffix: str = "",
+) -> tuple[nn.Module, torch.optim.Optimizer] | None:
+    """Save on some ranks and load on others; return what this rank has then.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        has_it: Whether this rank is one of those that save, and of those that load.
+        folder: Where the checkpoint goes.
+        build: Makes a model with other values, and its optimizer with states to load into.
+        suffix: Follows the names of experts, which differ between ranks.
+    """
+    groups = []
+    for is_one in has_it:
+        heard: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(heard, is_one)
+        groups.append(dist.new_group([rank for rank, is_member in enumerate(heard) if is_member]))
+    if has_it[0]:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(_named(state, suffix), checkpoint_id=folder, process_group=groups[0])
+    dist.barrier()
+    if not has_it[1]:
+        return None
+    loaded, optim = build()
+    with torch.no_grad():
+        for param in loaded.parameters():
+            param.zero_()
+    state = dict(zip(("model", "optimizer"), get_state_dict(loaded, optim), strict=True))
+    read = _named(state, suffix)
+    dcp.load(read, checkpoint_id=folder, process_group=groups[1])
+    back = _unnamed(read, suffix)
+    set_state_dict(
+        loaded, optim, model_state_dict=back["model"], optim_state_dict=back["optimizer"]
+    )
+    return loaded, optim
+
+
+def _named(state: dict[str, Any], suffix: str) -> dict[str, Any]:
+    """Return a state dict whose experts have names of their own in each column."""
+    found = {}
+    for key, value in state.items():
+        inner = _named(value, suffix) if isinstance(value, dict) else value
+        found[key + suffix if isinstance(key, str) and "experts" in key else key] = inner
+    return found
+
+
+def _unnamed(state: dict[str, Any], suffix: str) -> dict[str, Any]:
+    return {
+        key.removesuffix(suffix): _unnamed(value, suffix) if isinstance(value, dict) else value
+        for key, value in state.items()
+    }
+
+
+def as_device() -> Any:
+    """Take all memory for that of a device."""
+    return mock.patch.object(parked, "_is_on_device", lambda _: True)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from composable_shard.insight.events import Event, record_events
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 
 class Encoder(nn.Module):
@@ -94,31 +94,18 @@ def pair(**kwargs: Any) -> tuple[Encoder, Encoder]:
 
 
 Use = Callable[[Encoder, torch.Tensor], torch.Tensor]
-
-
-def encode(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model.encode(x, scale=3.0)
-
-
-def encode_twice(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model.encode(x) + model.encode(x=x, scale=0.5)
-
-
-def encode_and_decode(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model.decode(model.encode(x))["decoded"]
-
-
-def call_within(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model.again(x)
-
-
-def checkpointed(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(model.encode, x, use_reentrant=False)
-
-
-def checkpointed_twice(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    hidden = checkpoint(model.encode, x.requires_grad_(), use_reentrant=True)
-    return checkpoint(lambda h: model.decode(h)["decoded"], hidden, use_reentrant=True)
+USES: dict[str, Use] = {
+    "encode": lambda model, x: model.encode(x, scale=3.0),
+    "encode twice": lambda model, x: model.encode(x) + model.encode(x=x, scale=0.5),
+    "encode and decode": lambda model, x: model.decode(model.encode(x))["decoded"],
+    "call within": lambda model, x: model.again(x),
+    "checkpoint": lambda model, x: checkpoint(model.encode, x, use_reentrant=False),
+    "checkpoint twice": lambda model, x: checkpoint(
+        lambda h: model.decode(h)["decoded"],
+        checkpoint(model.encode, x.requires_grad_(), use_reentrant=True),
+        use_reentrant=True,
+    ),
+}
 
 
 def step(model: Encoder, use: Use, number: int) -> float:
@@ -129,20 +116,16 @@ def step(model: Encoder, use: Use, number: int) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("reshard_after_forward", [None, True])
-@pytest.mark.parametrize(
-    "use",
-    [encode, encode_twice, encode_and_decode, call_within, checkpointed, checkpointed_twice],
-)
+@pytest.mark.parametrize(("num_ranks", "reshard_after_forward"), [(1, None), (2, True), (3, None)])
+@pytest.mark.parametrize("use", USES)
 @on_ranks("num_ranks")
-def test_training_by_methods(use: Use, reshard_after_forward: bool | None) -> None:
+def test_training_by_methods(use: str, reshard_after_forward: bool | None) -> None:
     reference, model = pair(reshard_after_forward=reshard_after_forward)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (reference, model)]
     for number in range(3):
         losses = []
         for one in (reference, model):
-            losses.append(step(one, use, number))
+            losses.append(step(one, USES[use], number))
             if one is model:
                 assert_parity(model, reference)
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -156,8 +139,8 @@ def test_evaluation_by_methods() -> None:
     reference, model = pair(reshard_after_forward=True)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            assert torch.equal(encode(model, own_input()), encode(reference, own_input()))
-            assert torch.equal(call_within(model, own_input()), call_within(reference, own_input()))
+            for use in (USES["encode"], USES["call within"]):
+                assert torch.equal(use(model, own_input()), use(reference, own_input()))
         assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
@@ -208,10 +191,7 @@ def test_buffers_are_cast_until_the_outer_call_ends() -> None:
     assert model.scale.dtype == torch.float32
 
 
-# Events --------------------------------------------------------------------------------------
-
-
-def events_of(use: Use) -> list[list[Event]]:
+def record(use: Use) -> tuple[list[Event], list[Event]]:
     """Return the events of forward and backward of the second iteration."""
     _, model = pair(reshard_after_forward=True)
     step(model, use, 0)
@@ -219,74 +199,38 @@ def events_of(use: Use) -> list[list[Event]]:
         loss = use(model, own_input(1)).sum()
     with record_events(model) as backward:
         loss.backward()
-    return [forward, backward]
+    return forward, backward
 
 
-def calls_of(use: Use) -> list[list[Event]]:
-    """The same for a module whose forward is the method."""
-    _, model = pair(reshard_after_forward=True)
-    model.__dict__.pop("encode")
-    type(model).forward, forward = Encoder.encode, type(model).forward
-    try:
-        step(model, use, 0)
-        with record_events(model) as events:
-            loss = use(model, own_input(1)).sum()
-        with record_events(model) as backward:
-            loss.backward()
-        return [events, backward]
-    finally:
-        type(model).forward = forward
-
-
-def call(model: Encoder, x: torch.Tensor) -> torch.Tensor:
-    return model(x, scale=3.0)
-
-
+@on_ranks(2)
 def test_events_are_those_of_a_forward() -> None:
-    first, second = run_ranks(events_of, 2, encode)
-    assert first == second
-    assert run_ranks(calls_of, 2, call) == [first, second]
-    forward, backward = first
+    forward, backward = record(USES["encode"])
     assert forward == [
-        ("pre_forward", ""),
-        ("all_gather", ""),
-        ("all_gather", "block"),
-        ("wait_for_all_gather", ""),
-        ("pre_forward", "block"),
-        ("wait_for_all_gather", "block"),
-        ("post_forward", "block"),
-        ("reshard", "block"),
-        ("post_forward", ""),
-        ("reshard", ""),
+        *(("pre_forward", ""), ("all_gather", ""), ("all_gather", "block")),
+        *(("wait_for_all_gather", ""), ("pre_forward", "block"), ("wait_for_all_gather", "block")),
+        *(("post_forward", "block"), ("reshard", "block"), ("post_forward", ""), ("reshard", "")),
     ]
     assert [event for event in backward if event[0] in ("all_gather", "reduce_scatter")] == [
-        ("all_gather", ""),
-        ("all_gather", "block"),
-        ("reduce_scatter", "block"),
-        ("reduce_scatter", ""),
+        *(("all_gather", ""), ("all_gather", "block")),
+        *(("reduce_scatter", "block"), ("reduce_scatter", "")),
     ]
-
-
-def test_a_forward_within_gathers_nothing_anew() -> None:
-    for forward, backward in run_ranks(events_of, 2, call_within):
-        gathered = [name for event, name in forward if event == "all_gather"]
-        assert gathered == ["", "block", "block"]  # the block is freed between its two calls
-        freed = [name for event, name in forward if event == "reshard"]
-        assert freed == ["block", "block", ""]
-        reduced = [name for event, name in backward if event == "reduce_scatter"]
-        assert reduced == ["block", ""]
-
-
-# Failures ------------------------------------------------------------------------------------
+    # A forward within gathers nothing anew; the block is freed between its two calls.
+    forward, backward = record(USES["call within"])
+    kinds = {
+        kind: [name for event, name in (*forward, *backward) if event == kind]
+        for kind in ("all_gather", "reshard", "reduce_scatter")
+    }
+    assert kinds["all_gather"][:3] == ["", "block", "block"]
+    assert kinds["reshard"][:3] == ["block", "block", ""]
+    assert kinds["reduce_scatter"] == ["block", ""]
 
 
 @pytest.mark.parametrize("error", [ValueError("stop"), KeyboardInterrupt()])
 @pytest.mark.parametrize("grad", [True, False])
 @on_ranks(2)
 def test_after_an_exception_the_next_iteration_is_right(error: BaseException, grad: bool) -> None:
-    """A method that raised leaves what a forward that raised leaves: a model that goes on."""
     reference, model = pair()
-    for use in (encode, encode_and_decode):
+    for use in (USES["encode"], USES["encode and decode"]):
         model.fail = error
         with pytest.raises(type(error)), torch.set_grad_enabled(grad):
             use(model, own_input(0))
@@ -298,14 +242,9 @@ def test_after_an_exception_the_next_iteration_is_right(error: BaseException, gr
                 step(one, use, 1)
         assert ("all_gather", "") in gathered
         assert_parity(model, reference)
-        reference.zero_grad()
-        model.zero_grad()
-
-
-@on_ranks(2)
-def test_no_result_is_no_failure() -> None:
-    """A method without result that is called while an exception is handled has not failed."""
-    reference, model = pair()
+        for one in (reference, model):
+            one.zero_grad()
+    # One without a result that is called while an exception is handled has not failed.
     loss = model.encode(own_input()).square().sum()
     try:
         raise ValueError
@@ -318,30 +257,15 @@ def test_no_result_is_no_failure() -> None:
     assert_parity(model, reference)
 
 
-# What is registered --------------------------------------------------------------------------
-
 NO_METHOD = "Expected FSDPEncoder to have a method '{}', got none; register a method that it has"
 
 
-def test_what_is_not_there() -> None:
-    with fake_ranks(2):
-        model = shard_encoder(Encoder())
-        model.number = 3  # type: ignore[assignment]
-        for name in ("generate", "number"):
-            with pytest.raises(ValueError) as caught:
-                register_fsdp_forward_method(model, name)
-            assert str(caught.value) == NO_METHOD.format(name)
-
-
-def test_a_module_that_is_not_sharded_stays() -> None:
-    model = Encoder()
-    before = dict(model.__dict__)
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(model, "there is none")
-    assert model.__dict__ == before
-
-
 def test_a_registered_method_looks_like_itself() -> None:
+    plain = Encoder()
+    before = dict(plain.__dict__)
+    for name in ("encode", "there is none"):  # a module that is not sharded stays
+        register_fsdp_forward_method(plain, name)
+    assert plain.__dict__ == before
     with fake_ranks(2):
         model = shard_encoder(Encoder())
         registered = model.encode
@@ -350,7 +274,11 @@ def test_a_registered_method_looks_like_itself() -> None:
         assert model.encode.__self__ is model
         register_fsdp_forward_method(model, "encode")
         assert model.encode == registered  # not once more around itself
-        assert "encode" not in Encoder().__dict__
+        model.number = 3  # type: ignore[assignment]
+        for name in ("generate", "number"):
+            with pytest.raises(ValueError) as caught:
+                register_fsdp_forward_method(model, name)
+            assert str(caught.value) == NO_METHOD.format(name)
 
 
 @on_ranks(2)
@@ -388,7 +316,6 @@ def _delegating(inner: nn.Module) -> Any:
 
 @on_ranks(2)
 def test_a_deep_copy_is_bound_to_the_copy() -> None:
-    """A deep copy of the method belongs to the copy of its module."""
     _, model = pair()
     other = shard_encoder(Encoder())
     copied = copy.deepcopy(model.encode, {id(model): other})

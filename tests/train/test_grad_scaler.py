@@ -9,7 +9,6 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from nets import (
     average_gradients,
     full,
     own_input,
-    shard_net,
     train_step,
     two_nets,
 )
@@ -34,13 +32,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
     ShardedGradScaler,
     clip_grad_norm_,
     fully_shard,
 )
-from composable_shard.testing import RankError, fake_ranks, run_ranks, run_threads
+from composable_shard.testing import fake_ranks, run_ranks
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
@@ -98,9 +94,7 @@ FAULTS = {2: math.inf, 3: math.nan, 7: -math.inf}
 """At which steps a gradient of one rank is not finite, and what it is."""
 
 
-def train_scaled(
-    optimizers_of: Optimizers, make: Callable[[], tuple[Net, Net]] = two_nets
-) -> list[float]:
+def train_scaled(optimizers_of: Optimizers, make: Callable[[], tuple[Net, Net]]) -> list[float]:
     """Train ten steps; at some of them one rank alone has a gradient that is not finite."""
     reference, model = make()
     settings = {"init_scale": 8.0, "growth_interval": 2, "growth_factor": 4.0}
@@ -132,135 +126,33 @@ def assert_close_parity(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(full(param.detach()), other.detach(), rtol=1e-5, atol=1e-6)
 
 
+def hybrid_nets() -> tuple[Net, Net]:
+    return two_nets(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
 # 2 good steps grow it, a bad one halves it: steps 0-1, 4-5 and 8-9 are pairs, 6 stays alone.
 SCALES = [8.0, 32.0, 16.0, 8.0, 8.0, 32.0, 32.0, 16.0, 16.0, 64.0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.brief(6)
+@pytest.mark.parametrize(
+    ("make", "num_ranks"), [(two_nets, 1), (two_nets, 2), (two_nets, 3), (hybrid_nets, 4)]
+)
 @pytest.mark.parametrize("optimizers_of", [sgd, adam, adam_fused, groups_of_two])
-def test_training_equals_the_unsharded_one(optimizers_of: Optimizers, num_ranks: int) -> None:
-    for scales in run_ranks(train_scaled, num_ranks, optimizers_of):
-        assert scales == SCALES
+def test_training_equals_the_unsharded_one(
+    optimizers_of: Optimizers, make: Callable[[], tuple[Net, Net]], num_ranks: int
+) -> None:
+    assert run_ranks(train_scaled, num_ranks, optimizers_of, make) == [SCALES] * num_ranks
 
-
-def hybrid_nets() -> tuple[Net, Net]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return two_nets(mesh=mesh)
-
-
-def offloaded_nets() -> tuple[Net, Net]:
-    return two_nets(offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-@pytest.mark.parametrize("optimizers_of", [sgd, adam_fused, groups_of_two])
-def test_training_on_a_hybrid_mesh(optimizers_of: Optimizers) -> None:
-    for scales in run_ranks(train_scaled, 4, optimizers_of, hybrid_nets):
-        assert scales == SCALES
-
-
-def test_training_with_offload() -> None:
-    for scales in run_ranks(train_scaled, 2, adam, offloaded_nets):
-        assert scales == SCALES
-
-
-def test_training_on_threads() -> None:
-    reference = Net(1)
-
-    def train() -> list[float]:
-        model = shard_net(copy.deepcopy(reference))
-        scaler = our_scaler(init_scale=8.0)
-        (optimizer,) = sgd(model)
-        scales = []
-        for step in range(2):
-            scaled_backward(scaler, model, step)
-            if step == dist.get_rank() == 1:
-                set_first(model.out.weight, math.inf)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-        return scales
-
-    assert run_threads(train, 2) == [[8.0, 4.0]] * 2
-
-
-# Half precision -------------------------------------------------------------------------------
 
 FP16 = torch.float16
-
-
-def half_step(model: Net, scaler: torch.amp.GradScaler, step: int) -> None:
-    """Forward and scaled backward of an fp16 copy; its mean gradients go to ``model``."""
-    low = copy.deepcopy(model).half()
-    loss = low(own_input(step).half()).float().square().sum()
-    scaler.scale(loss).backward()
-    for param, lowered in zip(model.parameters(), low.parameters(), strict=True):
-        mean = lowered.grad.float()
-        dist.all_reduce(mean)
-        param.grad = mean.div_(dist.get_world_size()).half().float()  # rounded once
-
-
-def train_half() -> tuple[list[float], float]:
-    """Train in fp16 from a scale that overflows; return scales and the last loss."""
-    policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP16)
-    reference, model = two_nets(mp_policy=policy)
-    scalers = torch_scaler(growth_interval=3), our_scaler(growth_interval=3)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (reference, model)]
-    scales = []
-    num_ranks = dist.get_world_size()
-    for step in range(12):
-        half_step(reference, scalers[0], step)
-        loss = model(own_input(step))
-        assert loss.dtype == FP16
-        scalers[1].scale(loss.float().square().sum()).backward()
-        for scaler, optimizer in zip(scalers, optimizers, strict=True):
-            scaler.step(optimizer)
-            scaler.update()
-        # Three numbers may be summed in another order, and then be rounded to a neighbour.
-        exact = {"rtol": 0, "atol": 0} if num_ranks <= 2 else {"rtol": 1e-3, "atol": 1e-4}
-        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(param.detach()), other.detach(), **exact)
-            other.grad = None
-        model.zero_grad()
-        assert scalers[1].state_dict() == scalers[0].state_dict()
-        scales.append(scalers[1].get_scale())
-    return scales, model(own_input(0)).float().square().mean().item()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_fp16_training_equals_the_unsharded_one(num_ranks: int) -> None:
-    results = run_ranks(train_half, num_ranks)
-    for scales, loss in results:
-        assert scales == results[0][0]
-        assert math.isfinite(loss)
-        assert scales[0] == 2.0**15  # the first step overflowed
-        assert any(later > before for before, later in pairwise(scales))  # and it grew again
-
-
-def fp16_everywhere() -> list[Any]:
-    """Parameters and gradients in fp16, which torch's own scaler refuses."""
-    model = fully_shard(nn.Linear(4, 4, bias=False).half())
-    nn.init.ones_(model.weight)
-    scaler, (optimizer,) = our_scaler(init_scale=128.0), sgd(model)
-    scaler.scale(model(torch.full((1, 4), 0.5).half()).sum()).backward()
-    assert model.weight.grad.dtype == FP16
-    scaler.unscale_(optimizer)
-    grad = full(model.weight.grad)
-    scaler.step(optimizer)
-    return [grad, full(model.weight.detach())]
-
-
-def test_gradients_in_fp16() -> None:
-    for grad, weight in run_ranks(fp16_everywhere, 2):
-        assert torch.equal(grad, torch.full((4, 4), 0.5, dtype=FP16))
-        assert torch.equal(weight, torch.full((4, 4), 1 - 0.05 * 0.5).half())
 
 
 # Unscaling ------------------------------------------------------------------------------------
 
 
-def clip_between() -> float:
-    """Unscale, clip by norm, then step: the norm is that of the true gradients."""
+@on_ranks(2)
+def test_unscaled_gradients_can_be_clipped() -> None:
     reference, model = two_nets()
     scaler, (optimizer,), (other,) = our_scaler(init_scale=1024.0), sgd(model), sgd(reference)
     scaled_backward(scaler, model, 0)
@@ -274,23 +166,16 @@ def clip_between() -> float:
     assert_parity(model, reference)
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.5), expected)
+    assert expected > 0.5
     scaler.step(optimizer)
     other.step()
-    for param, plain in zip(params(model), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.detach()), plain.detach(), rtol=1e-6, atol=1e-7)
+    assert_close_parity(model, reference)
     with pytest.raises(RuntimeError, match="already been called since the last update"):
         scaler.step(optimizer)
-    scaler.update()
-    return expected.item()
 
 
 def params(model: nn.Module) -> list[Any]:
     return list(model.parameters())
-
-
-def test_unscaled_gradients_can_be_clipped() -> None:
-    norms = run_ranks(clip_between, 2)
-    assert norms[0] == norms[1] > 0.5
 
 
 @on_ranks(2)
@@ -335,96 +220,95 @@ def test_a_rank_without_gradients_skips_too(faulty: int) -> None:
 # Meshes ---------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp = nn.Linear(4, 8)
-        self.out = nn.Linear(8, 3)
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.tanh(self.inp(x)))
+
+def grid(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
 def tensor_parallel() -> nn.Module:
     """Shard over one axis what is tensor-parallel over the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    model = Experts()
-    parallelize_module(model, mesh["tp"], {"inp": ColwiseParallel(), "out": RowwiseParallel()})
+    mesh, model = grid("shard", "tp"), layers()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["shard"])
 
 
 def own_meshes() -> nn.Module:
     """Shard one layer over all ranks, another over pairs."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = Experts()
-    fully_shard(model.inp, mesh=mesh)
+    model = layers()
+    fully_shard(model[0], mesh=grid("replicate", "shard"))
     return fully_shard(model)
 
 
-def halves() -> nn.Module:
-    """A model of its own on each half of the ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
-    return fully_shard(Experts(), mesh=mesh["shard"])
+MESHES: dict[str, Callable[[], nn.Module]] = {
+    "tensor parallel": tensor_parallel,
+    "own meshes": own_meshes,
+    "halves": lambda: fully_shard(layers(), mesh=grid("stage", "shard")["shard"]),
+    "one mesh": lambda: fully_shard(layers()),
+}
+GROUPS: dict[str, Callable[[], dist.ProcessGroup | None]] = {
+    "default": lambda: None,
+    "all": lambda: dist.group.WORLD,
+    "pairs": lambda: dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0],
+    "crossing": lambda: dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0],
+}
 
 
-MESHES = [tensor_parallel, own_meshes, halves, lambda: fully_shard(Experts())]
-KINDS = ["tensor parallel", "own meshes", "halves", "one mesh"]
-
-
-def skip_on(kind: str, faulty: int, ranks: str) -> list[Any]:
-    """Let one rank find an infinity; return whether this rank skipped, and what it has sent."""
-    model = MESHES[KINDS.index(kind)]()
-    scaler, (optimizer,) = our_scaler(init_scale=4.0, process_group=group_of(ranks)), sgd(model)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "faulty", "collectives"),
+    [
+        # One over all ranks ...
+        *((kind, "default", 0, 1) for kind in MESHES),
+        *((kind, "all", 3, 1) for kind in MESHES),
+        # ... or over a group with half of them, and the axes of the widest mesh.
+        *(
+            ("tensor parallel", ranks, faulty, 2)
+            for ranks, faulty in (("pairs", 1), ("crossing", 2))
+        ),
+        *(
+            (kind, ranks, faulty, 1)
+            for kind in ("own meshes", "one mesh")
+            for ranks, faulty in (("pairs", 2), ("crossing", 1))
+        ),
+        # Of stages, a group across them makes all agree, one within not.
+        ("halves", "crossing", 0, 2),
+        ("halves", "pairs", 0, 1),
+    ],
+)
+@on_ranks(4)
+def test_ranks_skip_together(kind: str, ranks: str, faulty: int, collectives: int) -> None:
+    """Let one rank find an infinity."""
+    model = MESHES[kind]()
+    scaler, (optimizer,) = our_scaler(init_scale=4.0, process_group=GROUPS[ranks]()), sgd(model)
     scaler.scale(model(own_input()).square().sum()).backward()
     if dist.get_rank() == faulty:
-        set_first(model.inp.weight, math.inf)
+        set_first(model[0].weight, math.inf)
     before = [param.detach().to_local().clone() for param in model.parameters()]
     with CommDebugMode() as counted:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    after = [param.detach().to_local() for param in model.parameters()]
-    changed = not all(map(torch.equal, before, after))
     scaler.update()
-    return [changed, scaler.get_scale(), counted.get_total_counts()]
-
-
-def group_of(ranks: str) -> dist.ProcessGroup | None:
-    """Return a process group of this rank's, by what ranks it has."""
-    if ranks == "default":
-        return None
-    if ranks == "all":
-        return dist.group.WORLD
-    lists = {"pairs": [[0, 1], [2, 3]], "crossing": [[0, 2], [1, 3]]}[ranks]
-    return dist.new_subgroups_by_enumeration(lists)[0]
-
-
-@pytest.mark.parametrize("faulty", [0, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_collective_over_all_ranks(kind: str, faulty: int) -> None:
-    for ranks in ("default", "all"):
-        assert run_ranks(skip_on, 4, kind, faulty, ranks) == [[False, 2.0, 1]] * 4
-
-
-@pytest.mark.parametrize("kind", ["tensor parallel", "own meshes", "one mesh"])
-def test_ranks_of_the_meshes_agree_beside_those_of_the_group(kind: str) -> None:
-    """The group has half of the ranks; the axes of the widest mesh bring in the others."""
-    wanted = {"tensor parallel": 2, "own meshes": 1, "one mesh": 1}[kind]
-    for ranks in ("pairs", "crossing"):
-        for faulty in (1, 2):
-            assert run_ranks(skip_on, 4, kind, faulty, ranks) == [[False, 2.0, wanted]] * 4
-
-
-def test_stages_agree_if_the_group_spans_them() -> None:
-    """Meshes of their own on two halves: a group across them makes all agree, one within not."""
-    assert run_ranks(skip_on, 4, "halves", 0, "crossing") == [[False, 2.0, 2]] * 4
-    alone = run_ranks(skip_on, 4, "halves", 0, "pairs")
-    assert alone == [[False, 2.0, 1]] * 2 + [[True, 4.0, 1]] * 2
+    after = [param.detach().to_local() for param in model.parameters()]
+    skips = (kind, ranks) != ("halves", "pairs") or dist.get_rank() < 2
+    assert all(map(torch.equal, before, after)) == skips
+    assert scaler.get_scale() == (2.0 if skips else 4.0)
+    assert counted.get_total_counts() == collectives
 
 
 OVERLAP = (
     "Expected process_group to have the ranks of all meshes of the parameters but one, got ranks "
     "[0] and meshes of [[0, 1], [0, 2]]; leave it out to agree over all ranks"
 )
+
+
+def with_grad(value: torch.Tensor, mesh: DeviceMesh, placement: Any = None) -> nn.Parameter:
+    param = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
+    local = param.to_local() if placement is None else value
+    placements = [placement or Shard(0)]
+    param.grad = DTensor.from_local(local.detach().clone(), mesh, placements, run_check=False)
+    return param
 
 
 @on_ranks(3)
@@ -441,14 +325,6 @@ def test_a_group_that_lacks_ranks_of_overlapping_meshes() -> None:
     assert str(caught.value) == OVERLAP
 
 
-def with_grad(value: torch.Tensor, mesh: DeviceMesh, placement: Any = None) -> nn.Parameter:
-    param = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
-    local = param.to_local() if placement is None else value
-    placements = [placement or Shard(0)]
-    param.grad = DTensor.from_local(local.detach().clone(), mesh, placements, run_check=False)
-    return param
-
-
 # Gradients that are not reduced yet -------------------------------------------------------------
 
 
@@ -462,31 +338,13 @@ def test_accumulated_gradients_count_as_what_they_stand_for() -> None:
         scaled_backward(scalers[1], model, 0)
     scaled_backward(scalers[0], reference, 0)
     kinds = {param.grad.placements for param in model.parameters()}
-    if dist.get_world_size() > 1:
-        assert kinds == {(Partial("avg"),)}
+    assert dist.get_world_size() == 1 or kinds == {(Partial("avg"),)}
     for scaler, optimizer in zip(scalers, optimizers, strict=True):
         scaler.step(optimizer)
     assert {param.grad.placements for param in model.parameters()} == kinds
     for param, other in zip(params(model), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), other.grad)
-        torch.testing.assert_close(full(param.detach()), other.detach(), rtol=1e-6, atol=1e-7)
-
-
-def pending_overflow(value: float, kind: str) -> float:
-    """Each rank's part is finite; two of them may not be."""
-    param = with_grad(torch.full((2,), value), init_device_mesh("cpu", (2,)), Partial(kind))
-    scaler = our_scaler(init_scale=1.0)
-    scaler.scale(torch.ones(()))
-    scaler.step(torch.optim.SGD([param], lr=1.0))
-    scaler.update()
-    return scaler.get_scale()
-
-
-@pytest.mark.parametrize("kind", ["sum", "avg"])
-def test_a_pending_sum_that_might_overflow_is_skipped(kind: str) -> None:
-    assert run_ranks(pending_overflow, 2, 1e38, kind) == [1.0] * 2
-    assert run_ranks(pending_overflow, 2, 3e38, kind) == [0.5] * 2
-    assert run_ranks(pending_overflow, 2, math.inf, kind) == [0.5] * 2
+    assert_close_parity(model, reference)
 
 
 PRODUCT = (
@@ -495,16 +353,23 @@ PRODUCT = (
 )
 
 
-def unscale_product() -> None:
-    pending_overflow(1.0, "product")
+@on_ranks(2)
+def test_a_pending_sum_that_might_overflow_is_skipped_and_a_product_refused() -> None:
+    """Each rank's part is finite; two of them may not be."""
 
+    def scale_after(value: float, kind: str) -> float:
+        param = with_grad(torch.full((2,), value), init_device_mesh("cpu", (2,)), Partial(kind))
+        scaler = our_scaler(init_scale=1.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(torch.optim.SGD([param], lr=1.0))
+        scaler.update()
+        return scaler.get_scale()
 
-def test_a_pending_product_is_refused() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(unscale_product, 2)
-    failure = caught.value.agreed()
-    assert failure.type_name.endswith("ValueError")
-    assert failure.message == PRODUCT
+    for kind in ("sum", "avg"):
+        assert [scale_after(value, kind) for value in (1e38, 3e38, math.inf)] == [1.0, 0.5, 0.5]
+    with pytest.raises(ValueError) as caught:
+        scale_after(1.0, "product")
+    assert str(caught.value) == PRODUCT
 
 
 # Kinds of gradients ---------------------------------------------------------------------------
@@ -534,6 +399,8 @@ DTYPES += [torch.complex64, torch.complex128]
 def test_gradients_of_any_dtype() -> None:
     grads = [torch.arange(6).view(2, 3).to(dtype) for dtype in DTYPES]
     grads += [torch.ones(4, 4)[:, ::2], torch.empty(0, 3), torch.tensor(2.0)]
+    grads += [torch.tensor([4 + 8j]).conj()]
+    assert grads[-1].is_conj()
     expected = [grad / 4 for grad in grads]
     unscaled, scale = unscale_alone(grads)
     assert scale == 4.0
@@ -541,18 +408,11 @@ def test_gradients_of_any_dtype() -> None:
         assert grad is original and torch.equal(grad, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite_is_found_in_any_dtype(dtype: torch.dtype, value: float) -> None:
-    bad = complex(1.0, value) if dtype.is_complex else value
-    assert unscale_alone([torch.ones(3), torch.tensor([1.0, bad], dtype=dtype)])[1] == 2.0
-
-
-def test_a_conjugated_gradient() -> None:
-    grad = torch.tensor([4 + 8j]).conj()
-    assert grad.is_conj()
-    (unscaled,), scale = unscale_alone([grad])
-    assert torch.equal(unscaled, torch.tensor([1 - 2j])) and scale == 4.0
+def test_what_is_not_finite_is_found_in_any_dtype(value: float) -> None:
+    for dtype in DTYPES:
+        bad = complex(1.0, value) if dtype.is_complex else value
+        assert unscale_alone([torch.ones(3), torch.tensor([1.0, bad], dtype=dtype)])[1] == 2.0
 
 
 def test_tensor_subclasses() -> None:
@@ -575,16 +435,16 @@ def sparse(
 
 
 @pytest.mark.parametrize("coalesce", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_sparse_gradients(dtype: torch.dtype, coalesce: bool) -> None:
-    for indices in (INDICES, DUPLICATES):
-        grad = sparse(indices, [16.0, 32.0, 64.0], dtype, coalesce)
-        expected = grad.float().to_dense() / 4
-        (unscaled,), scale = unscale_alone([grad])
-        assert unscaled.is_sparse and unscaled.dtype == dtype and scale == 4.0
-        assert torch.equal(unscaled.float().to_dense(), expected)
-    for value in (math.inf, math.nan):
-        assert unscale_alone([sparse(INDICES, [1.0, 2.0, value], dtype, coalesce)])[1] == 2.0
+def test_sparse_gradients(coalesce: bool) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for indices in (INDICES, DUPLICATES):
+            grad = sparse(indices, [16.0, 32.0, 64.0], dtype, coalesce)
+            expected = grad.float().to_dense() / 4
+            (unscaled,), scale = unscale_alone([grad])
+            assert unscaled.is_sparse and unscaled.dtype == dtype and scale == 4.0
+            assert torch.equal(unscaled.float().to_dense(), expected)
+        for value in (math.inf, math.nan):
+            assert unscale_alone([sparse(INDICES, [1.0, 2.0, value], dtype, coalesce)])[1] == 2.0
 
 
 def test_a_sparse_gradient_that_overflows_when_it_is_coalesced() -> None:
@@ -596,26 +456,22 @@ def test_a_sparse_gradient_that_overflows_when_it_is_coalesced() -> None:
     assert unscale_alone([sparse(DUPLICATES, bursts, torch.float32, False)])[1] == 4.0
 
 
-def embed(faulty: int) -> list[Any]:
-    """Plain sparse gradients beside sharded dense ones, one of them not finite on one rank."""
+@pytest.mark.parametrize("faulty", [1, 2])
+@on_ranks(2)
+def test_sparse_gradients_beside_sharded_ones(faulty: int) -> None:
     torch.manual_seed(0)
     embedding, head = nn.Embedding(5, 4, sparse=True), fully_shard(nn.Linear(4, 2))
     optimizer = torch.optim.SGD([*embedding.parameters(), *head.parameters()], lr=0.5)
     scaler = our_scaler(init_scale=16.0)
     before = embedding.weight.detach().clone()
-    loss = head(embedding(torch.tensor([1, 1, 3]))).sum()
-    scaler.scale(loss).backward()
+    scaler.scale(head(embedding(torch.tensor([1, 1, 3]))).sum()).backward()
     if dist.get_rank() == faulty:
         embedding.weight.grad._values()[0] = math.inf
     scaler.step(optimizer)
     scaler.update()
     changed = (embedding.weight.detach() != before).any(1).tolist()
-    return [changed, scaler.get_scale()]
-
-
-def test_sparse_gradients_beside_sharded_ones() -> None:
-    assert run_ranks(embed, 2, 1) == [[[False] * 5, 8.0]] * 2
-    assert run_ranks(embed, 2, 2) == [[[False, True, False, True, False], 16.0]] * 2
+    rows, scale = ([], 8.0) if faulty < 2 else ([1, 3], 16.0)
+    assert changed == [row in rows for row in range(5)] and scaler.get_scale() == scale
 
 
 # Scaling --------------------------------------------------------------------------------------
@@ -645,19 +501,20 @@ def test_scaling_containers() -> None:
     assert scaler.get_scale() == 2.0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
-def test_scaled_outputs_keep_their_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_scaled_outputs_keep_their_dtype(shape: tuple[int, ...]) -> None:
     """Also a scalar of half precision, which multiplied by the scale would be promoted."""
-    value = torch.ones(shape, dtype=dtype, requires_grad=True)
-    for outputs in (
-        our_scaler(init_scale=8.0).scale(value),
-        *our_scaler(init_scale=8).scale([value]),
-    ):
-        assert outputs.dtype == dtype and outputs.shape == shape
-        assert torch.equal(outputs.detach(), torch.full(shape, 8, dtype=dtype))
-        (grad,) = torch.autograd.grad(outputs.sum().abs(), value)
-        assert grad.dtype == dtype and torch.equal(grad, torch.full_like(value, 8).detach())
+    for value in [torch.ones(shape, dtype=dtype, requires_grad=True) for dtype in DTYPES]:
+        for outputs in (
+            our_scaler(init_scale=8.0).scale(value),
+            *our_scaler(init_scale=8).scale([value]),
+        ):
+            assert outputs.dtype == value.dtype and outputs.shape == shape
+            assert torch.equal(outputs.detach(), torch.full_like(value, 8).detach())
+            (grad,) = torch.autograd.grad(outputs.sum().abs(), value)
+            assert grad.dtype == value.dtype and torch.equal(
+                grad, torch.full_like(value, 8).detach()
+            )
 
 
 @on_ranks(2)
@@ -668,18 +525,6 @@ def test_scaling_dtensors() -> None:
         loss = DTensor.from_local(torch.tensor(3.0), mesh, [placement], run_check=False)
         losses.append(our_scaler(init_scale=4.0).scale(loss).full_tensor().item())
     assert losses == [12.0, 24.0]
-
-
-NOT_SCALED = "Expected outputs to be tensors or containers of tensors, got {}: {}"
-
-
-@pytest.mark.parametrize("outputs", [None, 1.0, "loss", [torch.ones(()), 2], {"loss": None}])
-def test_what_cannot_be_scaled(outputs: Any) -> None:
-    culprit = outputs[1] if isinstance(outputs, list) else outputs
-    culprit = culprit["loss"] if isinstance(culprit, dict) else culprit
-    with pytest.raises(TypeError) as caught:
-        our_scaler().scale(outputs)
-    assert str(caught.value) == NOT_SCALED.format(type(culprit).__name__, repr(culprit))
 
 
 # The scaler itself ----------------------------------------------------------------------------
@@ -703,23 +548,6 @@ def test_its_state_is_that_of_torch() -> None:
         ours.load_state_dict({})
 
 
-@on_ranks(2)
-def test_a_training_resumes() -> None:
-    """A training that is interrupted goes on with the scale it had."""
-    scaler = our_scaler(init_scale=8.0, growth_interval=2)
-    param = with_grad(torch.ones(2), init_device_mesh("cpu", (2,)))
-    scales = []
-    for _ in range(5):
-        resumed = our_scaler()
-        resumed.load_state_dict(scaler.state_dict())
-        scaler = resumed
-        scaler.scale(torch.ones(()))
-        scaler.step(torch.optim.SGD([param], lr=0.0))
-        scaler.update()
-        scales.append(scaler.get_scale())
-    assert scales == [8.0, 16.0, 16.0, 32.0, 32.0]
-
-
 def test_one_that_is_not_enabled_does_nothing() -> None:
     scaler = our_scaler(enabled=False, growth_factor=0.0)
     param = nn.Parameter(torch.ones(2))
@@ -733,52 +561,40 @@ def test_one_that_is_not_enabled_does_nothing() -> None:
     assert scaler.state_dict() == {} and scaler.get_scale() == 1.0
 
 
-def test_it_works_without_a_process_group() -> None:
-    param = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = our_scaler(init_scale=4.0)
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(param.detach(), torch.zeros(2)) and scaler.get_scale() == 4.0
-
-
-def test_the_default_device_is_where_training_runs() -> None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    scaler = ShardedGradScaler()
-    assert scaler._device == ("cpu" if accelerator is None else accelerator.type)
-    assert scaler.is_enabled()
-
-
-RANGES = [
-    ("init_scale", 0.0, "Expected init_scale above 0, got 0.0"),
-    ("backoff_factor", 1.0, "Expected backoff_factor between 0 and 1, got 1.0"),
-    ("growth_factor", 1.0, "Expected growth_factor above 1, got 1.0"),
-    ("growth_interval", 0, "Expected growth_interval of at least 1, got 0"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "text"), RANGES)
-def test_arguments_out_of_range(name: str, value: float, text: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        our_scaler(**{name: value})
-    assert str(caught.value) == text
-
-
-def test_a_group_that_this_rank_is_not_in() -> None:
-    text = (
-        "Expected process_group to be a ProcessGroup that this rank is in, got int: "
-        f"{dist.GroupMember.NON_GROUP_MEMBER}"
-    )
-    with fake_ranks(2, rank=1), pytest.raises(TypeError) as caught:
-        our_scaler(process_group=dist.new_group([0]))
-    assert str(caught.value) == text
-
-
-def test_names_and_order_of_arguments_are_those_of_torch() -> None:
+def test_names_order_and_defaults_of_arguments_are_those_of_torch() -> None:
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torchs
 
     ours, theirs = signature(ShardedGradScaler).parameters, signature(Torchs).parameters
     assert list(ours) == list(theirs)
     differing = {name for name in ours if ours[name].default != theirs[name].default}
     assert differing == {"device"}  # the CPU where there is no accelerator
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    scaler = ShardedGradScaler()
+    assert scaler._device == ("cpu" if accelerator is None else accelerator.type)
+    assert scaler.is_enabled()
+
+
+NOT_SCALED = "TypeError: Expected outputs to be tensors or containers of tensors, got {}: {}"
+REFUSED: dict[str, Callable[[], object]] = {
+    "ValueError: Expected init_scale above 0, got 0.0": lambda: our_scaler(init_scale=0.0),
+    "ValueError: Expected backoff_factor between 0 and 1, got 1.0": (
+        lambda: our_scaler(backoff_factor=1.0)
+    ),
+    "ValueError: Expected growth_factor above 1, got 1.0": lambda: our_scaler(growth_factor=1.0),
+    "ValueError: Expected growth_interval of at least 1, got 0": (
+        lambda: our_scaler(growth_interval=0)
+    ),
+    "TypeError: Expected process_group to be a ProcessGroup that this rank is in, got int: "
+    f"{dist.GroupMember.NON_GROUP_MEMBER}": lambda: our_scaler(process_group=dist.new_group([0])),
+    NOT_SCALED.format("float", 1.0): lambda: our_scaler().scale(1.0),
+    NOT_SCALED.format("str", "'loss'"): lambda: our_scaler().scale("loss"),
+    NOT_SCALED.format("int", 2): lambda: our_scaler().scale([torch.ones(()), 2]),
+    NOT_SCALED.format("NoneType", None): lambda: our_scaler().scale({"loss": None}),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_refused(text: str) -> None:
+    with fake_ranks(2, rank=1), pytest.raises((TypeError, ValueError)) as caught:
+        REFUSED[text]()
+    assert f"{type(caught.value).__name__}: {caught.value}" == text

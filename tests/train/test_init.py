@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from nets import full, own_input
 from on_ranks import on_ranks
 from torch import nn
@@ -17,8 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from two_tensors import TwoTensor
 
-from composable_shard import MaterializationError, ShardError, fully_shard, init_sharded
-from composable_shard.testing import RankError, run_ranks
+from composable_shard import fully_shard, init_sharded
 
 
 class Scale(nn.Module):
@@ -148,38 +148,9 @@ def test_values_are_those_of_the_unsharded_model(
     assert model.embed.weight is model.head.weight
 
 
-@on_ranks(2)
-def test_a_step_after_it_is_that_of_the_unsharded_model() -> None:
-    """Also where values were written while gathered ones were there."""
-    models = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(2)]
-    for part in (models[0][0], models[0]):
-        fully_shard(part, reshard_after_forward=False)
-    models[0](own_input())
-    init_sharded(models[0], seed=5)
-    torch.manual_seed(5)
-    models[1].apply(reset)
-    outputs = [model(own_input()) for model in models]
-    assert torch.equal(*outputs)
-
-
-# What ranks fill by themselves --------------------------------------------------------------------
-
-
-def fill(seeds: tuple[int, int], dtype: torch.dtype, how: Callable[[nn.Module], None]) -> list[str]:
-    """Initialize shards by themselves; return what two forwards warn of."""
-    import torch.distributed as dist
-
-    with torch.device("meta"):
-        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6)).to(dtype)
-    fully_shard(model)
-    model.to_empty(device="cpu")
-    torch.manual_seed(seeds[dist.get_rank()])
-    model.apply(how)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model(own_input().to(dtype))
-        model(own_input().to(dtype))
-    return [str(warning.message) for warning in caught]
+def ones(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        nn.init.ones_(param)
 
 
 SAME = (
@@ -188,22 +159,25 @@ SAME = (
 )
 
 
-def ones(module: nn.Module) -> None:
-    for param in module.parameters(recurse=False):
-        nn.init.ones_(param)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("seeds", "how", "expected"), [((0, 0), reset, [SAME]), ((0, 1), reset, []), ((0, 0), ones, [])]
 )
+@on_ranks(2)
 def test_shards_that_are_filled_alike_are_warned_of(
-    dtype: torch.dtype, seeds: tuple[int, int], how: Any, expected: list[str]
+    seeds: tuple[int, int], how: Any, expected: list[str]
 ) -> None:
-    assert run_ranks(fill, 2, seeds, dtype, how) == [expected] * 2
-
-
-# Errors -------------------------------------------------------------------------------------------
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6)).to(dtype)
+        fully_shard(model)
+        model.to_empty(device="cpu")
+        torch.manual_seed(seeds[dist.get_rank()])
+        model.apply(how)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(own_input().to(dtype))
+        assert [str(warning.message) for warning in caught] == expected
 
 
 def attention() -> nn.Module:
@@ -226,43 +200,48 @@ def fail(module: nn.Module) -> None:
     raise KeyError("no rule")
 
 
-@pytest.mark.parametrize(
-    ("make", "init", "kind", "text"),
-    [
-        (
-            attention,
-            None,
-            MaterializationError,
-            "Expected reset_parameters() to initialize every parameter and buffer without values, "
-            "got none for 0.in_proj_weight, 0.in_proj_bias; pass a function that initializes each "
-            "module",
-        ),
-        (
-            attention,
-            weights_alone,
-            MaterializationError,
-            "Expected fn to initialize every parameter and buffer without values, got none for "
-            "0.in_proj_weight, 0.in_proj_bias, 0.out_proj.bias, 1.bias; pass a function that "
-            "initializes each module",
-        ),
-        (
-            subclass,
-            None,
-            ShardError,
-            "Expected parameters of one plain tensor each, got 'weight', a TwoTensor; give it its "
-            "values before fully_shard",
-        ),
-        (attention, fail, KeyError, "'no rule'"),
-        (attention, 3, TypeError, "Expected fn to be a function or None, got int: 3"),
-    ],
+NONE = (
+    "MaterializationError: Expected {} to initialize every parameter and buffer without values, "
+    "got none for 0.in_proj_weight, 0.in_proj_bias{}; pass a function that initializes each module"
 )
-def test_errors_are_the_same_on_all_ranks(make: Any, init: Any, kind: Any, text: str) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(initialize, 2, make, init)
-    failure = caught.value.agreed()
-    assert failure.type_name.endswith(kind.__name__)
-    assert failure.message == text
+REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
+    (
+        attention,
+        None,
+        NONE.format("reset_parameters()", ""),
+    ),
+    (
+        attention,
+        weights_alone,
+        NONE.format("fn", ", 0.out_proj.bias, 1.bias"),
+    ),
+    (
+        subclass,
+        None,
+        "ShardError: Expected parameters of one plain tensor each, got 'weight', a TwoTensor; give "
+        "it its values before fully_shard",
+    ),
+    (attention, fail, "KeyError: 'no rule'"),
+    (attention, 3, "TypeError: Expected fn to be a function or None, got int: 3"),
+]
 
 
-def initialize(make: Callable[[], nn.Module], init: Any) -> None:
-    init_sharded(fully_shard(make()), init, seed=0)
+@on_ranks(2)
+def test_errors_are_the_same_on_all_ranks() -> None:
+    for make, init, text in REFUSED:
+        with pytest.raises(Exception) as caught:
+            init_sharded(fully_shard(make()), init, seed=0)
+        assert f"{type(caught.value).__name__}: {caught.value}" == text
+
+
+@on_ranks(2)
+def test_a_step_after_it_is_that_of_the_unsharded_model() -> None:
+    """Also where values were written while gathered ones were there."""
+    models = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(2)]
+    for part in (models[0][0], models[0]):
+        fully_shard(part, reshard_after_forward=False)
+    models[0](own_input())
+    init_sharded(models[0], seed=5)
+    torch.manual_seed(5)
+    models[1].apply(reset)
+    assert torch.equal(*(model(own_input()) for model in models))

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import two_tensors
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -36,23 +36,18 @@ from composable_shard import (
 )
 from composable_shard._torch import from_local, leaves, poisoned_memory, set_local_tensor, spec_of
 from composable_shard.testing import RankError, run_ranks, stop_ranks
-from train.moved import MiB, assert_same_bits, is_in, memory, on_mesh, return_unused, values
+from train.moved import (
+    MiB,
+    assert_same_bits,
+    from_disk,
+    is_in,
+    memory,
+    on_mesh,
+    return_unused,
+    values,
+)
 
 Where = DeviceMesh | dict[str, DeviceMesh]
-
-
-class Case(NamedTuple):
-    """A kind of model, and where it goes.
-
-    Attributes:
-        build: Makes the model where it is to be, on a device, with values of a seed.
-        places: Where it lies, one after the other.
-        column: Among ranks of one number have parameters of one name the same values.
-    """
-
-    build: Callable[[Where, str], nn.Module]
-    places: Callable[[], list[Where]]
-    column: Callable[[int], int] = lambda rank: 0
 
 
 def member(where: Where) -> bool:
@@ -91,17 +86,13 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 def split(where: Where, device: str) -> nn.Module:
     """Shard what is tensor-parallel over the data axes of a mesh."""
     assert isinstance(where, DeviceMesh)
-    return _split(where, device, where._get_root_mesh()["tensor"], mesh=where)
-
-
-def _split(where: DeviceMesh, device: str, tensor: DeviceMesh, **kwargs: Any) -> nn.Module:
     with torch.device(device):
         model = nn.Sequential(Block(), Block())
     fill(model, 3)
     for block in model:
-        parallelize_module(block, tensor, PLAN)
-        fully_shard(block, shard_placement_fn=by_columns, **kwargs)
-    return fully_shard(model, **kwargs)
+        parallelize_module(block, where._get_root_mesh()["tensor"], PLAN)
+        fully_shard(block, mesh=where, shard_placement_fn=by_columns)
+    return fully_shard(model, mesh=where)
 
 
 def by_columns(param: nn.Parameter) -> Shard | None:
@@ -192,27 +183,25 @@ def columns(*rows: tuple[int, int]) -> dict[str, DeviceMesh]:
     return {"*experts*": part(mesh, ("data",)), "*": everywhere}
 
 
-CASES = {
-    "split-fewer": Case(split, lambda: [data_axes((0, 1), (2, 3)), data_axes((2, 3))]),
-    "split-more": Case(split, lambda: [data_axes((0, 1)), data_axes((0, 1), (2, 3))]),
-    "split-hybrid": Case(
+ALL_FOUR = ((0, 1), (2, 3))
+CASES: dict[str, tuple[Callable[[Where, str], nn.Module], Callable[[], list[Where]]]] = {
+    "split-fewer": (split, lambda: [data_axes(*ALL_FOUR), data_axes((2, 3))]),
+    "split-more": (split, lambda: [data_axes((0, 1)), data_axes(*ALL_FOUR)]),
+    "split-hybrid": (
         split,
-        lambda: [
-            data_axes((0, 1), (2, 3)),
-            data_axes(((0, 1),), ((2, 3),)),
-            data_axes((0, 1), (2, 3)),
-        ],
+        lambda: [data_axes(*ALL_FOUR), data_axes(((0, 1),), ((2, 3),)), data_axes(*ALL_FOUR)],
     ),
-    "all-axes": Case(
-        on_all_axes, lambda: [all_axes((0, 1), (2, 3)), all_axes((0, 1)), all_axes((0, 1), (2, 3))]
+    "all-axes": (
+        on_all_axes,
+        lambda: [all_axes(*ALL_FOUR), all_axes((0, 1)), all_axes(*ALL_FOUR)],
     ),
-    "experts-fewer": Case(
+    "experts-fewer": (
         with_experts,
-        lambda: [columns((0, 1), (2, 3)), columns((2, 1)), columns((0, 1), (2, 3))],
-        column,
+        lambda: [columns(*ALL_FOUR), columns((2, 1)), columns(*ALL_FOUR)],
     ),
-    "experts-more": Case(with_experts, lambda: [columns((0, 1)), columns((0, 1), (2, 3))], column),
+    "experts-more": (with_experts, lambda: [columns((0, 1)), columns(*ALL_FOUR)]),
 }
+"""Makes a model on a device, with values of a seed; and where it lies, one after the other."""
 
 
 def stock(model: nn.Module) -> torch.optim.Optimizer:
@@ -243,74 +232,31 @@ def output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(DTensor.from_local(x, model.weight.device_mesh, cuts, run_check=False)).to_local()
 
 
-def named(state: dict[str, Any], suffix: str) -> dict[str, Any]:
-    """Return a state dict whose experts have names of their own in each column."""
-    found = {}
-    for key, value in state.items():
-        inner = named(value, suffix) if isinstance(value, dict) else value
-        found[key + suffix if isinstance(key, str) and "experts" in key else key] = inner
-    return found
-
-
-def from_disk(
-    case: Case,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    pair: tuple[Where, Where],
-    folder: Path,
-) -> tuple[nn.Module, torch.optim.Optimizer] | None:
-    """Save in one place and load in another one."""
-    groups = []
-    for where in pair:
-        heard: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(heard, member(where))
-        groups.append(dist.new_group([rank for rank, is_one in enumerate(heard) if is_one]))
-    suffix = f" {case.column(dist.get_rank())}"
-    if member(pair[0]):
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(named(state, suffix), checkpoint_id=folder, process_group=groups[0])
-    dist.barrier()
-    if not member(pair[1]):
-        return None
-    loaded = case.build(pair[1], "cpu")
-    with torch.no_grad():
-        for param in loaded.parameters():
-            param.zero_()
-    optim = stock(loaded)
-    train(loaded, optim, 0, 99)  # for states to load into
-    state = dict(zip(("model", "optimizer"), get_state_dict(loaded, optim), strict=True))
-    read = named(state, suffix)
-    dcp.load(read, checkpoint_id=folder, process_group=groups[1])
-    back = unnamed(read, suffix)
-    set_state_dict(
-        loaded, optim, model_state_dict=back["model"], optim_state_dict=back["optimizer"]
-    )
-    return loaded, optim
-
-
-def unnamed(state: dict[str, Any], suffix: str) -> dict[str, Any]:
-    return {
-        key.removesuffix(suffix): unnamed(value, suffix) if isinstance(value, dict) else value
-        for key, value in state.items()
-    }
-
-
-@pytest.mark.parametrize("name", list(CASES))
-@on_ranks(4, timeout=60.0)
+@pytest.mark.brief(4)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(4)
 def test_every_mesh_moves_as_from_a_checkpoint(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    places = case.places()
+    make, places_of = CASES[name]
+    places = places_of()
     first = next(where for where in places if member(where))
-    has_it = member(places[0])
-    model = case.build(first, "cpu" if has_it else "meta")
+    model = make(first, "cpu" if member(places[0]) else "meta")
     optimizer = stock(model)
     batch = 0 if isinstance(first, DeviceMesh) else dist.get_rank()
-    if has_it:
+    if member(places[0]):
         train(model, optimizer, batch, 0, 1)
     ids = [id(param) for param in model.parameters()]
-    for number, pair in enumerate(pairwise(places)):
-        disk = from_disk(case, model, optimizer, pair, tmp_path / str(number))
-        move(model, optimizer, pair[1], bucket_nbytes=200)
+    suffix = f" {column(dist.get_rank())}" if make is with_experts else ""
+    for number, (before, after) in enumerate(pairwise(places)):
+
+        def build(after: Where = after) -> tuple[nn.Module, torch.optim.Optimizer]:
+            loaded = make(after, "cpu")
+            optim = stock(loaded)
+            train(loaded, optim, 0, 99)
+            return loaded, optim
+
+        has_it = member(before), member(after)
+        disk = from_disk(model, optimizer, has_it, tmp_path / str(number), build, suffix)
+        move(model, optimizer, after, bucket_nbytes=200)
         assert [id(param) for param in model.parameters()] == ids
         if disk is None:
             for param in model.parameters():
@@ -362,9 +308,8 @@ PAIRS_ROUTES = {
 }
 
 
-@pytest.mark.parametrize("hooks", [True, False])
-@pytest.mark.parametrize("route", list(PAIRS_ROUTES))
-@on_ranks(4, timeout=60.0)
+@pytest.mark.parametrize(("route", "hooks"), [("to hybrid and fewer", True), ("more", False)])
+@on_ranks(4)
 def test_subclasses_move_as_through_a_file_of_what_they_are_made_of(
     route: str, hooks: bool, tmp_path: Path
 ) -> None:
@@ -465,10 +410,10 @@ def plain(mesh: DeviceMesh) -> nn.Module:
 # Memory -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["pairs", "tensor parallel", "experts"])
-def test_memory_of_both_layouts_and_a_bucket(kind: str) -> None:
+def test_memory_of_both_layouts_and_a_bucket() -> None:
     stop_ranks()  # what earlier tests have left in memory is none of this
-    run_ranks(memory_of_a_move, 2, kind)
+    for kind in ("plain", "pairs", "tensor parallel", "experts"):
+        run_ranks(memory_of_a_move, 2, kind)
 
 
 def large(kind: str, ranks: tuple[int, ...]) -> tuple[nn.Module, Where]:
@@ -547,41 +492,10 @@ def of_class(kind: type) -> None:
     move(layer, (), on_mesh((0,), (1,)))
 
 
-def into_one_mesh() -> None:
-    model = with_experts(columns((0, 1)), "cpu")
-    move(model, (), on_mesh(0, 1))
-
-
-def without_a_mesh() -> None:
-    move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh((0,), (1,))})
-
-
-def in_some_meshes() -> None:
-    move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh(0), "*": on_mesh(0, 1)})
-
-
-def without_tensor_axis() -> None:
-    move(split(data_axes((0, 1)), "cpu"), (), on_mesh(0, 1))
-
-
-def other_tensor_ranks() -> None:
-    move(split(data_axes((0, 1)), "cpu"), (), data_axes((0,), (1,)))
-
-
-def turned_tensor_ranks() -> None:
-    where = data_axes((0, 1))
-    turned = data_axes((1, 0))
-    move(split(where, "cpu"), (), turned)
-
-
 def flattened_axes() -> None:
     mesh = DeviceMesh("cpu", torch.tensor([[0, 1]]), mesh_dim_names=("a", "b"))
     dims = DataParallelMeshDims(shard=("a", "b"))
     move(fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=dims), (), mesh)
-
-
-def crossed() -> None:
-    move(plain(on_mesh(0, 1, 2, 3)), (), on_mesh((3, 0), (1, 2)))
 
 
 def shorter_state() -> None:
@@ -603,121 +517,174 @@ def shorter_state() -> None:
 
 def joins_a_plain_dtensor() -> None:
     mesh = [on_mesh(0), on_mesh(1)][dist.get_rank()]
-    model = plain(mesh) if dist.get_rank() == 0 else plain_on_meta(mesh)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = plain(mesh)
     spread = distribute_tensor(torch.ones(2), mesh, [Replicate()], src_data_rank=None)
     model.register_parameter("apart", nn.Parameter(spread))
     move(model, (), on_mesh(0, 1))
 
 
-def plain_on_meta(mesh: DeviceMesh) -> nn.Module:
-    with torch.device("meta"):
-        return plain(mesh)
-
-
-ALL = "Expected all ranks to move the model, got on rank {}: {}: {}"
-
-REFUSED: list[tuple[Callable[[], None], int, str]] = [
-    (
-        partial(of_class, Halves),
-        2,
-        "Expected the inner tensors of parameter 'weight', a Halves, to have its shape [2, 3], "
-        "got [[2, 1]]; such a model is moved by a checkpoint",
-    ),
-    (
-        partial(of_class, Forgetful),
-        2,
-        "Expected Forgetful of parameter 'weight' to be made of inner tensors of shape [4, 3], got "
-        "TwoTensor of shape [4, 3]; such a model is moved by a checkpoint",
-    ),
-    (
-        partial(of_class, Closed),
-        2,
-        "Expected parameter 'weight' to be a plain tensor or made of such (__tensor_flatten__), "
-        "got Closed; such a model is moved by a checkpoint",
-    ),
-    (
-        into_one_mesh,
-        2,
-        "Expected parameter 'up' of ranks [0, 1] to come from one mesh, got meshes of ranks "
-        "[[0], [1]], which may have other values",
-    ),
-    (
-        without_a_mesh,
-        2,
-        "Expected a mesh for parameter '2.weight', got none that fits; add one for '*'",
-    ),
-    (
-        in_some_meshes,
-        2,
-        "Expected this rank in the meshes of all parameters, or of none, got it in those of some",
-    ),
-    (
-        without_tensor_axis,
-        2,
-        "Expected a part of a mesh that has the axes ('tensor',) too, got one of ('shard',); make "
-        "a mesh with all axes and pass a part of it, such as mesh['data']",
-    ),
-    (
-        other_tensor_ranks,
-        2,
-        "Expected the tensor-parallel ranks [[0, 1]] of parameter 'up.weight' to stay together, "
-        "got a mesh with [[0]] in their place",
-    ),
-    (
-        turned_tensor_ranks,
-        2,
-        "Expected a mesh that splits the model to have ranks that ascend along each axis, got "
-        "[[1, 0]]",
-    ),
-    (
-        flattened_axes,
-        2,
-        "Expected dp_mesh_dims of one axis for each purpose of parameter 'weight', got "
-        "DataParallelMeshDims(shard=('a', 'b'), replicate=None); such a model is moved by a "
-        "checkpoint",
-    ),
-    (
-        crossed,
-        4,
-        "Expected a mesh whose ranks, sorted along each axis as process groups sort them, have a "
-        "place of their own, got [[3, 0], [1, 2]]",
-    ),
-    (
-        shorter_state,
-        2,
-        "Expected shape [4, 6] of state 'exp_avg' of 'weight' on this rank, got [2, 6]; such a "
-        "model is moved by a checkpoint",
-    ),
-    (
-        joins_a_plain_dtensor,
-        2,
-        "Expected 'apart', a DTensor, to be sharded by fully_shard for the model to move to more "
-        "ranks, got one that is not; such a model is moved by a checkpoint",
-    ),
-]
-
-OF_VALUES = {without_a_mesh, without_tensor_axis, other_tensor_ranks}
 """What raises a ValueError on a rank, which all of them are told of."""
 
 
-@pytest.mark.parametrize(("act", "num_ranks", "message"), REFUSED)
-def test_what_is_refused(act: Callable[[], None], num_ranks: int, message: str) -> None:
+def name_other_meshes() -> None:
+    move(plain(on_mesh(0, 1)), (), [on_mesh(0, 1), on_mesh((0,), (1,))][dist.get_rank()])
+
+
+def split_to(where: Callable[[], DeviceMesh]) -> None:
+    model = split(data_axes((0, 1)), "cpu")
+    move(model, (), where())
+
+
+BEGIN = "Expected all ranks to move the model, got on rank "
+REFUSED: dict[str, Callable[[], None]] = {
+    f"{BEGIN}0: ShardError: Expected the inner tensors of parameter 'weight', a Halves, to have "
+    f"its shape [2, 3], got [[2, 1]]; "
+    "such a model is moved by a checkpoint": partial(of_class, Halves),
+    f"{BEGIN}0: ShardError: Expected Forgetful of parameter 'weight' to be made of inner tensors "
+    f"of shape [4, 3], got TwoTensor of shape [4, 3]; "
+    "such a model is moved by a checkpoint": partial(of_class, Forgetful),
+    f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor or made of such "
+    f"(__tensor_flatten__), got Closed; "
+    "such a model is moved by a checkpoint": partial(of_class, Closed),
+    f"{BEGIN}0: ShardError: Expected parameter 'up' of ranks [0, 1] to come from one mesh, got "
+    "meshes of ranks [[0], [1]], which may have other values": (
+        lambda: move(with_experts(columns((0, 1)), "cpu"), (), on_mesh(0, 1))
+    ),
+    f"{BEGIN}0: ValueError: Expected a mesh for parameter '2.weight', got none that fits; add one "
+    "for '*'": lambda: move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh((0,), (1,))}),
+    f"{BEGIN}1: ShardError: Expected this rank in the meshes of all parameters, or of none, got it "
+    "in those of some": (
+        lambda: move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh(0), "*": on_mesh(0, 1)})
+    ),
+    f"{BEGIN}0: ValueError: Expected a part of a mesh that has the axes ('tensor',) too, got one "
+    "of ('shard',); make a mesh with all axes and pass a part of it, such as mesh['data']": (
+        lambda: split_to(lambda: on_mesh(0, 1))
+    ),
+    f"{BEGIN}0: ValueError: Expected the tensor-parallel ranks [[0, 1]] of parameter 'up.weight' "
+    "to stay together, got a mesh with [[0]] in their place": (
+        lambda: split_to(lambda: data_axes((0,), (1,)))
+    ),
+    f"{BEGIN}0: ShardError: Expected a mesh that splits the model to have ranks that ascend along "
+    "each axis, got [[1, 0]]": lambda: split_to(lambda: data_axes((1, 0))),
+    f"{BEGIN}0: ShardError: Expected dp_mesh_dims of one axis for each purpose of parameter "
+    "'weight', got DataParallelMeshDims(shard=('a', 'b'), replicate=None); "
+    "such a model is moved by a checkpoint": flattened_axes,
+    f"{BEGIN}0: ShardError: Expected a mesh whose ranks, sorted along each axis as process groups "
+    "sort them, have a place of their own, got [[3, 0], [1, 2]]": (
+        lambda: move(plain(on_mesh(0, 1, 2, 3)), (), on_mesh((3, 0), (1, 2)))
+    ),
+    f"{BEGIN}0: ShardError: Expected shape [4, 6] of state 'exp_avg' of 'weight' on this rank, got "
+    f"[2, 6]; "
+    "such a model is moved by a checkpoint": shorter_state,
+    f"{BEGIN}0: ShardError: Expected 'apart', a DTensor, to be sharded by fully_shard for the "
+    f"model to move to more ranks, got one that is not; "
+    "such a model is moved by a checkpoint": joins_a_plain_dtensor,
+    "Expected parameter '2.weight' on the same mesh on all of its ranks, got "
+    "Ground(ranks=(0, 1), extents=(2, 1), roles=('replicate', 'shard')) on rank 1, of "
+    "Ground(ranks=(0, 1), extents=(2,), roles=('shard',))": name_other_meshes,
+}
+
+
+def refused(message: str) -> None:
+    REFUSED[message]()
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused(message: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(act, num_ranks)
+        run_ranks(refused, 4 if "[[3, 0]" in message else 2, message)
     failure = caught.value.agreed()
-    rank = 1 if act is in_some_meshes else 0
-    kind = "ValueError" if act in OF_VALUES else "ShardError"
-    expected = ALL.format(rank, kind, message)
-    assert (failure.type_name, failure.message) == ("ShardError", expected)
+    assert (failure.type_name, failure.message) == ("ShardError", message)
+
+
+# States in the order of the ranks that had them ---------------------------------------------------
+
+
+WIDTH = 4
+
+
+class Scaled(nn.Module):
+    """Three equal layers, and a scalar, whose states are numbers and tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def model_of_rank_0() -> tuple[nn.Module, nn.Module]:
+    """Return a model that rank 0 has and that others have without values; and the same, plain."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    whole = Scaled()
+    model = copy.deepcopy(whole).to("meta" if rank else "cpu")
+    for layer in model.layers:
+        fully_shard(layer, mesh=on_mesh(rank))
+    return fully_shard(model, mesh=on_mesh(rank)), whole
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, WIDTH)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @on_ranks(2)
-def test_ranks_that_name_other_meshes() -> None:
-    meshes = [on_mesh(0, 1), on_mesh((0,), (1,))]
-    with pytest.raises(ShardError) as caught:
-        move(plain(on_mesh(0, 1)), (), meshes[dist.get_rank()])
-    assert str(caught.value) == (
-        "Expected parameter '2.weight' on the same mesh on all of its ranks, got "
-        "Ground(ranks=(0, 1), extents=(2, 1), roles=('replicate', 'shard')) on rank 1, of "
-        "Ground(ranks=(0, 1), extents=(2,), roles=('shard',))"
+def test_a_full_checkpoint_after_a_join_has_the_moments_of_each_parameter() -> None:
+    """The first layer is trained from the second step on: it comes last among the states."""
+    model, whole = model_of_rank_0()
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, whole)]
+    for one, optimizer in zip((model, whole), optimizers, strict=True):
+        if one is whole or dist.get_rank() == 0:
+            for is_trained in (False, True):
+                one.layers[0].weight.requires_grad_(is_trained)
+                step(one, optimizer)
+    move(model, optimizers[0], on_mesh(0, 1))
+    orders = [list(optimizer.state_dict()["state"]) for optimizer in optimizers]
+    assert orders[0] == orders[1] == [0, 2, 3, 1]  # of the scalar, and of the layers
+    full: Any = get_optimizer_state_dict(
+        model, optimizers[0], options=StateDictOptions(full_state_dict=True)
     )
+    for name, param in whole.named_parameters():
+        expected = optimizers[1].state[param]
+        assert list(full["state"][name]) == list(expected)
+        for kind, value in expected.items():
+            torch.testing.assert_close(full["state"][name][kind], value, msg=f"{name} {kind}")
+
+
+def check_goes_back(kind: type[torch.optim.Optimizer], step_after: bool) -> None:
+    """Let rank 1 join, and leave again."""
+    model, whole = model_of_rank_0()
+    optimizers = [kind(one.parameters(), lr=0.1) for one in (model, whole)]
+    step(whole, optimizers[1])
+    if dist.get_rank() == 0:
+        step(model, optimizers[0])
+    move(model, optimizers[0], on_mesh(0, 1))
+    names = [[*map(list, optimizer.state.values())] for optimizer in optimizers]
+    assert names[0] == names[1]
+    for one, optimizer in zip((model, whole), optimizers, strict=True):
+        if step_after:
+            step(one, optimizer)
+    move(model, optimizers[0], on_mesh(0))
+    if dist.get_rank() == 0:
+        pairs = zip(model.parameters(), whole.parameters(), strict=True)
+        for param, plain in pairs:
+            states = optimizers[0].state[param]
+            for name, value in optimizers[1].state[plain].items():
+                got = states[name]
+                full = got.to_local() if hasattr(got, "to_local") else got
+                torch.testing.assert_close(full, value, msg=name)
+
+
+@on_ranks(2)
+def test_numbers_and_tensors_keep_their_order_as_a_rank_joins() -> None:
+    """Their order is that in which an optimizer makes them; that of a scalar is told, not sent."""
+    for kind in (torch.optim.NAdam, torch.optim.ASGD):
+        for step_after in (False, True):
+            check_goes_back(kind, step_after)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from training.cases import reproducible
 from two_tensors import two_tensor_hooks, two_tensor_mlp
@@ -32,15 +34,22 @@ from composable_shard import (
     clip_grad_norm_,
     explain,
     fully_shard,
+    iter_full,
+    load_sharded,
+    local_shards,
+    move,
     parked,
+    save_full,
+    sync_module_states,
+    uneven,
     unsharded,
+    weigh,
 )
 from composable_shard.optim.flat import flat
 from composable_shard.optim.layouts import Owned, Sharded, with_layout
-from composable_shard.testing import RankError, run_ranks
 from composable_shard.train.parking import parked as parking
 from composable_shard.train.parking.device_storages import DeviceStorages, Span, merged
-from train.as_device import as_device
+from train.moved import as_device, assert_same_bits, on_mesh, values
 
 BIG = 64 * 1024  # bytes
 
@@ -74,14 +83,6 @@ def sharded_pair(**kwargs: Any) -> tuple[Wide, Wide]:
     return one, other
 
 
-def stock(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def in_flat(model: nn.Module) -> torch.optim.Optimizer:
-    return flat(stock(model))
-
-
 def of_layouts(model: nn.Module) -> torch.optim.Optimizer:
     return with_layout(
         model,
@@ -92,7 +93,11 @@ def of_layouts(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-OPTIMIZERS = {"stock": stock, "flat": in_flat, "layouts": of_layouts}
+def stock(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+OPTIMIZERS = {"stock": stock, "flat": lambda model: flat(stock(model)), "layouts": of_layouts}
 
 
 def batch(step: int) -> torch.Tensor:
@@ -120,12 +125,6 @@ def all_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return found
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 def what_it_is(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
     """Return who the tensors are, where they lie, and what their versions show."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
@@ -145,9 +144,7 @@ def what_it_is(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[objec
 
 @pytest.mark.parametrize("make", ["stock", "flat", "layouts"])
 @on_ranks(2, timeout=120.0)
-def test_a_step_is_what_it_would_have_been(
-    make: str,
-) -> None:
+def test_a_step_is_what_it_would_have_been(make: str) -> None:
     """Parked at every moment between forward and backward: also with gradients that wait."""
     parked_one, other = sharded_pair()
     first, second = OPTIMIZERS[make](parked_one), OPTIMIZERS[make](other)
@@ -271,19 +268,20 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
 @pytest.mark.parametrize("kind", ["stock", "flat", "layouts", "offloaded", "held", "unsynced"])
 @on_ranks(2, timeout=60.0)
 def test_parking_frees_exactly_what_explain_names(kind: str) -> None:
-    """At every moment of a step."""
     kwargs = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if kind == "offloaded" else {}
     model, _ = sharded_pair(**kwargs)
     optimizer = OPTIMIZERS.get(kind, stock)(model)
-    sums: list[int] = []
+    sums, freed = list[int](), list[int]()
 
     def park() -> None:
         if kind == "held":
             model.inp.unshard()
         with as_device():
             expected = named(model, optimizer)
-            with parked(model, optimizer) as memory:
-                pass
+            with emptied() as nbytes:
+                with parked(model, optimizer) as memory:
+                    freed.append(sum(nbytes) - memory.nbytes)
+                freed.append(sum(nbytes))
         assert {key: getattr(memory, key) for key in expected} == expected
         sums.append(sum(expected.values()) - expected["left"])
 
@@ -299,22 +297,8 @@ def test_parking_frees_exactly_what_explain_names(kind: str) -> None:
         park()
         optimizer.zero_grad()
     assert max(sums) > sums[0]  # gradients and states have come
-
-
-@on_ranks(2)
-def test_storages_of_a_device_fall_by_what_explain_names() -> None:
-    model, _ = sharded_pair()
-    optimizer = stock(model)
-    backward(model, 0)
-    optimizer.step()
-    with as_device():
-        expected = named(model, optimizer)
-        assert expected["left"] == 0
-        with emptied() as nbytes:
-            with parked(model, optimizer) as memory:
-                freed = sum(nbytes)
-            assert sum(nbytes) == 0  # all of it comes back
-    assert freed == memory.nbytes == sum(expected.values())
+    # All of it comes back; beside it, what was gathered is freed, for good.
+    assert set(freed) == {0} if kind == "stock" else min(freed) >= 0, freed
 
 
 @on_ranks(1)
@@ -329,120 +313,37 @@ def test_a_shard_that_somebody_views_stays() -> None:
     assert view.data_ptr() == model.inp.weight.to_local().data_ptr()
 
 
-# A parked model is not used -----------------------------------------------------------------------
+# When it is refused -------------------------------------------------------------------------------
 
 
-def uses(model: Wide, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Callable[[], Any], str]]:
-    loss = model(batch(0)).sum()
-    state = model.state_dict()
-    states = optimizer.state_dict()
-    where = "leave the context of parked() first"
-    root, inner = "the root group", "group 'inp'"
-    adam = (
-        "Expected AdamW in memory for its step or its states, got it parked; leave the context of "
-        "parked() first"
-    )
-
-    def of(label: str, purpose: str) -> str:
-        return f"Expected {label} in memory {purpose}, got it parked; {where}"
-
-    yield loss.backward, of(root, "to be gathered")
-    yield lambda: model(batch(0)), of(root, "to be gathered")
-    yield lambda: model.inp(batch(0)), of(inner, "to be gathered")
-    yield model.inp.unshard, of(inner, "to be gathered")
-    yield model.state_dict, of(inner, "for a state dict")
-    yield lambda: model.load_state_dict(state), of(inner, "to load a state dict")
-    yield lambda: unsharded(model).__enter__(), of(root, "for unsharded()")
-    yield lambda: parked(model).__enter__(), of(root, "to be parked")
-    yield optimizer.step, of(inner, "for a step of AdamW")
-    yield optimizer.state_dict, adam
-    yield lambda: optimizer.load_state_dict(states), adam
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    yield other.step, of(inner, "for a step of SGD")
-
-
-def used() -> list[str]:
-    model, other = sharded_pair()
-    pairs = [(model, stock(model)), (other, stock(other))]
-    found = []
-    cases = list(uses(*pairs[0]))
-    with as_device(), parked(*pairs[0]):
-        for use, expected in cases:
-            with pytest.raises(ShardError) as caught:
-                use()
-            found.append(str(caught.value))
-            assert str(caught.value) == expected, f"{caught.value} is not {expected}"
-    for step in range(2):  # and afterwards all is well
-        for one, optimizer in pairs:
-            optimizer.zero_grad()
-            backward(one, step)
-            optimizer.step()
-    assert_same_bits(all_values(*pairs[0]), all_values(*pairs[1]))
-    return found
-
-
-def test_using_a_parked_model_is_an_error_on_all_ranks() -> None:
-    first, second = run_ranks(used, 2)
-    assert first == second and len(first) == 12
-
-
-def parked_in_forward() -> None:
-    (model, _) = sharded_pair()
+def park_in_forward(model: Wide) -> None:
     model.inp.register_forward_hook(lambda *_: parked(model).__enter__())
     model(batch(0))
 
 
-def parked_when_full() -> None:
-    (model, _) = sharded_pair()
+def park_when_full(model: Wide) -> None:
     with unsharded(model), parked(model):
         raise AssertionError("must not get here")
 
 
-def parked_on_the_host() -> None:
-    (model, _) = sharded_pair()
-    with parked(model, stock(model)):
-        raise AssertionError("must not get here")
+REFUSED: dict[str, Callable[[Wide], None]] = {
+    "Expected parked() outside of forward and backward, got it in one of the root group; use it "
+    "between iterations": park_in_forward,
+    "Expected parked() outside of unsharded(), got it inside of one of the root group; leave that "
+    "first": park_when_full,
+    "Expected FSDPWide on a device to be parked, got all of it in memory of the host, which "
+    "parked() does not free; save a checkpoint, delete the model and its optimizers, and load them "
+    "from it afterwards": lambda model: parked(model, stock(model)).__enter__(),
+}
 
 
-@pytest.mark.parametrize(
-    ("fn", "message"),
-    [
-        (
-            parked_in_forward,
-            "Expected parked() outside of forward and backward, got it in one of the root group; "
-            "use it between iterations",
-        ),
-        (
-            parked_when_full,
-            "Expected parked() outside of unsharded(), got it inside of one of the root group; "
-            "leave that first",
-        ),
-        (
-            parked_on_the_host,
-            "Expected FSDPWide on a device to be parked, got all of it in memory of the host, "
-            "which parked() does not free; save a checkpoint, delete the model and its optimizers, "
-            "and load them from it afterwards",
-        ),
-    ],
-)
-def test_when_it_is_refused(fn: Callable[[], None], message: str) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(fn, 2)
-    failure = caught.value.agreed()
-    assert (failure.type_name, failure.message) == ("ShardError", message)
-
-
-@on_ranks(1)
-def test_wrong_arguments() -> None:
-    (model, _) = sharded_pair(mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(TypeError) as type_error, parked("model"):  # type: ignore[arg-type]
-        pass
-    assert str(type_error.value) == "Expected model to be an nn.Module, got str: 'model'"
-    with pytest.raises(TypeError) as type_error, parked(model, ["SGD"]):  # type: ignore[list-item]
-        pass
-    assert str(type_error.value) == (
-        "Expected optimizer to be a torch.optim.Optimizer or several, got str: 'SGD'"
-    )
+@pytest.mark.parametrize("text", REFUSED)
+@on_ranks(2)
+def test_when_it_is_refused(text: str) -> None:
+    model, _ = sharded_pair()
+    with pytest.raises(ShardError) as caught:
+        REFUSED[text](model)
+    assert str(caught.value) == text
 
 
 # Faults -------------------------------------------------------------------------------------------
@@ -543,3 +444,129 @@ def test_counting_what_is_free(first: list[Span], second: list[Span], freed: lis
     found = parking._count_freed({"a": list(first), "b": second}, freed)
     a, b, free = addresses(first), addresses(second), addresses(freed)
     assert found == {"a": len(a & free), "b": len((b - a) & free), "left": len((a | b) - free)}
+
+
+# What has no shards in memory is not read: parked, or moved to other ranks ------------------------
+
+
+def uses(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    file: Path,
+    ranks: dist.ProcessGroup | None = None,
+) -> list[tuple[str, Callable[[], Any]]]:
+    """Return what reads, writes or computes with shards, by what the error calls it."""
+    state, other = model.state_dict(), torch.optim.SGD(model.parameters(), lr=0.1)
+    within = {"process_group": ranks}
+    return [
+        ("to be gathered", lambda: model(torch.ones(1, 64))),
+        ("to be gathered", lambda: model.unshard()),
+        ("for a state dict", lambda: model.state_dict()),
+        ("to load a state dict", lambda: model.load_state_dict(state)),
+        ("for unsharded()", lambda: unsharded(model).__enter__()),
+        ("to be parked", lambda: parked(model, **within).__enter__()),
+        ("for a step of AdamW", optimizer.step),
+        ("for a step of SGD", other.step),
+        ("to be copied", lambda: copy.deepcopy(model)),
+        ("for local_shards()", lambda: list(local_shards(model))),
+        ("for iter_full()", lambda: list(iter_full(model, **within))),
+        ("for save_full()", lambda: save_full(model, file, overwrite=True, **within)),
+        ("for load_sharded()", lambda: load_sharded(model, file, **within)),
+        (
+            "for sync_module_states()",
+            lambda: sync_module_states(model, src_rank=dist.get_rank(), keep_shards=True, **within),
+        ),
+    ]
+
+
+def check(cases: list[tuple[str, Callable[[], Any]]], why: str) -> None:
+    for purpose, use in cases:
+        with pytest.raises(ShardError) as caught:
+            use()
+        text = f"Expected the root group in memory {purpose}, got it {why}"
+        assert str(caught.value) == text
+
+
+def trained(mesh: DeviceMesh) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = fully_shard(nn.Linear(64, 64), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.full((2, 64), dist.get_rank() + 1.0)).square().mean().backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_a_parked_model_is_not_used(tmp_path: Path) -> None:
+    pairs = [trained(on_mesh(0, 1)) for _ in range(2)]
+    model, optimizer = pairs[0]
+    file = tmp_path / "model.safetensors"
+    save_full(model, file)
+    cases, states = uses(model, optimizer, file), optimizer.state_dict()
+    loss = model(torch.ones(2, 64)).sum()
+    with as_device(), parked(model, optimizer):
+        why = "parked; leave the context of parked() first"
+        check([("to be gathered", loss.backward), *cases], why)
+        for use in (optimizer.state_dict, lambda: optimizer.load_state_dict(states)):
+            with pytest.raises(ShardError) as caught:
+                use()
+            assert str(caught.value) == (
+                "Expected AdamW in memory for its step or its states, got it parked; leave the "
+                "context of parked() first"
+            )
+    for one, its_optimizer in pairs:  # and afterwards all is well
+        step(one, its_optimizer)
+    assert_same_bits(*(values(*pair) for pair in pairs))
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.weight.full_tensor(), model.weight.full_tensor())
+
+
+@on_ranks(2)
+def test_what_a_rank_that_a_model_has_left_begins_for_training() -> None:
+    """Nothing that waits for the ranks that it was on."""
+    model = fully_shard(nn.Linear(4, 4), mesh=on_mesh(0, 1))
+    batches = uneven(model, [torch.ones(1, 4)])
+    move(model, (), on_mesh(0))
+    begun: dict[str, Callable[[], Any]] = {
+        "to be explained": lambda: explain(model),
+        "to weigh a loss": lambda: weigh(model).__enter__(),
+        "for a loop of uneven()": lambda: next(iter(batches)),
+    }
+    if dist.get_rank() == 1:
+        for purpose, begin in begun.items():
+            expected = f"Expected the root group in memory {purpose}, got it on other ranks; "
+            with pytest.raises(ShardError, match=f"^{re.escape(expected)}"):
+                begin()
+        return
+    assert explain(model).groups[0].parameters[0].num_shards == 1
+    for batch in batches:  # alone on the new mesh
+        assert torch.equal(model(batch), model(torch.ones(1, 4)))
+
+
+@on_ranks(2)
+def test_a_rank_that_a_model_has_left_is_told_so(tmp_path: Path) -> None:
+    (model, optimizer), first = trained(on_mesh(0, 1)), on_mesh(0)
+    alone = dist.new_group([1])
+    cases = uses(model, optimizer, tmp_path / "model.safetensors", alone)
+    move(model, optimizer, first)
+    why = "on other ranks; move() it to a mesh that has this one first"
+    if dist.get_rank() == 1:
+        check(cases, why)
+        assert list(optimizer.state_dict()) == ["state", "param_groups"]
+        for param in model.parameters():
+            assert param.to_local().numel() == 0 and param.grad is None
+            assert param.device_mesh.mesh.tolist() == [0]
+            assert not optimizer.state.get(param)
+    else:
+        step(model, optimizer)
+    text = f"ShardError: Expected the root group in memory for iter_full(), got it {why}"
+    with pytest.raises(ShardError) as caught:
+        list(iter_full(model))
+    assert str(caught.value) == (
+        f"Expected all ranks to begin gathering full weights, got on rank 1: {text}"
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from training.cases import reproducible
 from two_tensors import two_tensor_mlp
-from warm import Warm, warm
 
-from composable_shard import FSDPModule, sync_module_states
-from composable_shard.testing import RankError, run_ranks
+from composable_shard import ShardError, sync_module_states
+from composable_shard.testing import run_ranks
 from composable_shard.train import synchronize
-
-__all__ = ["warm"]
 
 
 class Everything(nn.Module):
@@ -90,18 +87,14 @@ def synchronized(src_rank: int, bucket_nbytes: int) -> list[int]:
 
 
 @reproducible(12)
-@given(st.integers(2, 3), st.integers(1, 3), st.integers(16, 1500))
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(16, 1500))
 def test_buckets_of_any_size(num_ranks: int, from_end: int, bucket_nbytes: int) -> None:
     src_rank = max(num_ranks - from_end, 0)
     total = sum(tensor.nbytes for tensor in tensors_of(Everything()).values())
     whole, rest = divmod(total, bucket_nbytes)
-    expected = [bucket_nbytes] * whole + [rest] * bool(rest)
+    expected = [bucket_nbytes] * whole + [rest] * bool(rest) if num_ranks > 1 else []
     results = run_ranks(synchronized, num_ranks, src_rank, bucket_nbytes)
     assert results == [expected] * num_ranks
-
-
-def test_one_rank_sends_nothing() -> None:
-    assert run_ranks(synchronized, 1, 0, 100) == [[]]
 
 
 class Views(nn.Module):
@@ -142,25 +135,21 @@ def test_tensor_subclasses() -> None:
         assert torch.equal(tensor.a, expected[name].a) and torch.equal(tensor.b, expected[name].b)
 
 
-def within_a_group() -> list[float]:
+@on_ranks(4)
+def test_within_a_process_group() -> None:
     """Two pairs of ranks, each from its second rank."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = dist.get_rank() // 2
     module = nn.Linear(1, 1, bias=False)
     nn.init.constant_(module.weight, dist.get_rank())
     sync_module_states(module, src_rank=2 * own + 1, process_group=pairs[own])
-    return [module.weight.item()]
-
-
-def test_within_a_process_group() -> None:
-    assert run_ranks(within_a_group, 4) == [[1.0], [1.0], [3.0], [3.0]]
+    assert module.weight.item() == 2 * own + 1
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks("num_ranks")
 def test_training_from_the_values_of_one_rank(on_meta: bool) -> None:
-    """Shard after synchronizing: training is that of the model of rank 0."""
     reference = own_values(Net, 0)
     if on_meta and dist.get_rank() > 0:
         with torch.device("meta"):
@@ -202,162 +191,116 @@ def test_shards_that_are_kept(used: bool) -> None:
     assert torch.equal(got, reference(torch.ones(1, 4)))
 
 
-def replicas() -> list[list[list[float]]]:
+@on_ranks(4)
+def test_replicas_of_shards() -> None:
     """Each row of ranks has replicas of the shards of the first row."""
     mesh = init_device_mesh("cpu", (2, 2))
     own = torch.arange(4.0) + 10 * dist.get_rank()
     module = nn.Module()
-    for name, placements in (
-        ("hybrid", [Replicate(), Shard(0)]),
-        ("copies", [Replicate(), Replicate()]),
-    ):
+    for name, second in (("hybrid", Shard(0)), ("copies", Replicate())):
+        placements = [Replicate(), second]
         laid = distribute_tensor(own.clone(), mesh, placements, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(laid))
     sync_module_states(module, keep_shards=True)
-    return [param.to_local().tolist() for param in module.parameters()]
+    shard = [12.0, 13.0] if dist.get_rank() % 2 else [0.0, 1.0]
+    got = [param.to_local().tolist() for param in module.parameters()]
+    assert got == [shard, [0.0, 1.0, 2.0, 3.0]]
 
 
-def test_replicas_of_shards() -> None:
-    first, second = [[0.0, 1.0], [0.0, 1.0, 2.0, 3.0]], [[12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
-    assert run_ranks(replicas, 4) == [first, second, first, second]
-
-
-# Errors --------------------------------------------------------------------------------------
-
-OUTSIDE = "Expected src_rank to be one of the ranks [0, 1], got 5"
-NO_BUCKET = "Expected bucket_nbytes of at least 1, got 0"
 SHARDED = (
-    "Expected {} before it is sharded, got '{}' sharded on rank {}; call sync_module_states "
-    "before fully_shard, or set keep_shards=True to synchronize only what is not sharded"
+    "Expected FSDPNet before it is sharded, got 'inp.weight' sharded on rank 0; call "
+    "sync_module_states before fully_shard, or set keep_shards=True to synchronize only what is "
+    "not sharded"
 )
-ON_META = (
-    "Expected materialized parameters and buffers on all ranks, got '{}' on the meta device on "
-    "rank {}; call module.to_empty(device=...) there first"
-)
-MISMATCH = (
-    "Expected the same parameters and buffers on all ranks, got on rank 0: {}; on rank {}: {}"
-)
-WEIGHT = "'weight' of shape [{}, 4], torch.float32"
-ARGUMENTS = (
-    "Expected the same arguments of sync_module_states() on all ranks, got on rank 0: {}; on rank "
-    "1: {}"
-)
-BEGINS = "Expected all ranks to begin synchronizing Linear, got on rank 1: {}"
+STATES = "Expected the same parameters and buffers on all ranks, got on rank 0: "
+ARGUMENTS = "Expected the same arguments of sync_module_states() on all ranks, got on rank 0: "
 
 
-def on_meta_on_the_last() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    if dist.get_rank() == dist.get_world_size() - 1:
-        model[1].to("meta")
-    sync_module_states(model)
-
-
-def sharded_everywhere() -> None:
-    sync_module_states(shard_net(Net(1)))
-
-
-def sharded_and_used() -> None:
+def sharded(uses: bool) -> nn.Module:
     model = shard_net(Net(1))
-    model(torch.ones(1, 4))
-    assert isinstance(model, FSDPModule)
-    sync_module_states(model)
+    if uses:
+        model(torch.ones(1, 4))
+    return model
 
 
-def other_shape() -> None:
-    sync_module_states(nn.Linear(4, 4 + dist.get_rank()))
-
-
-def repeated_on_one() -> None:
+def repeated_on_one() -> nn.Module:
     module = nn.Linear(4, 4)
     values = torch.zeros(4, 1).expand(4, 2)
     module.register_buffer("table", values.clone() if dist.get_rank() else values)
-    sync_module_states(module)
+    return module
 
 
-def differently(**arguments: tuple[Any, Any]) -> None:
-    own = {name: value[dist.get_rank()] for name, value in arguments.items()}
-    sync_module_states(nn.Linear(4, 4), **own)
+def on_meta_on_one() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[dist.get_rank()].to("meta" if dist.get_rank() else "cpu")
+    return model
 
 
-def said(src_rank: int = 0, keep_shards: bool = False, bucket_nbytes: int = 2**25) -> str:
-    return f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
 
 
-def one_more() -> None:
-    sync_module_states(nn.Linear(4, 4, bias=dist.get_rank() == 1))
+def one_of(*values: Any) -> Any:
+    return values[dist.get_rank()]
 
 
-@pytest.mark.parametrize(
-    ("use", "kind", "text"),
-    [
-        (partial(sync_module_states, nn.Linear(1, 1), src_rank=5), "ValueError", OUTSIDE),
-        (partial(sync_module_states, nn.Linear(1, 1), bucket_nbytes=0), "ValueError", NO_BUCKET),
-        (sharded_everywhere, "ShardError", SHARDED.format("FSDPNet", "inp.weight", 0)),
-        (sharded_and_used, "ShardError", SHARDED.format("FSDPNet", "inp.weight", 0)),
-        (on_meta_on_the_last, "MaterializationError", ON_META.format("1.weight", 1)),
-        (
-            other_shape,
-            "RankMismatchError",
-            MISMATCH.format(WEIGHT.format(4), 1, WEIGHT.format(5)),
-        ),
-        (
-            repeated_on_one,
-            "RankMismatchError",
-            MISMATCH.format(
-                "'table' of shape [4, 2], torch.float32, repeated along [1]",
-                1,
-                "'table' of shape [4, 2], torch.float32",
-            ),
-        ),
-        (
-            partial(differently, src_rank=(0, 1)),
-            "RankMismatchError",
-            ARGUMENTS.format(said(), said(src_rank=1)),
-        ),
-        (
-            partial(differently, bucket_nbytes=(64, 100)),
-            "RankMismatchError",
-            ARGUMENTS.format(said(bucket_nbytes=64), said(bucket_nbytes=100)),
-        ),
-        (
-            partial(differently, keep_shards=(False, "no")),
-            "ShardError",
-            BEGINS.format("ValueError: Expected keep_shards to be a bool, got str: 'no'"),
-        ),
-        (
-            one_more,
-            "RankMismatchError",
-            MISMATCH.format("nothing more", 1, "'bias' of shape [4], torch.float32"),
-        ),
-    ],
-)
-def test_what_is_refused_is_refused_on_all_ranks(
-    use: Callable[[], None], kind: str, text: str
-) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(use, 2)
-    failure = caught.value.agreed()
-    assert failure.type_name == kind
-    assert failure.message == text
+REFUSED: dict[str, Callable[[], object]] = {
+    "ValueError: Expected src_rank to be one of the ranks [0, 1], got 5": (
+        lambda: sync_module_states(linear(), src_rank=5)
+    ),
+    "ValueError: Expected bucket_nbytes of at least 1, got 0": (
+        lambda: sync_module_states(linear(), bucket_nbytes=0)
+    ),
+    "MaterializationError: Expected materialized parameters and buffers on all ranks, got "
+    "'1.weight' on the meta device on rank 1; call module.to_empty(device=...) there first": (
+        lambda: sync_module_states(on_meta_on_one())
+    ),
+    f"RankMismatchError: {STATES}'weight' of shape [4, 4], torch.float32; on rank 1: 'weight' of "
+    "shape [5, 4], torch.float32": lambda: sync_module_states(nn.Linear(4, one_of(4, 5))),
+    f"RankMismatchError: {STATES}'table' of shape [4, 2], torch.float32, repeated along [1]; on "
+    "rank 1: 'table' of shape [4, 2], torch.float32": (
+        lambda: sync_module_states(repeated_on_one())
+    ),
+    f"RankMismatchError: {ARGUMENTS}src_rank 0, keep_shards False, bucket_nbytes 33554432; on rank "
+    "1: src_rank 1, keep_shards False, bucket_nbytes 33554432": (
+        lambda: sync_module_states(linear(), src_rank=one_of(0, 1))
+    ),
+    f"RankMismatchError: {ARGUMENTS}src_rank 0, keep_shards False, bucket_nbytes 64; on rank 1: "
+    "src_rank 0, keep_shards False, bucket_nbytes 100": (
+        lambda: sync_module_states(linear(), bucket_nbytes=one_of(64, 100))
+    ),
+    "ShardError: Expected all ranks to begin synchronizing Linear, got on rank 1: ValueError: "
+    "Expected keep_shards to be a bool, got str: 'no'": (
+        lambda: sync_module_states(linear(), keep_shards=one_of(False, "no"))
+    ),
+    f"RankMismatchError: {STATES}nothing more; on rank 1: 'bias' of shape [4], torch.float32": (
+        lambda: sync_module_states(nn.Linear(4, 4, bias=one_of(False, True)))
+    ),
+}
 
 
-BEFORE_ALL_ELSE = """
-import os
-
-import torch
-from torch import nn
-
-from composable_shard import fully_shard, sync_module_states
-
-model = nn.Linear(4, 4)
-nn.init.constant_(model.weight, int(os.environ["RANK"]))
-sync_module_states(model)
-fully_shard(model)
-print(model.weight.full_tensor().unique().tolist())
-"""
+@on_ranks(2)
+def test_what_is_refused_is_refused_on_all_ranks() -> None:
+    for text, use in REFUSED.items():
+        with pytest.raises(Exception) as caught:
+            use()
+        assert f"{type(caught.value).__name__}: {caught.value}" == text
+    for uses in (False, True):
+        with pytest.raises(ShardError) as refused:
+            sync_module_states(sharded(uses))
+        assert str(refused.value) == SHARDED
 
 
-def test_it_may_be_the_first_to_communicate(warm: Warm, tmp_path: Path) -> None:
+def test_it_may_be_the_first_to_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before ``fully_shard``, which starts the process group for those who have not."""
-    for code, output, errors in warm.run(tmp_path, BEFORE_ALL_ELSE):
-        assert (code, output, errors) == (0, "[0.0]\n", "")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert not dist.is_initialized()
+    try:
+        sync_module_states(nn.Linear(4, 4))
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    finally:
+        dist.destroy_process_group()

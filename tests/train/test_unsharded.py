@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -29,7 +30,6 @@ from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard, unsharded
 from composable_shard.insight.events import record_events
-from composable_shard.testing import RankError, fake_ranks, run_ranks
 from composable_shard.train.weights import gathering
 
 
@@ -82,101 +82,79 @@ def assert_sharded(model: nn.Module, reference: nn.Module) -> None:
         assert torch.equal(full(param.detach()), other), name
 
 
-def edit(module: nn.Module) -> None:
-    """Change values in all the ways there are."""
+def edit(module: Odd, grads: bool = False) -> None:
+    """Change values in all the ways there are, and gradients."""
     for index, param in enumerate(module.parameters()):
         with torch.no_grad():
             param.add_(index + 1)
         param.data.mul_(2)
         param.data = param.data + 0.5
+        if grads and param.grad is not None:
+            param.grad = param.grad + 1
+    if grads:
+        module.one_row.bias.grad = None
 
 
+@pytest.mark.brief(6)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("dim", [first_dim, last_dim])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("way", ["everywhere", "offloaded", "first rank"])
 @pytest.mark.parametrize("writeback", [False, True])
 @on_ranks("num_ranks")
 def test_full_parameters_and_their_edits(
-    dim: Callable[[nn.Parameter], Shard], offload: bool, writeback: bool
+    dim: Callable[[nn.Parameter], Shard], way: str, writeback: bool
 ) -> None:
+    """The first rank alone has the gradients, too, and edits them."""
     reference, model = odd_pair(dim)
-    objects = list(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()  # the root stays unsharded
-    reference(torch.ones(2, 4))
+    objects, is_alone = list(model.parameters()), way == "first rank"
+    for one in (model, reference):  # the root stays unsharded
+        one(torch.ones(2, 4)).sum().backward()
+    how = {"offload_to_cpu": way == "offloaded", "rank0_only": is_alone, "with_grads": is_alone}
     for _ in range(2):
-        with unsharded(model, offload_to_cpu=offload, writeback=writeback):
-            assert_full(model, reference)
-            assert model.first.weight is model.second.weight
-            assert all(param.grad is None for param in model.parameters())
-            edit(model)
+        with unsharded(model, writeback=writeback, **how):
+            if dist.get_rank() == 0 or not is_alone:
+                assert_full(model, reference)
+                assert model.first.weight is model.second.weight
+                assert is_alone or all(param.grad is None for param in model.parameters())
+                edit(model, is_alone)
+            else:
+                assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
         if writeback:
-            edit(reference)
+            edit(reference, is_alone)
         assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
         assert_sharded(model, reference)
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (param.grad is None) == (other.grad is None)
+            if param.grad is not None:
+                assert param.grad.placements == param.placements
+                torch.testing.assert_close(full(param.grad), other.grad)
         # What is written is used.
-        expected = reference(torch.ones(2, 4))
-        assert torch.equal(model(torch.ones(2, 4)), expected)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_training_goes_on_with_the_edits() -> None:
-    """Edit between iterations of a training; the state of the optimizer stays."""
-    reference, model = two_nets()
-    optimizers = [
-        torch.optim.Adam(m.parameters(), lr=0.1, foreach=True) for m in (reference, model)
-    ]
-    for step in range(3):
-        for one, optimizer in zip((reference, model), optimizers, strict=True):
-            train_step(one, step, optimizer)
-        state = [dict(optimizers[1].state[param]) for param in model.parameters()]
-        with unsharded(model), torch.no_grad():
-            for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-                param.mul_(0.5)
-                other.mul_(0.5)
-        for param, before in zip(model.parameters(), state, strict=True):
-            assert all(optimizers[1].state[param][key] is before[key] for key in before)
-        assert_parity(model, reference)
-
-
-@on_ranks(2)
-def test_full_parameters_have_the_original_dtype() -> None:
-    """Compute is in bfloat16; full parameters are what the optimizer has."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reference, model = two_nets(mp_policy=policy)
-    model(own_input())
-    assert model.inp.weight.dtype == torch.bfloat16  # the root is still unsharded
-    with unsharded(model):
-        assert_full(model, reference)
-    assert_sharded(model, reference)
+        assert torch.equal(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
 
 
 # What is opened ------------------------------------------------------------------------------
 
 
-def kinds(model: nn.Module) -> dict[str, bool]:
-    return {name: isinstance(p, DTensor) for name, p in model.named_parameters()}
-
-
 @on_ranks(2)
 def test_which_modules_are_opened() -> None:
     reference, model = two_nets(2)
-    nested = {name for name, _ in model.named_parameters() if name.startswith("blocks")}
-    with unsharded(model, recurse=False):
-        assert {name for name, sharded in kinds(model).items() if sharded} == nested
-    with unsharded(model.blocks[0]):
-        full_names = {name for name, sharded in kinds(model).items() if not sharded}
-        assert full_names == {name for name in nested if name.startswith("blocks.0.")}
-    with unsharded(model.blocks), torch.no_grad():  # a container of sharded modules
-        assert {name for name, sharded in kinds(model).items() if not sharded} == nested
-    with unsharded(model.blocks, recurse=False):
-        assert all(kinds(model).values())
-    with unsharded(model.inp), torch.no_grad():  # a part of the root group
-        assert {n for n, sharded in kinds(model).items() if not sharded} == {
-            "inp.weight",
-            "inp.bias",
-        }
-        model.inp.weight.fill_(1)
+    model.inp.weight.tag = "mine"  # type: ignore[attr-defined]
+    every = [name for name, _ in model.named_parameters()]
+    nested = {name for name in every if name.startswith("blocks")}
+    first = {name for name in nested if name.startswith("blocks.0.")}
+    for opened, recurse, expected in (
+        (model, False, {*every} - nested),
+        (model.blocks[0], True, first),
+        (model.blocks, True, nested),  # a container of sharded modules
+        (model.blocks, False, set()),
+        (model.inp, True, {"inp.weight", "inp.bias"}),  # a part of the root group
+    ):
+        with unsharded(opened, recurse=recurse), torch.no_grad():
+            kinds = dict(model.named_parameters())
+            assert {n for n, p in kinds.items() if not isinstance(p, DTensor)} == expected
+            if opened is model.inp:
+                model.inp.weight.fill_(1)
+                assert model.inp.weight.tag == "mine"  # what users hung on a parameter
     reference.inp.weight.data.fill_(1)
     assert_sharded(model, reference)
     plain = nn.Linear(2, 2)
@@ -186,23 +164,7 @@ def test_which_modules_are_opened() -> None:
 
 
 @on_ranks(2)
-def test_a_part_of_a_group_of_several_modules() -> None:
-    torch.manual_seed(1)
-    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model = copy.deepcopy(reference)
-    fully_shard([model[0], model[1]])
-    fully_shard(model)
-    with unsharded(model[0], recurse=False), torch.no_grad():
-        assert [isinstance(layer.weight, DTensor) for layer in model] == [False, True, True]
-        model[0].weight.fill_(2)
-    reference[0].weight.data.fill_(2)
-    assert_sharded(model, reference)
-    assert torch.equal(model(torch.ones(1, 4)), reference(torch.ones(1, 4)))
-
-
-@on_ranks(2)
 def test_parameters_replaced_within() -> None:
-    """Register another parameter, and take one away."""
     reference, model = two_nets(1)
     weight, bias = model.inp.weight, model.inp.bias
     with unsharded(model):
@@ -213,8 +175,9 @@ def test_parameters_replaced_within() -> None:
     assert_sharded(model, reference)
 
 
+@pytest.mark.parametrize("rank0_only", [False, True])
 @on_ranks(2)
-def test_tensor_subclasses() -> None:
+def test_tensor_subclasses(rank0_only: bool) -> None:
     with two_tensor_hooks():
         model = two_tensor_mlp(alike=False)
         reference = {n: (p.a.clone(), p.b.clone()) for n, p in model.named_parameters()}
@@ -223,22 +186,23 @@ def test_tensor_subclasses() -> None:
         fully_shard(model)
         model(torch.ones(2, 8))
         for _ in range(2):
-            with unsharded(model), torch.no_grad():
-                for name, param in model.named_parameters():
+            with unsharded(model, rank0_only=rank0_only), torch.no_grad():
+                for name, param in model.named_parameters() if not dist.get_rank() else ():
                     assert type(param.data) is TwoTensor
                     for inner, expected in zip((param.a, param.b), reference[name], strict=True):
                         assert type(inner) is torch.Tensor and torch.equal(inner, expected)
-                    param.a.add_(1)
-                    param.b.mul_(3)
+                if not (rank0_only and dist.get_rank()):
+                    for param in model.parameters():
+                        param.a.add_(1)
+                        param.b.mul_(3)
             for a, b in reference.values():
                 a.add_(1)
                 b.mul_(3)
         for name, param in model.named_parameters():
-            start = dist.get_rank() * len(param) // 2
-            rows = slice(start, start + len(param) // 2)
-            local = param.to_local()
-            assert torch.equal(local.a, reference[name][0][rows]), name
-            assert torch.equal(local.b, reference[name][1][rows]), name
+            for inner, whole in zip("ab", reference[name], strict=True):
+                assert torch.equal(
+                    getattr(param.to_local(), inner), whole.chunk(2)[dist.get_rank()]
+                )
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
@@ -277,39 +241,6 @@ def test_any_placements(rank0_only: bool) -> None:
 # One rank alone ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("dim", [first_dim, last_dim])
-@pytest.mark.parametrize("writeback", [False, True])
-@on_ranks("num_ranks")
-def test_the_first_rank_alone(dim: Callable[[nn.Parameter], Shard], writeback: bool) -> None:
-    reference, model = odd_pair(dim)
-    for one in (model, reference):
-        one(torch.ones(2, 4)).sum().backward()
-    sharded = list(model.parameters())
-    with unsharded(model, rank0_only=True, writeback=writeback, with_grads=True):
-        if dist.get_rank() == 0:
-            assert_full(model, reference)
-            edit(model)
-            for param in model.parameters():
-                if param.grad is not None:
-                    param.grad = param.grad + 1
-            model.one_row.bias.grad = None
-        else:
-            assert all(a is b for a, b in zip(sharded, model.parameters(), strict=True))
-    if writeback:
-        edit(reference)
-        for param in reference.parameters():
-            if param.grad is not None:
-                param.grad.add_(1)
-        reference.one_row.bias.grad = None
-    assert_sharded(model, reference)
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None)
-        if param.grad is not None:
-            assert param.grad.placements == param.placements
-            torch.testing.assert_close(full(param.grad), other.grad)
-
-
 @on_ranks(2)
 def test_a_first_rank_that_fails_gets_nothing_old_later() -> None:
     """What the others could have sent for what it never asked for."""
@@ -346,23 +277,6 @@ def test_a_first_rank_that_fails_gets_nothing_old_later() -> None:
             for param, old in zip(model.parameters(), before, strict=True):
                 assert not is_first or torch.equal(param, old + 1)
     assert len(count) == 3
-
-
-@on_ranks(2)
-def test_tensor_subclasses_on_the_first_rank() -> None:
-    with two_tensor_hooks():
-        model = two_tensor_mlp(alike=False)
-        reference = {n: (p.a.clone(), p.b.clone()) for n, p in model.named_parameters()}
-        fully_shard(model)
-        with unsharded(model, rank0_only=True), torch.no_grad():
-            if dist.get_rank() == 0:
-                for param in model.parameters():
-                    param.a.add_(1)
-        for name, param in model.named_parameters():
-            start = dist.get_rank() * len(param) // 2
-            rows = slice(start, start + len(param) // 2)
-            assert torch.equal(param.to_local().a, reference[name][0][rows] + 1)
-            assert torch.equal(param.to_local().b, reference[name][1][rows])
 
 
 # Gradients -----------------------------------------------------------------------------------
@@ -411,15 +325,22 @@ def test_gradients_are_full_too(accumulated: bool, writeback: bool) -> None:
 
 
 @on_ranks(2)
-def test_gradients_keep_their_dtype() -> None:
-    policy = MixedPrecisionPolicy(grad_dtype=torch.float64)
-    _, model = two_nets(1, mp_policy=policy)
+def test_full_parameters_and_gradients_have_their_own_dtypes() -> None:
+    """Compute is in bfloat16; full parameters are what the optimizer has."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, grad_dtype=torch.float64)
+    reference, model = two_nets(1, mp_policy=policy)
     train_step(model, 0, None)
+    model(own_input())
+    assert model.inp.weight.dtype == torch.bfloat16  # the root is still unsharded
+    model.reshard()
     before = [full(param.grad).clone() for param in model.parameters()]
+    model(own_input())
     with unsharded(model, with_grads=True):
+        assert_full(model, reference)
         for param, grad in zip(model.parameters(), before, strict=True):
             assert param.grad.dtype == torch.float64 and torch.equal(param.grad, grad)
             param.grad = param.grad * 3
+    assert_sharded(model, reference)
     for param, grad in zip(model.parameters(), before, strict=True):
         assert param.grad.dtype == torch.float64 and torch.equal(full(param.grad), grad * 3)
 
@@ -441,33 +362,26 @@ def test_state_dicts_within_are_full() -> None:
     assert torch.equal(model(own_input()), other(own_input()))
 
 
-def events_of_an_iteration() -> list[list[tuple[str, str]]]:
+@on_ranks(2)
+def test_events_around_it() -> None:
     """What is not edited costs no gather that would not have been."""
     model = shard_net(Net(1))
     model.set_reshard_after_forward(True)
     for step in range(2):
         train_step(model, step, None)
-    parts = []
+    gathers = sorted([("all_gather", ""), ("all_gather", "blocks.0")] * 2)
     for edits in (False, True):
         with record_events(model) as recorded:
             with unsharded(model), torch.no_grad():
                 if edits:
                     model.inp.weight.add_(1)
-            parts.append(list(recorded))
+            assert recorded == []
             train_step(model, 2, None)
-        parts.append([item for item in recorded if item[0] == "all_gather"])
-    return parts
-
-
-def test_events_around_it() -> None:
-    for rank in run_ranks(events_of_an_iteration, 2):
-        gathers = [("all_gather", name) for name in ("", "blocks.0", "", "blocks.0")]
-        assert [sorted(part) for part in rank] == [[], sorted(gathers), [], sorted(gathers)]
+        assert sorted(item for item in recorded if item[0] == "all_gather") == gathers
 
 
 @on_ranks(2)
 def test_a_look_between_forward_and_backward() -> None:
-    """A look between forward and backward changes nothing, so backward is as it was."""
     reference, model = two_nets()
     loss = model(own_input()).square().sum()
     with unsharded(model):
@@ -477,27 +391,18 @@ def test_a_look_between_forward_and_backward() -> None:
     assert_parity(model, reference)
 
 
-def forward_within(recurse: bool) -> list[tuple[str, str]]:
-    reference, model = two_nets(1)
-    with unsharded(model, recurse=recurse), torch.no_grad(), record_events(model) as recorded:
-        model.inp.weight.mul_(2)
-        reference.inp.weight.mul_(2)
-        assert torch.equal(model(own_input()), reference(own_input()))
-    assert torch.equal(model(own_input()), reference(own_input()))
-    return recorded
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_forward_within_is_that_of_a_plain_module(num_ranks: int) -> None:
-    assert run_ranks(forward_within, num_ranks, True) == [[]] * num_ranks
-    nested = [
-        ("pre_forward", "blocks.0"),
-        ("all_gather", "blocks.0"),
-        ("wait_for_all_gather", "blocks.0"),
-        ("post_forward", "blocks.0"),
-        ("reshard", "blocks.0"),
-    ]
-    assert run_ranks(forward_within, num_ranks, False) == [nested] * num_ranks
+@on_ranks("num_ranks")
+def test_forward_within_is_that_of_a_plain_module() -> None:
+    events = ("pre_forward", "all_gather", "wait_for_all_gather", "post_forward", "reshard")
+    for recurse in (True, False):
+        reference, model = two_nets(1)
+        with unsharded(model, recurse=recurse), torch.no_grad(), record_events(model) as recorded:
+            model.inp.weight.mul_(2)
+            reference.inp.weight.mul_(2)
+            assert torch.equal(model(own_input()), reference(own_input()))
+        assert torch.equal(model(own_input()), reference(own_input()))
+        assert recorded == ([] if recurse else [(event, "blocks.0") for event in events])
 
 
 # Failures ------------------------------------------------------------------------------------
@@ -508,7 +413,8 @@ def test_an_exception_writes_nothing_back() -> None:
     reference, model = two_nets()
     objects = list(model.parameters())
     with pytest.raises(KeyError), unsharded(model):
-        edit(model)
+        with torch.no_grad():
+            model.inp.weight.add_(1)
         raise KeyError("stop")
     assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
     assert_sharded(model, reference)
@@ -517,95 +423,18 @@ def test_an_exception_writes_nothing_back() -> None:
     assert_parity(model, reference)
 
 
-IN_FORWARD = (
-    "Expected unsharded() outside of forward and backward, got it in a {} of {}; "
-    "use it between iterations"
-)
-NESTED = (
-    "Expected one unsharded() of {} at a time, got one within another; "
-    "the parameters are full already"
-)
-WITH_GRADIENTS = (
-    "Expected no forward of {} with gradients inside of unsharded(), got one; "
-    "run it under torch.no_grad(), or after the context"
-)
-STILL_SHARDED = (
-    "Expected full parameters in a forward of {} inside of unsharded(), got '{}' sharded; "
-    "open the sharded module itself, on all ranks"
-)
-GATHERED = (
-    "Expected unshard() of {} outside of unsharded(), got it inside, where the parameters are full"
-)
-SHAPE = (
-    "Expected 'weight' of Linear to have shape [6, 4] at the end of unsharded(), got [4, 6]; "
-    "edit values only"
-)
-ON_META = (
-    "Expected materialized parameters, got 'weight' of FSDPLinear on meta; call "
-    "init_sharded(model, seed=...)"
-)
-NOT_A_MODULE = (
-    "Expected module to be an nn.Module, got list: [Linear(in_features=2, out_features=2, "
-    "bias=True)]; call it for each"
-)
-ROOT, BLOCK = "the root group", "group 'blocks.0'"
-
-
 def open_it(module: nn.Module, **kwargs: bool) -> None:
     with unsharded(module, **kwargs):
         pass
 
 
-def in_forward(model: Net) -> None:
-    handle = model.blocks[0].register_forward_pre_hook(lambda *_: open_it(model.blocks[0]))
+def in_forward(model: Net, opened: str = "blocks.0", called: str = "") -> None:
+    target, caller = model.get_submodule(opened), model.get_submodule(called)
+    handle = model.blocks[0].register_forward_pre_hook(lambda *_: open_it(target))
     try:
-        model(own_input())
+        caller(own_input() if caller is model else torch.ones(1, 6))
     finally:
         handle.remove()
-
-
-def in_inner_forward(model: Net) -> None:
-    """The forward of a block is also one of the model around it."""
-    handle = model.blocks[0].register_forward_pre_hook(lambda *_: open_it(model))
-    try:
-        model.blocks[0](torch.ones(1, 6))
-    finally:
-        handle.remove()
-
-
-def in_backward(model: Net) -> None:
-    loss = model(own_input()).sum()
-    hidden = torch.ones((), requires_grad=True) * 1
-    hidden.register_hook(lambda _: open_it(model))
-    (loss + hidden).backward()
-
-
-def within_another(model: Net) -> None:
-    with unsharded(model):
-        open_it(model.inp)
-
-
-def forward_with_gradients(model: Net) -> None:
-    with unsharded(model):
-        model(own_input())
-
-
-def forward_of_a_part(model: Net) -> None:
-    with unsharded(model.inp), torch.no_grad():
-        model.inp.weight.mul_(1)
-        model(own_input())
-
-
-def forward_on_the_first_rank(model: Net) -> None:
-    with unsharded(model, rank0_only=True), torch.no_grad():
-        if dist.get_rank() == 0:
-            raise ShardError(STILL_SHARDED.format(ROOT, "inp.weight"))  # as the others do
-        model(own_input())
-
-
-def unshard_within(model: Net) -> None:
-    with unsharded(model):
-        model.blocks[0].unshard()
 
 
 def transposed(model: Net, rank0_only: bool = False) -> None:
@@ -615,66 +444,99 @@ def transposed(model: Net, rank0_only: bool = False) -> None:
             model.inp.weight = nn.Parameter(model.inp.weight.detach().t())
 
 
-def transposed_on_the_first_rank(model: Net) -> None:
-    transposed(model, rank0_only=True)
+def in_backward(model: Net) -> None:
+    loss = model(own_input()).sum()
+    hidden = torch.ones((), requires_grad=True) * 1
+    hidden.register_hook(lambda _: open_it(model))
+    (loss + hidden).backward()
 
 
-def raising(use: Callable[[Net], None]) -> None:
-    """Use it wrongly, and check that the model goes on as if nothing had happened."""
-    reference, model = two_nets(1)
-    try:
-        use(model)
-    except Exception:
-        model.reset_iter_state()
-        model.zero_grad()
-        assert_sharded(model, reference)
-        for one in (model, reference):
-            train_step(one, 0, None)
-        assert_parity(model, reference)
-        raise
+def within(opened: str, use: Callable[[Net], object], **kwargs: bool) -> Callable[[Net], None]:
+    def act(model: Net) -> None:
+        with unsharded(model.get_submodule(opened), **kwargs):
+            use(model)
+
+    return act
 
 
-@pytest.mark.parametrize(
-    ("use", "kind", "text"),
-    [
-        (in_forward, "ShardError", IN_FORWARD.format("forward", BLOCK)),
-        (in_inner_forward, "ShardError", IN_FORWARD.format("forward", ROOT)),
-        (in_backward, "ShardError", IN_FORWARD.format("backward", ROOT)),
-        (within_another, "ShardError", NESTED.format(ROOT)),
-        (forward_with_gradients, "ShardError", WITH_GRADIENTS.format(ROOT)),
-        (forward_of_a_part, "ShardError", STILL_SHARDED.format(ROOT, "out.weight")),
-        (forward_on_the_first_rank, "ShardError", STILL_SHARDED.format(ROOT, "inp.weight")),
-        (unshard_within, "ShardError", GATHERED.format(BLOCK)),
-        (transposed, "ValueError", SHAPE),
-        (transposed_on_the_first_rank, "ValueError", SHAPE),
-    ],
+def edited_forward(model: Net) -> None:
+    with torch.no_grad():
+        model.inp.weight.mul_(1)
+        model(own_input())
+
+
+SHARDED = (
+    "ShardError: Expected full parameters in a forward of the root group inside of unsharded(), "
+    "got '{}' sharded; open the sharded module itself, on all ranks"
 )
-def test_wrong_uses(use: Callable[[Net], None], kind: str, text: str) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(raising, 2, use)
-    failure = caught.value.agreed()
-    assert failure.message == text
-    assert failure.type_name == kind
 
 
-def test_what_is_no_module_and_what_has_no_values() -> None:
-    with fake_ranks(2):
-        with pytest.raises(TypeError) as wrong:
-            open_it([nn.Linear(2, 2)])  # type: ignore[arg-type]
-        assert str(wrong.value) == NOT_A_MODULE
-        with torch.device("meta"):
-            model = fully_shard(nn.Linear(4, 4))
-        with pytest.raises(RuntimeError) as on_meta:
-            open_it(model)
-        assert str(on_meta.value) == ON_META
-        assert isinstance(model.weight, DTensor)
+def forward_on_the_first_rank(model: Net) -> None:
+    if dist.get_rank() == 0:
+        raise ShardError(SHARDED.format("inp.weight")[12:])  # as the others do
+    with torch.no_grad():
+        model(own_input())
 
 
+OUTSIDE = (
+    "ShardError: Expected unsharded() outside of forward and backward, got it in a {} of {}; use "
+    "it between iterations"
+)
+SHAPE = (
+    "ValueError: Expected 'weight' of Linear to have shape [6, 4] at the end of unsharded(), got "
+    "[4, 6]; edit values only"
+)
+REFUSED: list[tuple[Callable[[Net], None], str]] = [
+    (in_forward, OUTSIDE.format("forward", "group 'blocks.0'")),
+    # the forward of a block is also one of the model around it
+    (
+        partial(in_forward, opened="", called="blocks.0"),
+        OUTSIDE.format("forward", "the root group"),
+    ),
+    (in_backward, OUTSIDE.format("backward", "the root group")),
+    (
+        within("", lambda model: open_it(model.inp)),
+        "ShardError: Expected one unsharded() of the root group at a time, got one within another; "
+        "the parameters are full already",
+    ),
+    (
+        within("", lambda model: model(own_input())),
+        "ShardError: Expected no forward of the root group with gradients inside of unsharded(), "
+        "got one; run it under torch.no_grad(), or after the context",
+    ),
+    (within("inp", edited_forward), SHARDED.format("out.weight")),
+    (within("", forward_on_the_first_rank, rank0_only=True), SHARDED.format("inp.weight")),
+    (
+        within("", lambda model: model.blocks[0].unshard()),
+        "ShardError: Expected unshard() of group 'blocks.0' outside of unsharded(), got it inside, "
+        "where the parameters are full",
+    ),
+    (transposed, SHAPE),
+    (partial(transposed, rank0_only=True), SHAPE),
+    (
+        lambda model: open_it([model.inp]),  # type: ignore[arg-type]
+        "TypeError: Expected module to be an nn.Module, got list: [Linear(in_features=4, "
+        "out_features=6, bias=True)]; call it for each",
+    ),
+    (
+        lambda _: open_it(fully_shard(nn.Linear(4, 4, device="meta"))),
+        "MaterializationError: Expected materialized parameters, got 'weight' of FSDPLinear on "
+        "meta; call init_sharded(model, seed=...)",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
 @on_ranks(2)
-def test_attributes_of_parameters() -> None:
-    """What users hung on a parameter is on its full copy."""
-    model = nn.Linear(4, 4)
-    model.weight.tag = "mine"  # type: ignore[attr-defined]
-    fully_shard(model)
-    with unsharded(model):
-        assert model.weight.tag == "mine"
+def test_after_a_wrong_use_the_model_goes_on_as_if_nothing_had_happened(case: int) -> None:
+    use, text = REFUSED[case]
+    reference, model = two_nets(1)
+    with pytest.raises(Exception) as caught:
+        use(model)
+    assert f"{type(caught.value).__name__}: {caught.value}" == text
+    model.reset_iter_state()
+    model.zero_grad()
+    assert_sharded(model, reference)
+    for one in (model, reference):
+        train_step(one, 0, None)
+    assert_parity(model, reference)

@@ -19,7 +19,7 @@ from training.cases import reproducible
 
 from composable_shard import FSDPModule, apply_fully_shard, explain, fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 
 def numels_of(model: nn.Module) -> dict[str, int]:
@@ -33,9 +33,6 @@ def names_of(model: nn.Module) -> list[list[str]]:
 
 def is_block(module: nn.Module) -> bool:
     return isinstance(module, Block)
-
-
-# Classes and functions -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,9 +136,6 @@ def test_arguments_for_some() -> None:
     assert recorded == freed
 
 
-# Budgets -------------------------------------------------------------------------------------
-
-
 def chain(*sizes: int) -> nn.Sequential:
     """Make layers of so many elements each."""
     return nn.Sequential(*(nn.Linear(size, 1, bias=False) for size in sizes))
@@ -193,11 +187,7 @@ def test_groups_of_a_budget(
 ) -> None:
     with fake_ranks(2):
         assert sorted(names_of(apply_fully_shard(make(), budget))) == sorted(names)
-
-
-def test_ignored_parameters_do_not_count() -> None:
-    with fake_ranks(2):
-        model = chain(4, 4, 4, 4)
+        model = chain(4, 4, 4, 4)  # ignored parameters do not count
         apply_fully_shard(model, 8, ignored_params={model[0].weight})
         assert names_of(model) == [[""]]
         assert not isinstance(model[0].weight, torch.distributed.tensor.DTensor)
@@ -242,12 +232,13 @@ def test_generated_trees(tree: Node, budget: int) -> None:
             assert budget <= numel < max(2 * budget, budget + brought)
 
 
-# Training ------------------------------------------------------------------------------------
-
 POLICIES: dict[str, Any] = {"class": Block, "function": is_block, "budget": 120, "small": 30}
 
 
-def trained(policy: str) -> list[list[str]]:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+@on_ranks("num_ranks")
+def test_what_is_picked_trains(policy: str) -> None:
     reference = Net(4)
     model = apply_fully_shard(copy.deepcopy(reference), POLICIES[policy])
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (reference, model)]
@@ -255,20 +246,9 @@ def trained(policy: str) -> list[list[str]]:
         for one, optimizer in zip((reference, model), optimizers, strict=True):
             train_step(one, step, optimizer)
         assert_parity(model, reference)
-    return names_of(model)
+    assert len(names_of(model)) > 3
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_picked_trains(policy: str, num_ranks: int) -> None:
-    first, *others = run_ranks(trained, num_ranks, policy)
-    assert all(names == first for names in others)
-    assert len(first) > 3
-
-
-# Errors --------------------------------------------------------------------------------------
-
-NOT_A_MODULE = "Expected module to be an nn.Module, got list: []; call it for each"
 NOT_A_POLICY = (
     "Expected policy to be module classes, a function of a module or a number of elements, "
     "got {}: {}"
@@ -278,39 +258,6 @@ NOT_AN_ANSWER = (
     "Linear"
 )
 NOT_A_BUDGET = "Expected a number of elements of at least 1, got 0"
-A_CONTAINER = (
-    "Expected a module with a forward, got the container ModuleList; "
-    "call fully_shard on its children, or on a list of them"
-)
-
-
-@pytest.mark.parametrize(
-    ("module", "policy", "kind", "text"),
-    [
-        ([], Block, TypeError, NOT_A_MODULE),
-        (None, "Block", TypeError, NOT_A_POLICY.format("str", "'Block'")),
-        (None, True, TypeError, NOT_A_POLICY.format("bool", "True")),
-        (None, 0.5, TypeError, NOT_A_POLICY.format("float", "0.5")),
-        (None, int, TypeError, NOT_A_POLICY.format("type", "<class 'int'>")),
-        (None, (), TypeError, NOT_A_POLICY.format("tuple", "()")),
-        (None, {3}, TypeError, NOT_A_POLICY.format("set", "{3}")),
-        (None, lambda module: None, TypeError, NOT_AN_ANSWER),
-        (None, 0, ValueError, NOT_A_BUDGET),
-        (nn.ModuleList([nn.Linear(2, 2)]), nn.Linear, ValueError, A_CONTAINER),
-    ],
-)
-def test_wrong_arguments(module: Any, policy: Any, kind: type[Exception], text: str) -> None:
-    with fake_ranks(2):
-        model = chain(2, 2) if module is None else module
-        with pytest.raises(Exception) as caught:
-            apply_fully_shard(model, policy)
-        assert type(caught.value) is kind
-        assert str(caught.value) == text
-        if isinstance(model, nn.Module):
-            assert not any(isinstance(inner, FSDPModule) for inner in model.modules())
-
-
-# All or nothing ---------------------------------------------------------------------------------
 
 
 class Final(nn.Linear):
@@ -327,53 +274,51 @@ def last_gets(**arguments: Any) -> Callable[[nn.Module], Any]:
     )
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "an argument that there is not": (
-        last_gets(reshard=True),
-        {},
-        "got an unexpected keyword argument 'reshard'",
-    ),
-    "a number that does not divide": (
+def second_dim_of_three_rows(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.shape[0] == 3 else None
+
+
+DIM = "ValueError: Expected shard_placement_fn to return a dim within the 1 dims of parameter "
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (last_gets(reshard=True), {}, "TypeError: got an unexpected keyword argument 'reshard'"),
+    (
         last_gets(reshard_after_forward=3),
         {},
-        "Expected reshard_after_forward to divide the number of shards, got 3 for 2 shards",
+        "ValueError: Expected reshard_after_forward to divide the number of shards, got 3 for 2 "
+        "shards",
     ),
-    "a policy that is none": (
+    (
         last_gets(mp_policy=torch.bfloat16),
         {},
-        "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got torch.dtype",
+        "TypeError: Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got "
+        "torch.dtype",
     ),
-    "a dim of one parameter": (
-        Block,
-        {"shard_placement_fn": lambda param: Shard(1) if param.shape[0] == 3 else None},
-        "Expected shard_placement_fn to return a dim within the 1 dims of parameter 'out.bias', "
-        "got S(1)",
+    (Block, {"shard_placement_fn": second_dim_of_three_rows}, f"{DIM}'out.bias', got S(1)"),
+    (30, {"shard_placement_fn": second_dim_of_three_rows}, DIM),
+    ((Block, Final), {}, "TypeError: no class may be made of Final"),
+    *(
+        (policy, {}, f"TypeError: {NOT_A_POLICY.format(type(policy).__name__, repr(policy))}")
+        for policy in ("Block", True, 0.5, int, (), {3})
     ),
-    "a dim with a budget": (
-        30,
-        {"shard_placement_fn": lambda param: Shard(1) if param.shape[0] == 3 else None},
-        "Expected shard_placement_fn to return a dim within the 1 dims of parameter ",
-    ),
-    "a class that cannot be": (
-        (Block, Final),
-        {},
-        "no class may be made of Final",
-    ),
-}
+    (lambda module: None, {}, f"TypeError: {NOT_AN_ANSWER}"),
+    (0, {}, f"ValueError: {NOT_A_BUDGET}"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_leaves_all_as_it_was(case: str) -> None:
-    policy, kwargs, text = REFUSED[case]
+@pytest.mark.parametrize(("policy", "kwargs", "text"), REFUSED)
+def test_what_is_refused_leaves_all_as_it_was(
+    policy: Any, kwargs: dict[str, Any], text: str
+) -> None:
     with fake_ranks(2):
         model = Net(2)
-        if case == "a class that cannot be":
+        if "Final" in text:
             model.final = Final(2, 2)
         parts = [(part, type(part)) for part in model.modules()]
         params = list(model.named_parameters())
         with pytest.raises((TypeError, ValueError)) as caught:
             apply_fully_shard(model, policy, **kwargs)
-        assert str(caught.value).startswith(text)
+        said = f"{type(caught.value).__name__}: {caught.value}"
+        assert said.startswith(text) if text is DIM else said == text
         assert [(part, type(part)) for part in model.modules()] == parts
         left = model.named_parameters()
         assert all(a == b and p is q for (a, p), (b, q) in zip(left, params, strict=True))
