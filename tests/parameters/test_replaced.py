@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nets import Net, assert_parity, own_input, shard_net, train_step, two_nets
+from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-from composable_shard.testing import run_ranks
 
 
 def from_meta(used: bool) -> Net:
@@ -20,30 +20,26 @@ def from_meta(used: bool) -> Net:
     return model.to_empty(device="cpu")
 
 
-def to_double(used: bool) -> Net:
+def new(used: bool) -> Net:
     model = shard_net(Net(1))
-    use(model, used)
-    return model.double()
-
-
-def to_empty(used: bool) -> Net:
-    model = shard_net(Net(1))
-    use(model, used)
-    return model.to_empty(device="cpu")
-
-
-def assigned(used: bool) -> Net:
-    model = shard_net(Net(1))
-    use(model, used)
-    other = shard_net(Net(1)).state_dict()
-    model.load_state_dict({name: tensor.clone() for name, tensor in other.items()}, assign=True)
-    return model
-
-
-def use(model: Net, used: bool) -> None:
     if used:
         model(own_input()).sum().backward()
         model.zero_grad()
+    return model
+
+
+def to_double(used: bool) -> Net:
+    return new(used).double()
+
+
+def to_empty(used: bool) -> Net:
+    return new(used).to_empty(device="cpu")
+
+
+def assigned(used: bool) -> Net:
+    model, other = new(used), shard_net(Net(1)).state_dict()
+    model.load_state_dict({name: tensor.clone() for name, tensor in other.items()}, assign=True)
+    return model
 
 
 Replace = Callable[[bool], Net]
@@ -67,7 +63,9 @@ def fill(model: Net) -> None:
             param.fill_(index + 0.5)
 
 
-def saved(replace: Replace, used: bool) -> None:
+@replacements
+@on_ranks(2)
+def test_a_state_dict_holds_what_is_registered(replace: Replace, used: bool) -> None:
     model = replace(used)
     fill(model)
     state = model.state_dict()
@@ -79,19 +77,18 @@ def saved(replace: Replace, used: bool) -> None:
 
 
 @replacements
-def test_a_state_dict_holds_what_is_registered(replace: Replace, used: bool) -> None:
-    run_ranks(saved, 2, replace, used)
-
-
-def loaded(replace: Replace, used: bool, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["distributed", "full"])
+@on_ranks(2)
+def test_a_state_dict_is_loaded_into_what_is_registered(
+    replace: Replace, used: bool, kind: str
+) -> None:
     """Load right after the replacement; gather, train and compare."""
     model = replace(used)
     torch.manual_seed(5)
     reference = Net(1)
     state = reference.state_dict()
     if kind == "distributed":
-        mesh = model.inp.weight.device_mesh
-        placements = model.inp.weight.placements
+        mesh, placements = model.inp.weight.device_mesh, model.inp.weight.placements
         state = {name: distribute_tensor(t, mesh, placements) for name, t in state.items()}
     model.load_state_dict(state)
     model.float()
@@ -103,25 +100,14 @@ def loaded(replace: Replace, used: bool, kind: str) -> None:
         reference.zero_grad()
 
 
-@replacements
-@pytest.mark.parametrize("kind", ["distributed", "full"])
-def test_a_state_dict_is_loaded_into_what_is_registered(
-    replace: Replace, used: bool, kind: str
-) -> None:
-    run_ranks(loaded, 2, replace, used, kind)
-
-
-def restored(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_is_loaded_in_place_after_materialization(tmp_path: Path) -> None:
     """Save, then load into a model that was just materialized and has never run."""
     reference, model = two_nets(1)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
     fresh = from_meta(False)
     fill(fresh)
-    dcp.load(fresh.state_dict(), checkpoint_id=folder)
+    dcp.load(fresh.state_dict(), checkpoint_id=tmp_path)
     assert_parity(fresh, reference)
     assert torch.equal(fresh(own_input()), reference(own_input()))
     dist.barrier()
-
-
-def test_a_checkpoint_is_loaded_in_place_after_materialization(tmp_path: object) -> None:
-    run_ranks(restored, 2, str(tmp_path))

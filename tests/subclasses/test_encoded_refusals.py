@@ -26,25 +26,13 @@ from int8_gradients import Int8Gradients
 from subclasses.lossless import POST, PRE, Lossless, as_type
 
 
-def broken(pre: Callable[..., Any], post: Any = None, steps: int = 1) -> None:
+def broken(name: str) -> None:
     """Train a weight whose hooks are those given."""
-    names = {PRE: pre, POST: post or Lossless.fsdp_post_reduce_scatter}
+    names = {PRE: HOOKS[name][0], POST: summed}
     layer = as_type(nn.Linear(2, 4, bias=False), type("Broken", (Lossless,), names))
     fully_shard(layer)
-    for _ in range(steps):
+    for _ in range(2):
         layer(torch.ones(1, 2)).sum().backward()
-
-
-def no_tuple(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
-    return grad
-
-
-def one_tensor(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
-    return grad, None
-
-
-def no_rows(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
-    return (grad, grad.sum()), None
 
 
 def another_later(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
@@ -58,31 +46,32 @@ def fails_on_one(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
     return (grad,), None
 
 
-def differs(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
-    return (grad if dist.get_rank() == 0 else grad.half(),), None
-
-
 RETURN = f"Expected {PRE} of weight to return "
-REFUSED = {
-    no_tuple: f"{PRE} of weight failed: ExtensionError: {RETURN}(tensors, metadata), got Tensor",
-    one_tensor: f"{PRE} of weight failed: ExtensionError: {RETURN}a tuple of tensors and metadata, "
-    "got Tensor",
-    no_rows: f"{PRE} of weight failed: ExtensionError: {RETURN}tensors with a row for each of 2 "
-    "ranks, got [[2, 4], []]",
-    another_later: f"{RETURN}[torch.float32 [4]] as before, got [torch.float16 [4]]",
-    fails_on_one: f"{PRE} of weight failed: ValueError: no",
-    differs: f"Expected {PRE} of weight to return the same on all ranks, got [torch.float32 [4]] "
-    "on rank 0 and [torch.float16 [4]] on rank 1",
+FAILS = f"{PRE} of weight failed: "
+HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
+    "no tuple": (
+        lambda self, grad, mesh: grad,
+        f"{FAILS}ExtensionError: {RETURN}(tensors, metadata), got Tensor",
+    ),
+    "one tensor": (
+        lambda self, grad, mesh: (grad, None),
+        f"{FAILS}ExtensionError: {RETURN}a tuple of tensors and metadata, got Tensor",
+    ),
+    "no rows": (
+        lambda self, grad, mesh: ((grad, grad.sum()), None),
+        f"{FAILS}ExtensionError: {RETURN}tensors with a row for each of 2 ranks, got [[2, 4], []]",
+    ),
+    "another later": (
+        another_later,
+        f"{RETURN}[torch.float32 [4]] as before, got [torch.float16 [4]]",
+    ),
+    "fails on one": (fails_on_one, f"{FAILS}ValueError: no"),
+    "differs": (
+        lambda self, grad, mesh: ((grad if dist.get_rank() == 0 else grad.half(),), None),
+        f"{RETURN}the same on all ranks, got [torch.float32 [4]] on rank 0 and [torch.float16 [4]] "
+        "on rank 1",
+    ),
 }
-
-
-@pytest.mark.parametrize("hook", REFUSED, ids=lambda hook: hook.__name__)
-def test_what_hooks_must_not_do_is_refused_on_all_ranks(hook: Any) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(broken, 2, hook, summed, 2)
-    failure = caught.value.agreed()
-    assert failure.exception_type is ExtensionError
-    assert failure.message == REFUSED[hook]
 
 
 def summed(self: Any, received: Any, metadata: Any, out: torch.Tensor) -> None:
@@ -95,22 +84,26 @@ def gathers_on_one(self: Any, mesh: Any) -> Any:
     return (self.full,), None
 
 
-def broken_gather() -> None:
+def broken_gather(name: str) -> None:
     kind = type("Broken", (Lossless,), {"fsdp_pre_all_gather": gathers_on_one})
     fully_shard(as_type(nn.Linear(2, 4, bias=False), kind))(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(
-    ("fn", "args", "hook"),
-    [(broken, (fails_on_one,), "fails_on_one"), (broken_gather, (), "gathers_on_one")],
+    ("fn", "name"), [*((broken, name) for name in HOOKS), (broken_gather, "gathers_on_one")]
 )
-def test_the_rank_on_which_a_hook_fails_shows_where(
-    fn: Callable[..., None], args: tuple[Any, ...], hook: str
-) -> None:
+def test_what_hooks_must_not_do_is_refused_on_all_ranks(fn: Callable[..., None], name: str) -> None:
+    """And the rank on which a hook fails shows where."""
     with pytest.raises(RankError) as caught:
-        run_ranks(fn, 2, *args)
-    shows = [f", in {hook}" in failure.traceback for failure in caught.value.failures]
-    assert shows == [False, True]
+        run_ranks(fn, 2, name)
+    failure = caught.value.agreed()
+    assert failure.exception_type is ExtensionError
+    if name in HOOKS:
+        assert failure.message == HOOKS[name][1]
+    if name in ("fails on one", "gathers_on_one"):
+        hook = name.replace(" ", "_")
+        shows = [f", in {hook}" in failure.traceback for failure in caught.value.failures]
+        assert shows == [False, True]
 
 
 def gathers_on_last(self: Any, mesh: Any) -> Any:
@@ -247,15 +240,13 @@ class Forgets(TwoTensor):
 class Forgetful(Forgets):
     """With hooks for its gradient."""
 
-    fsdp_pre_reduce_scatter = no_tuple
-    fsdp_post_reduce_scatter = summed
+    fsdp_pre_reduce_scatter = fsdp_post_reduce_scatter = summed
 
 
 class ForgetfulGather(Forgets):
     """With hooks for its gather."""
 
-    fsdp_pre_all_gather = no_tuple
-    fsdp_post_all_gather = summed
+    fsdp_pre_all_gather = fsdp_post_all_gather = summed
 
 
 @pytest.mark.parametrize("kind", [Forgetful, ForgetfulGather])
