@@ -179,16 +179,6 @@ class Grows(nn.Module):
         return self.layer(x)
 
 
-def test_what_forward_does_to_cast_buffers_stays_done() -> None:
-    with fake_ranks(2):
-        model = Grows()
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
-        for _ in range(2):
-            model(torch.ones(2, 3))
-    assert (model.cache.dtype, model.cache.tolist()) == (torch.float32, [[1.0] * 3] * 4)
-    assert model.emptied is None and "dropped" not in model._buffers
-
-
 class Shares(nn.Module):
     """Writes a buffer at one place and reads it at another."""
 
@@ -205,11 +195,17 @@ class Shares(nn.Module):
         return self.layer(x) * 0 + self.reader.mean
 
 
-def test_a_cast_buffer_of_two_modules_is_one() -> None:
+def test_what_forward_does_to_cast_buffers_stays_done() -> None:
+    """One of two modules stays one."""
+    policy = MixedPrecisionPolicy(buffer_dtype=torch.bfloat16)
     with fake_ranks(2):
-        model = Shares()
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
+        model = fully_shard(Grows(), mp_policy=policy)
+        for _ in range(2):
+            model(torch.ones(2, 3))
+        assert (model.cache.dtype, model.cache.tolist()) == (torch.float32, [[1.0] * 3] * 4)
+        assert model.emptied is None and "dropped" not in model._buffers
+        model = fully_shard(Shares(), mp_policy=policy)
         shown = [model(torch.ones(1, 3)).tolist() for _ in range(2)]
-    assert shown == [[[1.0] * 3], [[2.0] * 3]]
-    assert model.writer.mean is model.reader.mean
-    assert model.writer.mean.tolist() == [2.0] * 3
+        assert shown == [[[1.0] * 3], [[2.0] * 3]]
+        assert model.writer.mean is model.reader.mean
+        assert model.writer.mean.tolist() == [2.0] * 3

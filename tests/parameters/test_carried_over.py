@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -152,19 +151,15 @@ def test_attributes_stay_when_parameters_are_converted_or_loaded() -> None:
         assert [model[0].weight.tag, copied[0].weight.tag, copied[2].weight.tag] == [3, 4, 2]
 
 
-def test_a_tied_parameter_that_finds_its_owner_keeps_its_attributes() -> None:
+def test_attributes_of_users_are_kept_and_those_of_a_class_are_not_theirs() -> None:
+    """A tied parameter that finds its owner keeps them, too."""
     with fake_ranks(2):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight
         fully_shard(model[0])
         model[0].weight.tag = 1
         fully_shard(model)
-        assert model[1].weight.tag == 1
-        assert model[0].weight is model[1].weight
-
-
-def test_the_attributes_of_a_class_are_not_those_of_users() -> None:
-    with fake_ranks(2):
+        assert model[1].weight.tag == 1 and model[0].weight is model[1].weight
         model = make_tagging("two tensors")
         model[0].weight.tag = 1
         fully_shard(model)
@@ -251,34 +246,23 @@ def test_an_optimizer_in_backward_trains_as_the_oracle(when: str, accumulate: bo
 
 # Optimizers that were built before -----------------------------------------------------------
 
-OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.AdamW]
 
-
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-def test_an_optimizer_built_before_is_refused_at_its_next_step(
-    make_optimizer: Callable[..., torch.optim.Optimizer],
-) -> None:
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_built_before_is_refused_at_its_next_step(make_optimizer: Any) -> None:
+    """One of another model is not."""
     with fake_ranks(2):
-        model = make()
-        optimizer = make_optimizer(model.parameters(), lr=0.1)
+        model, other = make(), make()
+        optimizers = [make_optimizer(one.parameters(), lr=0.1) for one in (model, other)]
         shard_layers(model)
-        model(torch.ones(2, WIDTH)).sum().backward()
+        before = other[0].weight.clone()
+        for one in (model, other):
+            one(torch.ones(2, WIDTH)).sum().backward()
         with pytest.raises(ShardError) as caught:
-            optimizer.step()
+            optimizers[0].step()
         assert str(caught.value) == (
             f"Expected {make_optimizer.__name__} to have sharded parameters, got 4 that "
             "fully_shard has replaced; build the optimizer after fully_shard"
         )
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def test_an_optimizer_of_another_model_is_not() -> None:
-    with fake_ranks(2):
-        model, other = make(), make()
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-        shard_layers(model)
-        model(torch.ones(2, WIDTH)).sum().backward()
-        other(torch.ones(2, WIDTH)).sum().backward()
-        before = other[0].weight.clone()
-        optimizer.step()
+        optimizers[1].step()
         assert not torch.equal(before, other[0].weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch_versions import needs_kept_storage
 from two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import MixedPrecisionPolicy, explain, fully_shard
@@ -164,35 +162,6 @@ def test_explain_says_that_memory_is_kept() -> None:
         after = str(explain(model))
     said = "the parameters are gathered again for backward, into memory that is kept"
     assert said not in before and said in after
-
-
-# As torch's own ------------------------------------------------------------------------------
-
-
-def losses_of(shard: Any) -> tuple[list[float], bool]:
-    torch.manual_seed(4)
-    model = Net(2)
-    for block in model.blocks:
-        shard(block)
-    shard(model, reshard_after_forward=True)
-    model.set_keep_unsharded_storage(True)
-    first = gather(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        loss = model(own_input(step)).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, gather(model) == first
-
-
-@needs_kept_storage
-@on_ranks(2)
-def test_losses_are_those_of_torch_bit_by_bit() -> None:
-    theirs, ours = losses_of(fsdp.fully_shard), losses_of(fully_shard)
-    assert ours[0] == theirs[0] and ours[1] and theirs[1]
 
 
 @on_ranks(4)

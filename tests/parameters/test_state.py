@@ -11,7 +11,6 @@ from launches import counted
 from nets import (
     Net,
     assert_parity,
-    average_gradients,
     own_input,
     shard_net,
     train_step,
@@ -134,30 +133,6 @@ def test_initialization_from_the_meta_device_equals_the_eager_one() -> None:
         ]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert_parity(model, reference)
-
-
-@pytest.mark.parametrize("before_forward", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@on_ranks(2)
-def test_to_another_dtype_after_sharding(before_forward: bool, dtype: torch.dtype) -> None:
-    reference, model = two_nets(1)
-    if not before_forward:
-        model(own_input()).sum().backward()
-        model.zero_grad()
-        model.reshard()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.125) for one in (model, reference)]
-    model.to(dtype)
-    reference.to(dtype)
-    assert {param.dtype for param in model.parameters()} == {dtype}
-    assert_parity(model, reference)
-    for one in (model, reference):
-        one(own_input().to(dtype)).square().sum().backward()
-    average_gradients(reference.parameters())
-    assert_parity(model, reference)
-    assert {param.grad.dtype for param in model.parameters()} == {dtype}
-    for optimizer in optimizers:
-        optimizer.step()
-    torch.testing.assert_close(model(own_input().to(dtype)), reference(own_input().to(dtype)))
 
 
 @on_ranks(2)

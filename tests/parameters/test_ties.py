@@ -191,8 +191,14 @@ def test_sharding_too_late_is_refused(build: Callable[[], Any], text: str) -> No
         assert dict(model.named_parameters()) == before
 
 
-def test_nothing_keeps_a_tied_module_alive() -> None:
+def test_tied_parameters_of_a_copy_are_its_own_and_nothing_keeps_them_alive() -> None:
     with fake_ranks(2):
+        model, _ = sharded(("inner.embedding", "inner.head", ""))
+        copied = copy.deepcopy(model)
+        assert copied.inner.embedding.weight is copied.inner.head.weight
+        assert copied.inner.head.weight is not model.inner.head.weight
+        copied(torch.tensor([1, 2])).sum().backward()
+        assert copied.inner.head.weight.grad is not None and model.inner.head.weight.grad is None
         model, _ = sharded(("inner.embedding", "inner.head"))
         alive = weakref.ref(model.inner.embedding)
         del model, _
@@ -200,49 +206,27 @@ def test_nothing_keeps_a_tied_module_alive() -> None:
         assert alive() is None
 
 
-def test_tied_parameters_stay_tied() -> None:
-    with fake_ranks(2):
-        model = Outer()
-        for name in ("inner.embedding", "inner.head", ""):
-            fully_shard(model.get_submodule(name))
-        copied = copy.deepcopy(model)
-        assert copied.inner.embedding.weight is copied.inner.head.weight
-        assert copied.inner.head.weight is not model.inner.head.weight
-        copied(torch.tensor([1, 2])).sum().backward()
-        assert copied.inner.head.weight.grad is not None and model.inner.head.weight.grad is None
-
-
-def replaced(place: str, kind: str, used: bool) -> tuple[str, torch.Tensor]:
-    """Replace a tied weight under one of its names; return the error, or what the module gives."""
-    torch.manual_seed(0)
-    model = fully_shard(Inner())
-    tokens = torch.tensor([1, 2, 3])
-    if used:
-        model(tokens).sum().backward()
-    values = torch.arange(VOCABULARY * WIDTH).view(VOCABULARY, WIDTH).cos()
-    new = nn.Parameter(values)
-    if kind == "sharded":
-        new = nn.Parameter(distribute_tensor(values, model.head.weight.device_mesh, [Shard(0)]))
-    model.get_submodule(place).weight = new
-    try:
-        output = model(tokens)
-    except ShardError as error:
-        return str(error), torch.empty(0)
-    torch.manual_seed(0)
-    expected = Inner()
-    with torch.no_grad():
-        expected.head.weight.copy_(values)
-    torch.testing.assert_close(output, expected(tokens))
-    assert model.head.weight is model.embedding.weight
-    return "", output.detach()
-
-
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("place", ["embedding", "head"])
 def test_a_tied_weight_is_replaced_under_any_of_its_names(place: str, used: bool) -> None:
+    """By a sharded one; a plain one is refused."""
+    tokens = torch.tensor([1, 2, 3])
+    values = torch.arange(VOCABULARY * WIDTH).view(VOCABULARY, WIDTH).cos()
+    expected = Inner()
     with fake_ranks(1):
-        assert replaced(place, "sharded", used)[0] == ""
-        assert replaced(place, "plain", used)[0] == (
+        model: Any = fully_shard(copy.deepcopy(expected))
+        if used:
+            model(tokens).sum().backward()
+        new = distribute_tensor(values, model.head.weight.device_mesh, [Shard(0)])
+        model.get_submodule(place).weight = nn.Parameter(new)
+        with torch.no_grad():
+            expected.head.weight.copy_(values)
+        torch.testing.assert_close(model(tokens), expected(tokens))
+        assert model.head.weight is model.embedding.weight
+        model.get_submodule(place).weight = nn.Parameter(values)
+        with pytest.raises(ShardError) as caught:
+            model(tokens)
+        assert str(caught.value) == (
             "Expected the parameters of the root group as fully_shard made them, got others for "
             "['embedding.weight']; change values by load_state_dict or in place"
         )

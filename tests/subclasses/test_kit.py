@@ -67,7 +67,8 @@ def post_with_metadata(self: TwoTensor, outputs: Any, metadata: Any, *more: Any,
 def test_the_other_signature_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TwoTensor, PRE, pre_with_all_arguments)
     monkeypatch.setattr(TwoTensor, POST, post_with_metadata)
-    assert check_extension(make, world_sizes=[1, 3], skip=["training", "offload"]).ok
+    skip = ["training", "offload", *CHECKS[10:]]
+    assert check_extension(make, world_sizes=[1, 3], shapes=[(5, 4)], skip=skip).ok
 
 
 def test_a_subclass_that_does_not_train() -> None:
