@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nets import Net, assert_parity, average_gradients, full, own_input, train_step, two_nets
+from nets import Net, assert_parity, average_gradients, full, own_input, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -111,24 +111,6 @@ def test_an_optimizer_that_its_parameter_knows_is_let_go() -> None:
         gc.collect()
     gc.collect()  # of what was held by what was collected before
     assert kept() is None
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_an_evaluation_before_the_step() -> None:
-    """The root, kept by an evaluation before the step, is fresh after it."""
-    reference, model = two_nets(1)
-    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, reference)]
-    for step in range(2):
-        for one, optimizer in zip((model, reference), optimizers, strict=True):
-            train_step(one, step, None)
-            with torch.no_grad():
-                one(own_input(7))
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            got, expected = model(own_input(8)), reference(own_input(8))
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
 
 
 # Arrays that share memory ---------------------------------------------------------------------
