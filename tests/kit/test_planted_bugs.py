@@ -207,18 +207,6 @@ def test_a_failing_program_shrinks_to_one_that_can_be_read_and_pasted() -> None:
     assert str(pasted.value) == text
 
 
-@pytest.mark.matrix
-def test_the_program_of_gradients_that_are_kept_shrinks_to_two_steps() -> None:
-    @UNTIL_SHRUNK
-    @given(training_programs(max_steps=10))
-    def trains(program: list[Step]) -> None:
-        assert_trains_like_unsharded(
-            linear, program, shard=models.zero_grad_does_nothing, loss=linear_loss
-        )
-
-    assert "    ['backward', 'zero_grad'],\n" in shrunk(trains)
-
-
 @contextlib.contextmanager
 def finding() -> Iterator[list[str]]:
     found: list[str] = []

@@ -90,6 +90,32 @@ def pair(
     return list(zip(nets, optimizers, strict=True))
 
 
+def stepping(loss: Callable[[Any, int], torch.Tensor], num_steps: int) -> Callable[..., None]:
+    """Return what trains a net by a loss."""
+
+    def run(net: Any, optimizer: Any) -> None:
+        for step in range(num_steps):
+            loss(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def two_ways(
+    build: Callable[[], Any], make: Make, run: Callable[..., None], wraps: Any = flat
+) -> list[str]:
+    """Run equal nets with a stock optimizer and with a flat one; return what differs."""
+    pairs = []
+    for wrap in (lambda one: one, wraps):
+        torch.manual_seed(0)
+        net = build()
+        optimizer = wrap(make(net.parameters()))
+        run(net, optimizer)
+        pairs.append((net, optimizer))
+    return differences(pairs)
+
+
 def groups(net: nn.Module) -> list[dict[str, Any]]:
     """Biases without weight decay, as usual, between weights with it."""
     params = dict(net.named_parameters())

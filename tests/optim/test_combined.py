@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_shard.optim import Owned, Rows, Sharded, flat, with_layout
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 from optim.whole import adamw, momentum, muon
 
 
@@ -116,22 +117,18 @@ def rows_or_columns(param: torch.Tensor) -> Shard:
     return Shard(1 if param.shape == (8, 6) else 0)
 
 
-def train_in_parallel(shape: tuple[int, int], placement: Any) -> None:
+@pytest.mark.parametrize("placement", [rows_or_columns, None], ids=["", "rows that both cut"])
+@pytest.mark.parametrize(
+    ("shape", "num_ranks"), [((2, 2), 4), ((1, 2), 2), ((2, 1), 2), ((3, 2), 6)]
+)
+@on_ranks("num_ranks")
+def test_tensor_parallelism(shape: tuple[int, int], placement: Any) -> None:
     plain, model = parallel(placement, shape)
     follow(plain, model, with_layout(model, layouts()).step)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1), (3, 2)])
-def test_tensor_parallelism(shape: tuple[int, int]) -> None:
-    run_ranks(train_in_parallel, shape[0] * shape[1], shape, rows_or_columns)
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (1, 2)])
-def test_rows_that_both_cut(shape: tuple[int, int]) -> None:
-    run_ranks(train_in_parallel, shape[0] * shape[1], shape, None)
-
-
-def reload_in_parallel() -> None:
+@on_ranks(4)
+def test_states_of_rows_that_both_cut() -> None:
     """Step twice, or once, save, load, and once again: all ends the same."""
     ends = []
     for is_reloaded in (False, True):
@@ -153,10 +150,6 @@ def reload_in_parallel() -> None:
     assert all(end.any() for end in ends[0])
 
 
-def test_states_of_rows_that_both_cut() -> None:
-    run_ranks(reload_in_parallel, 4)
-
-
 # Offload, low precision, accumulation -------------------------------------------------------------
 
 
@@ -168,23 +161,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_with(setting: str) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks("num_ranks")
+def test_settings_of_sharding(setting: str) -> None:
     plain, model = nets()
     fully_shard(model, **SETTINGS[setting])
     follow(plain, model, with_layout(model, layouts()).step, num_micro=2)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_of_sharding(setting: str, num_ranks: int) -> None:
-    run_ranks(train_with, num_ranks, setting)
-
-
 # Beside flat steps --------------------------------------------------------------------------------
 
 
-def train_several() -> None:
-    """Optimizers of some matrices beside one of flat buffers, all of one tree."""
+@on_ranks(2)
+def test_several_optimizers_of_one_tree() -> None:
+    """Optimizers of some matrices beside one of flat buffers, or flat steps within a layout."""
     plain, model = nets()
     fully_shard(model.split)
     fully_shard(model)
@@ -192,46 +183,26 @@ def train_several() -> None:
     up = with_layout(nn.ParameterList([model.up.weight]), {"*": Rows(muon, split_sizes=(3, 5))})
     down = with_layout(nn.ParameterList([model.down.weight]), {"*": Owned(muon)})
     rest = flat(adamw([model.up.bias, model.down.bias]))
-
-    def step() -> None:
-        for optimizer in (matrices, up, down, rest):
-            optimizer.step()
-
-    follow(plain, model, step)
-
-
-def test_several_optimizers_of_one_tree() -> None:
-    run_ranks(train_several, 2)
-
-
-def train_flat_within() -> None:
+    several = (matrices, up, down, rest)
+    follow(plain, model, lambda: [optimizer.step() for optimizer in several])
     plain, model = nets()
     fully_shard(model)
     chosen = {**layouts(), "*": Sharded(lambda groups: flat(adamw(groups)))}
     follow(plain, model, with_layout(model, chosen).step)
 
 
-def test_flat_steps_within_a_layout() -> None:
-    run_ranks(train_flat_within, 2)
-
-
-def errors_of_capturable() -> list[str]:
-    said = []
-    for wraps in (lambda one: one, flat):
-        _, model = nets()
-        fully_shard(model)
-        optimizer = wraps(partial(torch.optim.AdamW, capturable=True)(model.parameters()))
-        model(torch.ones(2, 6)).backward()
-        with pytest.raises(AssertionError) as caught:
-            optimizer.step()
-        said.append(str(caught.value))
-    return said
-
-
 def test_capturable_is_refused_on_the_cpu_as_by_the_stock_optimizer() -> None:
+    said = []
     with fake_ranks(2):
-        stock, ours = errors_of_capturable()
-    assert stock == ours and "capturable=True" in stock
+        for wraps in (lambda one: one, flat):
+            _, model = nets()
+            fully_shard(model)
+            optimizer = wraps(torch.optim.AdamW(model.parameters(), capturable=True))
+            model(torch.ones(2, 6)).backward()
+            with pytest.raises(AssertionError, match="capturable=True") as caught:
+                optimizer.step()
+            said.append(str(caught.value))
+    assert said[0] == said[1]
 
 
 class Failing(torch.optim.SGD):
@@ -239,8 +210,9 @@ class Failing(torch.optim.SGD):
         raise RuntimeError("no step")
 
 
-def gradients_after_a_failed_step() -> list[bool]:
-    """Return of each gradient, of which steps see another form, whether it is there still."""
+@on_ranks(2)
+def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
+    """Also those of which steps see another form."""
     _, model = nets()
     fully_shard(model)
     optimizer = with_layout(model, {"*": Sharded(partial(Failing, lr=0.1), is_elementwise=True)})
@@ -250,9 +222,5 @@ def gradients_after_a_failed_step() -> list[bool]:
         param.grad = grad
     with pytest.raises(RuntimeError, match="no step"):
         optimizer.step()
-    pairs = zip(model.parameters(), grads, strict=True)
-    return [param.grad.placements == grad.placements for param, grad in pairs]
-
-
-def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
-    assert run_ranks(gradients_after_a_failed_step, 2) == [[True] * 5] * 2
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert param.grad.placements == grad.placements

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from new_objects import seen_alone
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from training.cases import reproducible
 
 from composable_shard import CPUOffloadPolicy, estimate, explain
@@ -26,6 +26,7 @@ from composable_shard.optim import Owned, Sharded, flat, with_layout
 from composable_shard.testing import fake_ranks, run_ranks
 from optim.whole import (
     EXTENTS,
+    AllToAlls,
     Spec,
     local,
     num_ranks_of,
@@ -36,54 +37,37 @@ from optim.whole import (
 )
 from tests.insight.models import Layer, Stack, shard
 
+Specs, Extents = Sequence[Spec], Sequence[int]
 plain_sgd = partial(torch.optim.SGD, lr=0.1, foreach=False)  # needs no memory of its own
 
 
-class AllToAlls(TorchDispatchMode):
-    """Notes what this rank sends by each all-to-all, and fails at any other collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[Traffic] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            assert "alltoall_base" in str(func), func
-            splits = args[4]
-            self.sent.append(Traffic(1, sum(map(bool, splits)), args[1].nbytes))
-        return func(*args, **(kwargs or {}))
-
-
-def stepped(
-    specs: Sequence[Spec], extents: Sequence[int], bucket_nbytes: int
-) -> tuple[Any, torch.optim.Optimizer]:
+def stepped(specs: Specs, extents: Extents, nbytes: int) -> tuple[Any, torch.optim.Optimizer]:
     """Return a model with an optimizer that has its states, and gradients for another step."""
     model = sharded(specs, extents)
-    optimizer = optimizer_of(model, specs, plain_sgd, bucket_nbytes=bucket_nbytes)
+    optimizer = optimizer_of(model, specs, plain_sgd, bucket_nbytes=nbytes)
     set_gradients(model, 0)
     optimizer.step()
     set_gradients(model, 1)
     return model, optimizer
 
 
-def told_and_sent(
-    specs: Sequence[Spec], extents: Sequence[int], bucket_nbytes: int
-) -> tuple[OptimizerExplanation, Traffic]:
-    model, optimizer = stepped(specs, extents, bucket_nbytes)
-    told = explain(model, optimizer).optimizer
-    with AllToAlls() as counted:
-        optimizer.step()
-    assert told is not None and explain(model, optimizer).optimizer == told
-    return told, total(counted.sent)
+def told_and_sent(specs: Specs, extents: Extents, all_nbytes: Sequence[int]) -> list[int]:
+    """Compare what is explained with what is sent; return the launches by size of buckets."""
+    launches = []
+    for nbytes in all_nbytes:
+        model, optimizer = stepped(specs, extents, nbytes)
+        told = explain(model, optimizer).optimizer
+        with AllToAlls() as counted:
+            optimizer.step()
+        assert told is not None and explain(model, optimizer).optimizer == told
+        assert told.traffic == total(counted.sent)
+        launches.append(told.traffic.launches)
+    return launches
 
 
-def told_and_held(
-    specs: Sequence[Spec], extents: Sequence[int], bucket_nbytes: int
-) -> tuple[OptimizerExplanation, int]:
+def told_and_held(specs: Specs, extents: Extents, nbytes: int) -> tuple[OptimizerExplanation, int]:
     """Return also the most bytes that a step holds at once, of those that it makes."""
-    model, optimizer = stepped(specs, extents, bucket_nbytes)
+    model, optimizer = stepped(specs, extents, nbytes)
     told, live = explain(model, optimizer).optimizer, LiveBytes()
     live.ignore([one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)])
     with live:
@@ -97,55 +81,49 @@ def send_nothing(*_: Any, **__: Any) -> None:
 
 
 def held_by_each(
-    specs: Sequence[Spec], extents: Sequence[int], bucket_nbytes: int
+    specs: Specs, extents: Extents, nbytes: int
 ) -> list[tuple[OptimizerExplanation, int]]:
     """Ask every rank in turn, and send nothing: gloo's worker holds tensors a little longer."""
-    found = []
-    for rank in range(num_ranks_of(extents)):
-        with (
-            fake_ranks(num_ranks_of(extents), rank),
-            mock.patch.object(dist, "all_to_all_single", send_nothing),
-        ):
-            found.append(told_and_held(specs, extents, bucket_nbytes))
+    found, num_ranks = [], num_ranks_of(extents)
+    with seen_alone(), mock.patch.object(dist, "all_to_all_single", send_nothing):
+        for rank in range(num_ranks):
+            with fake_ranks(num_ranks, rank):
+                found.append(told_and_held(specs, extents, nbytes))
     return found
 
 
 OWNED = [Spec((8, 6)), Spec((5, 7)), Spec((7, 3), dim=1), Spec((12, 4), (4, 4, 4)), Spec((4, 6, 5))]
 
 
-@pytest.mark.parametrize("bucket_nbytes", [1, 300, 2**26])
+SIZES = [1, 300, 2**26]
+
+
 @pytest.mark.parametrize("extents", EXTENTS)
-def test_messages_and_bytes_are_those_of_a_step(
-    extents: tuple[int, ...], bucket_nbytes: int
-) -> None:
-    found = run_ranks(told_and_sent, num_ranks_of(extents), OWNED, extents, bucket_nbytes)
-    assert [told.traffic for told, _ in found] == [sent for _, sent in found]
-    assert len({sent.launches for _, sent in found}) == 1
+def test_messages_and_bytes_are_those_of_a_step(extents: tuple[int, ...]) -> None:
+    found = run_ranks(told_and_sent, num_ranks_of(extents), OWNED, extents, SIZES)
+    assert found == [found[0]] * len(found)
 
 
 @reproducible(8)
 @given(spec_lists, st.sampled_from(EXTENTS), st.sampled_from([1, 200, 2**26]))
-def test_generated_parameters(
-    specs: list[Spec], extents: tuple[int, ...], bucket_nbytes: int
-) -> None:
-    found = run_ranks(told_and_sent, num_ranks_of(extents), specs, extents, bucket_nbytes)
-    assert [told.traffic for told, _ in found] == [sent for _, sent in found]
+def test_generated_parameters(specs: list[Spec], extents: tuple[int, ...], nbytes: int) -> None:
+    run_ranks(told_and_sent, num_ranks_of(extents), specs, extents, [nbytes])
 
 
-@pytest.mark.parametrize("bucket_nbytes", [1, 300, 2**26])
+@pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("extents", EXTENTS)
-def test_memory_is_that_of_a_step(extents: tuple[int, ...], bucket_nbytes: int) -> None:
-    for told, held in held_by_each(OWNED, extents, bucket_nbytes):
+def test_memory_is_that_of_a_step(extents: tuple[int, ...], nbytes: int) -> None:
+    for told, held in held_by_each(OWNED, extents, nbytes):
         assert told.held_nbytes == held
 
 
 @reproducible(12)
 @given(spec_lists, st.sampled_from(EXTENTS), st.sampled_from([1, 200, 2**26]))
 def test_memory_of_generated_parameters(
-    specs: list[Spec], extents: tuple[int, ...], bucket_nbytes: int
+    specs: list[Spec], extents: tuple[int, ...], nbytes: int
 ) -> None:
     owned = [spec for spec in specs if spec.layout != "sharded"] or OWNED
-    for told, held in held_by_each(owned, extents, bucket_nbytes):
+    for told, held in held_by_each(owned, extents, nbytes):
         assert told.held_nbytes == held
 
 

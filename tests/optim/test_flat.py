@@ -8,7 +8,6 @@ import gc
 import io
 import re
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -18,6 +17,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from new_objects import seen_alone
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -30,7 +31,18 @@ from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, ful
 from composable_shard.optim import flat
 from composable_shard.testing import fake_ranks, run_ranks
 from composable_shard.train.grad_scaler import ShardedGradScaler
-from optim.flat_pairs import MAKES, Make, Net, differences, groups, pair, sharded, train
+from optim.flat_pairs import (
+    MAKES,
+    Make,
+    Net,
+    differences,
+    groups,
+    pair,
+    sharded,
+    stepping,
+    train,
+    two_ways,
+)
 
 optim: Any = torch.optim
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -82,26 +94,18 @@ class Strided(nn.Module):
         return self.linear(self.conv(x).mean((2, 3))) @ self.turned.t()
 
 
-def step_strided(name: str) -> list[str]:
-    pairs: list[tuple[Any, Any]] = []
-    for wraps in (lambda one: one, flat):
-        torch.manual_seed(0)
-        net: Any = Strided()
-        fully_shard(net.conv)
-        fully_shard(net)
-        optimizer = wraps(MAKES[name](net.parameters()))
-        for step in range(4):
-            x = torch.full((2, 4, 5, 5), 0.1 * step + dist.get_rank())
-            net(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        pairs.append((net, optimizer))
-    return differences(pairs)
-
-
 @pytest.mark.parametrize("name", ["adamw", "adamw foreach", "adamw fused", "nesterov"])
+@on_ranks(2)
 def test_beside_parameters_that_lie_in_another_order(name: str) -> None:
-    assert run_ranks(step_strided, 2, name) == [[]] * 2
+    def build() -> nn.Module:
+        net = Strided()
+        fully_shard(net.conv)
+        return fully_shard(net)
+
+    def loss(net: nn.Module, step: int) -> torch.Tensor:
+        return net(torch.full((2, 4, 5, 5), 0.1 * step + dist.get_rank())).square().sum()
+
+    assert two_ways(build, MAKES[name], stepping(loss, 4)) == []
 
 
 # What DTensors do not know -------------------------------------------------------------------
@@ -113,8 +117,8 @@ UNKNOWN: dict[str, Make] = {
 }
 
 
-def steps_like_plain(net: Any, optimizer: Any, make: Make, loss: Callable[[int], Any]) -> bool:
-    """Step shards beside plain tensors of the same values; return whether they stay equal."""
+def assert_steps_like_plain(net: Any, optimizer: Any, make: Make, loss: Any) -> None:
+    """Step shards beside plain tensors of the same values, each by itself."""
     plain = [nn.Parameter(param.to_local().detach().clone()) for param in net.parameters()]
     stock = make(plain)
     for step in range(4):
@@ -124,12 +128,13 @@ def steps_like_plain(net: Any, optimizer: Any, make: Make, loss: Callable[[int],
         optimizer.step()
         stock.step()
         optimizer.zero_grad()
-    pairs = zip(net.parameters(), plain, strict=True)
-    return all(torch.equal(param.to_local(), own) for param, own in pairs)
+    for param, own in zip(net.parameters(), plain, strict=True):
+        assert torch.equal(param.to_local(), own)
 
 
-def step_like_plain(name: str) -> bool:
-    """Step the shards beside plain tensors of the same values, each by itself."""
+@pytest.mark.parametrize("name", UNKNOWN)
+@on_ranks(2)
+def test_what_knows_no_dtensors_steps_as_plain_tensors(name: str) -> None:
     torch.manual_seed(0)
     net = sharded(Net())
 
@@ -137,21 +142,15 @@ def step_like_plain(name: str) -> bool:
         random = torch.Generator().manual_seed(step)
         return net(torch.randn(3, 9, generator=random)).square().mean()
 
-    return steps_like_plain(net, flat(UNKNOWN[name](net.parameters())), UNKNOWN[name], loss)
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_what_knows_no_dtensors_steps_as_plain_tensors(name: str) -> None:
-    assert run_ranks(step_like_plain, 2, name) == [True] * 2
+    optimizer = flat(UNKNOWN[name](net.parameters()))
+    assert_steps_like_plain(net, optimizer, UNKNOWN[name], loss)
 
 
 # Runs -----------------------------------------------------------------------------------------
 
 
-def runs_of_a_step(make: Make) -> list[int]:
-    """Return how many tensors are stepped: with all gradients, some, and all again."""
-    net = sharded(Net())
-    optimizer: Any = flat(make(net.parameters()))
+def runs_of_steps(net: Any, optimizer: Any, train: Any) -> list[int]:
+    """Return how many tensors each step of AdamW steps."""
     seen = list[int]()
     real = torch.optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]
 
@@ -160,15 +159,17 @@ def runs_of_a_step(make: Make) -> list[int]:
         return real(self, closure)
 
     with mock.patch.object(torch.optim.AdamW, "step", count):
-        train(net, optimizer, range(3))
+        train(net, optimizer)
     return seen
 
 
 def test_neighbours_are_stepped_as_one_tensor() -> None:
     """A group each, then without a block and the scale, then those by themselves."""
     with fake_ranks(2):
-        assert runs_of_a_step(MAKES["adamw foreach"]) == [3, 2, 4]
-        assert runs_of_a_step(MAKES["adamw fused"]) == [10, 5, 10]  # on the CPU
+        for name, runs in (("adamw foreach", [3, 2, 4]), ("adamw fused", [10, 5, 10])):  # on CPUs
+            net = sharded(Net())
+            optimizer = flat(MAKES[name](net.parameters()))
+            assert runs_of_steps(net, optimizer, partial(train, steps=range(3))) == runs
 
 
 FUSED = {
@@ -181,8 +182,11 @@ FUSED = {
 IN_VECTORS = [(4, 16), (2, 8000), (2, 48), (2, 50016), (2, 33), (2, 64), (2, 5), (2, 16)]
 
 
-def fused_beside_plain(name: str, num_threads: int) -> tuple[bool, list[int]]:
-    """Step shards beside plain tensors; return whether they are equal, and how many there are."""
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("name", FUSED)
+@on_ranks(2)
+def test_fused_shards_of_whole_vectors_are_one_tensor(name: str, num_threads: int) -> None:
+    """Those behind which there is a rest, of 33 and of 5 elements, are the last of their tensor."""
     torch.set_num_threads(num_threads)
     torch.manual_seed(0)
     net: Any = fully_shard(Sum(IN_VECTORS))
@@ -192,68 +196,51 @@ def fused_beside_plain(name: str, num_threads: int) -> tuple[bool, list[int]]:
     def loss(step: int) -> torch.Tensor:
         return net(torch.full((2,), 0.1 * step + dist.get_rank()))
 
-    return steps_like_plain(net, optimizer, FUSED[name], loss), optimizer.num_tensors()
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_shards_of_whole_vectors_are_one_tensor(name: str, num_threads: int) -> None:
-    """Those behind which there is a rest, of 33 and of 5 elements, are the last of their tensor."""
-    assert run_ranks(fused_beside_plain, 2, name, num_threads) == [(True, [3])] * 2
+    assert_steps_like_plain(net, optimizer, FUSED[name], loss)
+    assert optimizer.num_tensors() == [3]
 
 
 # States ---------------------------------------------------------------------------------------
 
 
-def move_states(how: str, from_flat: bool) -> list[str]:
+@pytest.mark.parametrize("from_flat", [False, True])
+@pytest.mark.parametrize("how", ["state_dict", "dcp"])
+@on_ranks(2)
+def test_states_move_between_stock_and_flat(how: str, from_flat: bool) -> None:
     """Train, move the states to a new optimizer, stock to flat or back, and train on."""
-    pairs = pair(MAKES["adamw"])
+    pairs, moved = pair(MAKES["adamw"]), []
     for net, optimizer in pairs:
         train(net, optimizer, range(4))
-    moved = []
+    source = pairs[from_flat]
     for (net, _), is_flat in zip(pairs, (not from_flat, from_flat), strict=True):
-        source = pairs[1 if from_flat else 0][1]
         torch.manual_seed(1)
         other = sharded(Net())
         other.load_state_dict(net.state_dict())
         fresh = MAKES["adamw"](groups(other))
         fresh = flat(fresh) if not is_flat else fresh
         if how == "state_dict":
-            fresh.load_state_dict(copy.deepcopy(source.state_dict()))
-        elif how == "dcp":
-            source_net = pairs[1 if from_flat else 0][0]
-            states = get_optimizer_state_dict(source_net, source)
+            fresh.load_state_dict(copy.deepcopy(source[1].state_dict()))
+        else:
+            states = get_optimizer_state_dict(*source)
             set_optimizer_state_dict(other, fresh, copy.deepcopy(states))
         train(other, fresh, range(4, 7))
         moved.append((other, fresh))
-    return differences(moved)
+    assert differences(moved) == []
 
 
-@pytest.mark.parametrize("from_flat", [False, True])
-@pytest.mark.parametrize("how", ["state_dict", "dcp"])
-def test_states_move_between_stock_and_flat(how: str, from_flat: bool) -> None:
-    assert run_ranks(move_states, 2, how, from_flat) == [[]] * 2
-
-
-def pickle_and_go_on() -> list[bool]:
-    pairs = pair(MAKES["adamw foreach"])
-    net, optimizer = pairs[1]
+@on_ranks(2)
+def test_a_saved_state_dict_is_that_of_the_stock_optimizer() -> None:
+    net, optimizer = pair(MAKES["adamw foreach"])[1]
     train(net, optimizer, range(2))
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     numbers = [state["step"] for state in loaded["state"].values()]
+    assert len({number.data_ptr() for number in numbers}) == len(numbers)
     again = copy.deepcopy(optimizer)
-    return [
-        len({number.data_ptr() for number in numbers}) == len(numbers),
-        type(again) is type(optimizer),
-        again.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys(),
-    ]
-
-
-def test_a_saved_state_dict_is_that_of_the_stock_optimizer() -> None:
-    assert run_ranks(pickle_and_go_on, 2) == [[True] * 3] * 2
+    assert type(again) is type(optimizer)
+    assert again.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
 # What is refused ------------------------------------------------------------------------------
@@ -350,29 +337,19 @@ def test_states_that_are_not_elementwise_are_refused() -> None:
     assert re.fullmatch(text, str(caught.value))
 
 
-def steps_of_our_own(kind: Callable[[Any], torch.optim.Optimizer]) -> list[str]:
-    nets = []
-    for wraps in (lambda one: one, partial(flat, elementwise=True)):
-        torch.manual_seed(0)
-        net = sharded(Net())
-        optimizer = wraps(kind(net.parameters()))
-        train(net, optimizer, range(5))
-        nets.append((net, optimizer))
-    return differences(nets)
-
-
 @pytest.mark.parametrize("kind", [Signed, Counting])
-def test_an_optimizer_of_the_users_that_says_so_is_stepped_flat(
-    kind: Callable[[Any], torch.optim.Optimizer],
-) -> None:
-    assert run_ranks(steps_of_our_own, 2, kind) == [[]] * 2
+@on_ranks(2)
+def test_an_optimizer_of_the_users_that_says_so_is_stepped_flat(kind: Any) -> None:
+    flat_by_word = partial(flat, elementwise=True)
+    run = partial(train, steps=range(5))
+    assert two_ways(lambda: sharded(Net()), kind, run, flat_by_word) == []
 
 
 # Without growth ---------------------------------------------------------------------------------
 
 
 def test_nothing_grows_from_step_to_step() -> None:
-    with fake_ranks(2):
+    with fake_ranks(2), seen_alone():
         net = sharded(Net())
         optimizer: Any = flat(torch.optim.AdamW(net.parameters(), lr=0.0))
         sizes = []
@@ -410,27 +387,25 @@ class Sum(nn.Module):
 
 
 def follow(name: str, shapes: list[tuple[int, int]], used: list[int]) -> list[str]:
-    pairs: list[tuple[Any, Any]] = []
-    for wraps in (lambda one: one, flat):
-        torch.manual_seed(0)
-        net: Any = fully_shard(Sum(shapes))
-        optimizer = wraps(MAKES[name](net.parameters()))
-        for step, chosen in enumerate(used):
-            net.used = chosen & (1 << len(shapes)) - 1 or 1
-            net(torch.full((2,), 0.1 * step + dist.get_rank())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        pairs.append((net, optimizer))
-    return differences(pairs)
+    def loss(net: Any, step: int) -> torch.Tensor:
+        net.used = used[step] & (1 << len(shapes)) - 1 or 1
+        return net(torch.full((2,), 0.1 * step + dist.get_rank()))
+
+    return two_ways(lambda: fully_shard(Sum(shapes)), MAKES[name], stepping(loss, len(used)))
 
 
 # What users do with optimizers --------------------------------------------------------------------
 
 
+def loss_of(net: Any) -> torch.Tensor:
+    loss: torch.Tensor = net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean()
+    return loss
+
+
 def with_a_closure(net: Any, optimizer: Any, step: int) -> None:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss: torch.Tensor = net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean()
+        loss = loss_of(net)
         loss.backward()
         return loss
 
@@ -439,9 +414,7 @@ def with_a_closure(net: Any, optimizer: Any, step: int) -> None:
 
 def with_a_scaler(net: Any, optimizer: Any, step: int) -> None:
     scaler = net.__dict__.setdefault("scaler", ShardedGradScaler(device="cpu", init_scale=8.0))
-    x = torch.full((2, 9), 0.1 + dist.get_rank())
-    loss = net(x).square().mean() * (float("inf") if step == 2 else 1.0)
-    scaler.scale(loss).backward()
+    scaler.scale(loss_of(net) * (float("inf") if step == 2 else 1.0)).backward()
     scaler.step(optimizer)
     scaler.update()
 
@@ -451,14 +424,14 @@ def with_a_schedule(net: Any, optimizer: Any, step: int) -> None:
     if schedule is None:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=9)
         net.__dict__["schedule"] = schedule
-    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    loss_of(net).backward()
     optimizer.step()
     schedule.step()
 
 
 def thawed_later(net: Any, optimizer: Any, step: int) -> None:
     net.blocks[0].up.weight.requires_grad_(step >= 2)
-    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    loss_of(net).backward()
     optimizer.step()
 
 
@@ -470,14 +443,14 @@ def with_hooks(net: Any, optimizer: Any, step: int) -> None:
                     param.grad.mul_(0.5)
 
     handle = optimizer.register_step_pre_hook(shrink)
-    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    loss_of(net).backward()
     optimizer.step()
     handle.remove()
 
 
 def with_edits(net: Any, optimizer: Any, step: int) -> None:
     """Parameters loaded, states changed in place, another group: all count."""
-    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    loss_of(net).backward()
     if step == 1:
         net.load_state_dict({key: value * 0.5 for key, value in net.state_dict().items()})
         for state in optimizer.state.values():
@@ -492,7 +465,7 @@ def with_edits(net: Any, optimizer: Any, step: int) -> None:
 
 def with_gradients_elsewhere(net: Any, optimizer: Any, step: int) -> None:
     """Gradients of the same description: side by side in storages of their own, or transposed."""
-    net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
+    loss_of(net).backward()
     for param in net.parameters():
         local = param.grad.to_local()
         if step % 2:
@@ -513,68 +486,54 @@ WAYS = [
 ]
 
 
-def use(way: Callable[[Any, Any, int], None], name: str) -> list[str]:
+@pytest.mark.parametrize("name", ["adamw foreach", "adamw", "adamw fused"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@on_ranks(2)
+def test_what_users_do_with_optimizers(way: Any, name: str) -> None:
     pairs = pair(MAKES[name])
     for net, optimizer in pairs:
         for step in range(5):
             way(net, optimizer, step)
             optimizer.zero_grad()
-    return differences(pairs)
+    assert differences(pairs) == []
 
 
-@pytest.mark.parametrize("name", ["adamw foreach", "adamw", "adamw fused"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_what_users_do_with_optimizers(way: Callable[[Any, Any, int], None], name: str) -> None:
-    assert run_ranks(use, 2, way, name) == [[]] * 2
-
-
-def flat_after_a_schedule() -> tuple[list[str], list[int]]:
-    """Return what differs from a stock optimizer, and how many tensors each flat step stepped."""
-    pairs, sizes = [], list[int]()
-    for wraps in (lambda one: one, flat):
-        torch.manual_seed(0)
-        net = sharded(Net())
-        optimizer = optim.AdamW(net.parameters(), lr=0.01, foreach=True)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        wraps(optimizer)
-        real = torch.optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]
-
-        def count(self: Any, closure: Any = None, real: Any = real) -> Any:
-            sizes.append(sum(len(group["params"]) for group in self.param_groups))
-            return real(self, closure)
-
-        with mock.patch.object(torch.optim.AdamW, "step", count), warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Detected call of `lr_scheduler.step")
-            for _ in range(3):
-                net(torch.full((2, 9), 0.1 + dist.get_rank())).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-        pairs.append((net, optimizer))
-    return differences(pairs), sizes
-
-
+@on_ranks(2)
 def test_flat_after_a_schedule_was_made() -> None:
     """What the scheduler put before the step of the class goes before the flat one."""
-    assert run_ranks(flat_after_a_schedule, 2) == [([], [3, 3, 3])] * 2
+    schedules, sizes = [], []
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        optimizer = optim.AdamW(params, lr=0.01, foreach=True)
+        schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        return optimizer
+
+    def run(net: Any, optimizer: Any) -> None:
+        for _ in range(3):
+            loss_of(net).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedules[-1].step()
+
+    def count(net: Any, optimizer: Any) -> None:
+        sizes.append(runs_of_steps(net, optimizer, run))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Detected call of `lr_scheduler.step")
+        assert two_ways(lambda: sharded(Net()), make, count) == []
+    assert sizes == [[], [3, 3, 3]]  # the stock one has its step already
 
 
-def errors_before_gradients_are_reduced() -> list[str]:
-    """Return what stock and flat say of gradients that are sums of this rank alone."""
+@on_ranks(2)
+def test_a_step_before_gradients_are_reduced_is_refused_as_before() -> None:
     said = []
     for net, optimizer in pair(MAKES["adamw"]):
         net.set_requires_gradient_sync(False)
-        net(torch.full((2, 9), 0.1)).square().mean().backward()
-        with pytest.raises(RuntimeError) as caught:
+        loss_of(net).backward()
+        with pytest.raises(RuntimeError, match="placement") as caught:
             optimizer.step()
         said.append(str(caught.value))
-    return said
-
-
-def test_a_step_before_gradients_are_reduced_is_refused_as_before() -> None:
-    for stock, ours in run_ranks(errors_before_gradients_are_reduced, 2):
-        assert stock == ours
-        assert "placement" in stock
+    assert said[0] == said[1]
 
 
 class Tied(nn.Module):
@@ -587,22 +546,15 @@ class Tied(nn.Module):
         return self.second(self.first(x))
 
 
-def tie() -> list[str]:
-    pairs: list[tuple[Any, Any]] = []
-    for wraps in (lambda one: one, flat):
-        torch.manual_seed(0)
-        net: Any = Tied()
+@on_ranks(2)
+def test_tied_parameters() -> None:
+    def build() -> nn.Module:
+        net = Tied()
         for layer in (net.first, net.second):
             fully_shard(layer)
-        fully_shard(net)
-        optimizer = wraps(MAKES["adam"](net.parameters()))
-        for step in range(3):
-            net(torch.full((2, 6), 0.1 * step + dist.get_rank())).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        pairs.append((net, optimizer))
-    return differences(pairs)
+        return fully_shard(net)
 
+    def loss(net: nn.Module, step: int) -> torch.Tensor:
+        return net(torch.full((2, 6), 0.1 * step + dist.get_rank())).square().mean()
 
-def test_tied_parameters() -> None:
-    assert run_ranks(tie, 2) == [[]] * 2
+    assert two_ways(build, MAKES["adam"], stepping(loss, 3)) == []

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import Replicate
 
 from composable_shard import fully_shard
 from composable_shard.optim import flat
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 from optim.flat_pairs import MAKES, differences, pair, train
 
 optim: Any = torch.optim
@@ -35,46 +36,30 @@ def layers(num: int) -> nn.Sequential:
     return fully_shard(net)
 
 
-def orders(is_reversed: bool) -> list[list[list[Any]]]:
-    """Return the order of the states by optimizer, and that of their names, stock and flat."""
+@pytest.mark.parametrize("is_reversed", [False, True])
+@on_ranks(2)
+def test_they_come_in_the_order_of_the_stock_optimizer(is_reversed: bool) -> None:
+    """Whatever order addresses have, it is not that of parameters both forwards and backwards.
+
+    So do those of a full state dict, which has those of each parameter.
+    """
     found = []
     for wraps in (lambda one: one, flat):
         net = layers(5)
         params = list(net.parameters())
         optimizer = wraps(optim.AdamW(params[::-1] if is_reversed else params))
         for used in (net[1:4], net):  # the others have states later
-            used(torch.full((2, 6), 0.5)).sum().backward()
+            used(torch.arange(12.0).view(2, 6)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         states = optimizer.state_dict()["state"]
         found.append([list(states), [list(state) for state in states.values()]])
-    return found
-
-
-def test_they_come_in_the_order_of_the_stock_optimizer() -> None:
-    """Whatever order addresses have, it is not that of parameters both forwards and backwards."""
-    for is_reversed in (False, True):
-        for stock, ours in run_ranks(orders, 2, is_reversed):
-            assert ours == stock
-
-
-def unlike_in_full_state_dict(is_reversed: bool) -> list[str]:
-    """Return the states that a full state dict has otherwise than their parameters."""
-    net = layers(5)
-    params = list(net.parameters())
-    optimizer = flat(optim.AdamW(params[::-1] if is_reversed else params))
-    net(torch.arange(12.0).view(2, 6)).square().sum().backward()
-    optimizer.step()
-    named = dict(net.named_parameters())
-    values = {name: optimizer.state[named[name]]["exp_avg"].full_tensor() for name in named}
-    options = StateDictOptions(full_state_dict=True)
-    states = get_optimizer_state_dict(net, optimizer, options=options)["state"]
-    return [name for name in named if not torch.equal(values[name], states[name]["exp_avg"])]
-
-
-@pytest.mark.parametrize("is_reversed", [False, True])
-def test_full_state_dicts_have_those_of_each_parameter(is_reversed: bool) -> None:
-    assert run_ranks(unlike_in_full_state_dict, 2, is_reversed) == [[]] * 2
+        named = dict(net.named_parameters())
+        values = {name: optimizer.state[named[name]]["exp_avg"].full_tensor() for name in named}
+        options = StateDictOptions(full_state_dict=True)
+        full = get_optimizer_state_dict(net, optimizer, options=options)["state"]
+        assert all(torch.equal(values[name], full[name]["exp_avg"]) for name in named)
+    assert found[0] == found[1]
 
 
 # Edits ----------------------------------------------------------------------------------------
@@ -165,55 +150,44 @@ IN_A_LOOP = [in_other_dtypes, replicated]
 """Of which foreach steps of DTensors know nothing."""
 
 
-def edit(how: Callable[[Any, Any], None], name: str) -> list[str]:
-    pairs = pair(MAKES[name], is_one_group=True)
+@pytest.mark.parametrize("name", ["adamw", "adamw foreach", "adamw fused"])
+@pytest.mark.parametrize("how", [*EDITS, *IN_A_LOOP], ids=lambda how: how.__name__)
+@on_ranks(2)
+def test_edits_of_states_count(how: Callable[[Any, Any], None], name: str) -> None:
+    pairs = pair(MAKES[name if how in EDITS else "adamw"], is_one_group=True)
     for net, optimizer in pairs:
         train(net, optimizer, range(2))
         how(net, optimizer)
         train(net, optimizer, range(2, 4))
         how(net, optimizer)
         train(net, optimizer, range(4, 6))
-    return differences(pairs)
+    assert differences(pairs) == []
 
 
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [
-        *((how, name) for how in EDITS for name in ("adamw", "adamw foreach", "adamw fused")),
-        *((how, "adamw") for how in IN_A_LOOP),
-    ],
-    ids=lambda one: one if isinstance(one, str) else one.__name__,
-)
-def test_edits_of_states_count(how: Callable[[Any, Any], None], name: str) -> None:
-    assert run_ranks(edit, 2, how, name) == [[]] * 2
-
-
-def numbers_while_training() -> list[list[list[float]]]:
-    """Return what numbers that somebody holds say after each step, stock and flat."""
+@on_ranks(2)
+def test_numbers_that_somebody_holds_count_on() -> None:
+    """What they say after each step, stock and flat."""
     found = []
     for net, optimizer in pair(MAKES["nadam"], is_one_group=True):
         train(net, optimizer, range(2))  # before the second step, states of scalars are distributed
-        params = list(net.parameters())
-        held = [optimizer.state[param][name] for param in params for name in ("step", "mu_product")]
+        states = [optimizer.state[param] for param in net.parameters()]
+        held = [state[name] for state in states for name in ("step", "mu_product")]
         said = []
         for step in range(2, 6):
             train(net, optimizer, range(step, step + 1))
             said.append([number.item() for number in held])
         found.append(said)
-    return found
-
-
-def test_numbers_that_somebody_holds_count_on() -> None:
-    for stock, ours in run_ranks(numbers_while_training, 2):
-        assert ours == stock
-        assert len(set(map(tuple, stock))) == 4
+    assert found[0] == found[1]
+    assert len(set(map(tuple, found[0]))) == 4
 
 
 # States that become tensors -----------------------------------------------------------------------
 
 
-def load_nothing_for_momentum(make: Callable[..., Any]) -> list[str]:
-    pairs = pair(make, is_one_group=True)
+@pytest.mark.parametrize("name", ["momentum", "nesterov"])
+@on_ranks(2)
+def test_momentum_begins_once_after_none_was_loaded(name: str) -> None:
+    pairs = pair(MAKES[name], is_one_group=True)
     for net, optimizer in pairs:
         train(net, optimizer, range(1))
         states = optimizer.state_dict()
@@ -221,12 +195,7 @@ def load_nothing_for_momentum(make: Callable[..., Any]) -> list[str]:
             state["momentum_buffer"] = None
         optimizer.load_state_dict(states)
         train(net, optimizer, range(6, 11))  # with all gradients, without some, and so on
-    return differences(pairs)
-
-
-@pytest.mark.parametrize("name", ["momentum", "nesterov"])
-def test_momentum_begins_once_after_none_was_loaded(name: str) -> None:
-    assert run_ranks(load_nothing_for_momentum, 2, MAKES[name]) == [[]] * 2
+    assert differences(pairs) == []
 
 
 class Now(torch.optim.Optimizer):
@@ -249,22 +218,21 @@ class Now(torch.optim.Optimizer):
                     param.sub_(last.sign(), alpha=group["lr"])
 
 
-def let_go() -> list[str]:
+@on_ranks(2)
+def test_what_an_optimizer_lets_go_of_is_no_state() -> None:
     pairs = pair(Now, is_elementwise=True, is_one_group=True)
     for net, optimizer in pairs:
         train(net, optimizer, range(6))
-    return differences(pairs)
-
-
-def test_what_an_optimizer_lets_go_of_is_no_state() -> None:
-    assert run_ranks(let_go, 2) == [[]] * 2
+    assert differences(pairs) == []
 
 
 # Gradients unlike the parameters ------------------------------------------------------------------
 
 
-def use_wide_gradients(steps: tuple[int, ...]) -> list[str]:
-    """Step by gradients of another dtype at times, of which there are no flat buffers."""
+@pytest.mark.parametrize("steps", [(0,), (0, 1, 3), (2,)])
+@on_ranks(2)
+def test_gradients_of_another_dtype_at_times(steps: tuple[int, ...]) -> None:
+    """Of which there are no flat buffers."""
     pairs = pair(partial(optim.SGD, lr=0.003, momentum=0.9), is_one_group=True)
     for net, optimizer in pairs:
         for step in range(5):
@@ -275,12 +243,7 @@ def use_wide_gradients(steps: tuple[int, ...]) -> list[str]:
             optimizer.step()
             for param in net.parameters():
                 param.grad, param.grad_dtype = None, torch.float32
-    return differences(pairs)
-
-
-@pytest.mark.parametrize("steps", [(0,), (0, 1, 3), (2,)])
-def test_gradients_of_another_dtype_at_times(steps: tuple[int, ...]) -> None:
-    assert run_ranks(use_wide_gradients, 2, steps) == [[]] * 2
+    assert differences(pairs) == []
 
 
 # What looking costs -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -17,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from composable_shard import ShardError
 from composable_shard.optim import Owned, Rows, Sharded, with_layout
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 from optim.rotated import Rotated
 from optim.whole import Params, Spec, adamw, muon, set_gradients, sharded
 
@@ -124,9 +125,10 @@ def test_message(call: Callable[[], object], error: type[Exception], text: str) 
     assert str(caught.value) == text
 
 
-def save_a_list() -> None:
-    specs = [Spec((4, 4)), Spec((2, 2))]
-    model = sharded(specs)
+@on_ranks(3)
+def test_states_that_are_no_tensors() -> None:
+    """Also on the rank that owns nothing with such a state: the others tell it."""
+    model = sharded([Spec((4, 4)), Spec((2, 2))])
     optimizer = with_layout(model, {"*": Owned(partial(Rotated, keeps=True))})
     set_gradients(model, 0)
     optimizer.step()
@@ -136,8 +138,3 @@ def save_a_list() -> None:
         "Expected states of 'p0' that are tensors or numbers, got 'list', a list, which cannot be "
         "saved in shards"
     )
-
-
-def test_states_that_are_no_tensors() -> None:
-    """Also on the rank that owns nothing with such a state: the others tell it."""
-    run_ranks(save_a_list, 3)

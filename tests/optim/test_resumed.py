@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -121,7 +122,8 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "way", "dtype"), KINDS)
+@pytest.mark.brief(6)
+@pytest.mark.parametrize(("make", "way", "dtype"), sorted(KINDS, key=lambda kind: kind[2] != BF16))
 def test_states_of_any_dtype_and_class(
     make: Any, way: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -187,10 +189,15 @@ def read_in_full(source: Any, target: Any, folder: Path) -> None:
     set_optimizer_state_dict(*target, states, options=full)
 
 
-def go_on_with_more(read: Callable[..., None], way: str, folder: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("read", [read_from_a_file, read_in_full])
+@on_ranks(2)
+def test_a_parameter_without_states_stays_without(
+    read: Callable[..., None], way: str, tmp_path: Path
+) -> None:
     source, target = branches(way), branches(way)
     train(*source, num_layers=1)
-    read(source, target, folder)
+    read(source, target, tmp_path)
     target[0].load_state_dict(source[0].state_dict())
     for model, optimizer in (source, target):
         train(model, optimizer, num_layers=2)
@@ -200,29 +207,17 @@ def go_on_with_more(read: Callable[..., None], way: str, folder: Path) -> None:
         assert torch.equal(local(param), local(other))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("read", [read_from_a_file, read_in_full])
-def test_a_parameter_without_states_stays_without(
-    read: Callable[..., None], way: str, tmp_path: Path
-) -> None:
-    run_ranks(go_on_with_more, 2, read, way, tmp_path)
-
-
-def read_flattened(way: str) -> str:
+@pytest.mark.parametrize("way", ["owned", "sharded"])
+@on_ranks(2)
+def test_a_flattened_state_dict_is_refused(way: str) -> None:
     model, optimizer = branches(way)
     train(model, optimizer, num_layers=2)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     states = get_optimizer_state_dict(model, optimizer, options=options)
     with pytest.raises(ShardError) as caught:
         set_optimizer_state_dict(*branches(way), states, options=options)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("way", ["owned", "sharded"])
-def test_a_flattened_state_dict_is_refused(way: str) -> None:
-    text = (
+    assert str(caught.value) == (
         "Expected states of parameters, got a state dict that has none; torch cannot read a "
         "flattened one (flatten_optimizer_state_dict=True) into an optimizer of with_layout, so "
         "save it without that option"
     )
-    assert run_ranks(read_flattened, 2, way) == [text] * 2

@@ -18,8 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import fully_shard
+from composable_shard.insight.group_traffic import Traffic
 from composable_shard.optim import Owned, Rows, Sharded, with_layout
 from composable_shard.optim.blocks import blocks_of
 from composable_shard.optim.exchange import part_of
@@ -170,6 +172,37 @@ def assert_states_equal(states: Mapping[str, Any], oracle: Oracle) -> None:
                 continue
             expected = laid_out(oracle.full(index, key), value)
             assert torch.equal(local(value), local(expected)), f"{key} of {name}"
+
+
+class AllToAlls(TorchDispatchMode):
+    """Notes what this rank sends by each all-to-all, and fails at any other collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Traffic] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            assert "alltoall_base" in str(func), func
+            splits = args[4]
+            self.sent.append(Traffic(1, sum(map(bool, splits)), args[1].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def follow(
+    model: Params, specs: Sequence[Spec], stock: Any = muon, optimizer: Any = None, **options: int
+) -> list[Traffic]:
+    """Step a model and the oracle; return what the second step sends: the first may be special."""
+    oracle = Oracle(specs, stock)
+    optimizer = optimizer or optimizer_of(model, specs, stock, **options)
+    for step in range(2):
+        set_gradients(model, step)
+        oracle.set_gradients(step)
+        oracle.step()
+        with AllToAlls() as counted:
+            assert optimizer.step(lambda: 3.0) == 3.0
+    assert_equal(model, oracle)
+    return counted.sent
 
 
 # Any parameters on any mesh ----------------------------------------------------------------------

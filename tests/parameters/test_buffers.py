@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,7 +65,14 @@ class Casting(nn.Module):
         return torch.func.functional_call(self.model, lent, (x.to(self.dtype),))
 
 
-def train(low: str, nested: bool, reshard: bool | None) -> list[Any]:
+@pytest.mark.parametrize("reshard", [True, None, False])
+@pytest.mark.parametrize("nested", [False, True], ids=["root", "nested"])
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_batch_norm_and_other_buffers_under_low_precision(
+    low: str, nested: bool, reshard: bool | None
+) -> None:
     torch.manual_seed(0)
     model = Normed()
     oracle = Casting(copy.deepcopy(model), LOW[low])
@@ -87,10 +95,8 @@ def train(low: str, nested: bool, reshard: bool | None) -> list[Any]:
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-        for (name, buffer), expected in zip(
-            model.named_buffers(), oracle.model.buffers(), strict=True
-        ):
-            assert buffer.dtype == expected.dtype and torch.equal(buffer, expected), name
+        for buffer, expected in zip(model.buffers(), oracle.model.buffers(), strict=True):
+            assert buffer.dtype == expected.dtype and torch.equal(buffer, expected)
     model.eval()
     oracle.eval()
     for context in (torch.no_grad, torch.inference_mode):
@@ -98,18 +104,8 @@ def train(low: str, nested: bool, reshard: bool | None) -> list[Any]:
             assert_same(model(own_input(9)), oracle(own_input(9)))
     model.reshard()
     assert all(isinstance(param, nn.Parameter) for param in model.parameters())
-    return [model.seen, model.norm.running_mean.dtype]
-
-
-@pytest.mark.parametrize("reshard", [True, None, False])
-@pytest.mark.parametrize("nested", [False, True], ids=["root", "nested"])
-@pytest.mark.parametrize("low", LOW)
-def test_batch_norm_and_other_buffers_under_low_precision(
-    low: str, nested: bool, reshard: bool | None
-) -> None:
-    seen = [[LOW[low], torch.float32, torch.float32], torch.float32]
-    for ranks in (1, 2):
-        assert run_ranks(train, ranks, low, nested, reshard) == [seen] * ranks
+    assert model.seen == [LOW[low], torch.float32, torch.float32]
+    assert model.norm.running_mean.dtype == torch.float32
 
 
 class Shared(nn.Module):
@@ -124,23 +120,19 @@ class Shared(nn.Module):
         return self.norm(self.inner[0](x))
 
 
-def nested_calls() -> list[torch.dtype]:
+@on_ranks(2)
+def test_modules_of_one_group_that_call_each_other_keep_what_is_lent() -> None:
     inner = nn.BatchNorm1d(4)
     outer = Shared(inner)
     fully_shard([inner, outer], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     x = own_input()
     output = outer(x)
     output.sum().backward()
-    expected = F.batch_norm(
-        F.batch_norm(x.bfloat16(), None, None, torch.ones(4), torch.zeros(4), True),
-        *(None, None, torch.ones(4), torch.zeros(4), True),
-    )
+    norm = partial(F.batch_norm, running_mean=None, running_var=None, training=True)
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    expected = norm(norm(x.bfloat16(), weight=ones, bias=zeros), weight=ones, bias=zeros)
     assert torch.equal(output, expected)
-    return [inner.weight.grad.dtype, outer.norm.weight.grad.dtype]
-
-
-def test_modules_of_one_group_that_call_each_other_keep_what_is_lent() -> None:
-    assert run_ranks(nested_calls, 2) == [[torch.float32] * 2] * 2
+    assert inner.weight.grad.dtype == outer.norm.weight.grad.dtype == torch.float32
 
 
 class Interrupt(BaseException):
@@ -187,16 +179,6 @@ class Grows(nn.Module):
         return self.layer(x)
 
 
-def test_what_forward_does_to_cast_buffers_stays_done() -> None:
-    with fake_ranks(2):
-        model = Grows()
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
-        for _ in range(2):
-            model(torch.ones(2, 3))
-    assert (model.cache.dtype, model.cache.tolist()) == (torch.float32, [[1.0] * 3] * 4)
-    assert model.emptied is None and "dropped" not in model._buffers
-
-
 class Shares(nn.Module):
     """Writes a buffer at one place and reads it at another."""
 
@@ -213,11 +195,17 @@ class Shares(nn.Module):
         return self.layer(x) * 0 + self.reader.mean
 
 
-def test_a_cast_buffer_of_two_modules_is_one() -> None:
+def test_what_forward_does_to_cast_buffers_stays_done() -> None:
+    """One of two modules stays one."""
+    policy = MixedPrecisionPolicy(buffer_dtype=torch.bfloat16)
     with fake_ranks(2):
-        model = Shares()
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
+        model = fully_shard(Grows(), mp_policy=policy)
+        for _ in range(2):
+            model(torch.ones(2, 3))
+        assert (model.cache.dtype, model.cache.tolist()) == (torch.float32, [[1.0] * 3] * 4)
+        assert model.emptied is None and "dropped" not in model._buffers
+        model = fully_shard(Shares(), mp_policy=policy)
         shown = [model(torch.ones(1, 3)).tolist() for _ in range(2)]
-    assert shown == [[[1.0] * 3], [[2.0] * 3]]
-    assert model.writer.mean is model.reader.mean
-    assert model.writer.mean.tolist() == [2.0] * 3
+        assert shown == [[[1.0] * 3], [[2.0] * 3]]
+        assert model.writer.mean is model.reader.mean
+        assert model.writer.mean.tolist() == [2.0] * 3

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from meshes.compare import Oracle, gradient_differences, value_differences, whole
+from meshes.compare import Oracle, gradient_differences, value_differences
+from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import two_tensor_hooks
 
-from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard, unsharded
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard import ShardError, fully_shard, unsharded
+from composable_shard.testing import fake_ranks
 
 WIDTH = 5
 
@@ -71,67 +70,54 @@ def make_tagging(kind: str) -> nn.Sequential:
     return model
 
 
-def attributes(kind: str, reshard: bool | None, where: str) -> list[object]:
+@pytest.mark.parametrize("where", ["inner", "root"])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("kind", ["plain", "two tensors", "two tensors with hooks"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_an_attribute_of_a_parameter_is_on_both_forms(
+    kind: str, reshard: bool | None, where: str
+) -> None:
+    """Whichever form it is set on, and whenever; the last value counts."""
     with two_tensor_hooks() if kind == "two tensors with hooks" else nullcontext():
-        return read_attributes(kind, reshard, where)
+        follow_attributes(kind, reshard, where)
 
 
-def read_attributes(kind: str, reshard: bool | None, where: str) -> list[object]:
+def follow_attributes(kind: str, reshard: bool | None, where: str) -> None:
     model = make_tagging(kind)
-    own: nn.Parameter = model[0].weight
-    own.before = tags = ["a", "list"]  # type: ignore[attr-defined]
-    own.changed = "before"  # type: ignore[attr-defined]
+    own: Any = model[0].weight
+    own.before = tags = ["a", "list"]
+    own.changed = "before"
     for layer in model if where == "inner" else ():
         fully_shard(layer, reshard_after_forward=reshard)
     fully_shard(model, reshard_after_forward=reshard)
     sharded: Any = model[0].weight
-    found: list[object] = [sharded.before is tags, sharded.changed]
+    assert sharded.before is tags and sharded.changed == "before"
     sharded.between = 1
     x = torch.randn(2, WIDTH)
     loss = model(x).sum()
     if kind != "plain":  # which are copied when the forms change places
         for module in (model[0], model) if where == "inner" else (model,):
             module.reshard()
-    found += [sharded.inside, sharded.changed, hasattr(sharded, "in_backward")]
+    assert (sharded.inside, sharded.changed) == (1, "inside")
+    assert not hasattr(sharded, "in_backward")
     loss.backward()
     model.reshard()
-    found += [sharded.in_backward, model[0].weight is sharded]
+    assert sharded.in_backward and model[0].weight is sharded
     sharded.later, sharded.changed = 2, "later"
     with unsharded(model):
-        found += [model[0].weight.later, model[0].weight.before is tags]
+        assert model[0].weight.later == 2 and model[0].weight.before is tags
         model[0].weight.opened = True
-    found += [sharded.opened]
+    assert sharded.opened
     model(x).sum().backward()
     model.reshard()
     del sharded.before
     (model[0] if where == "inner" else model).unshard()
     if kind == "plain":
-        found.append(hasattr(model[0].weight, "before"))
-    expected_first = {"before": tags, "between": 1, "changed": "before"}
-    expected_second = {
-        **expected_first,
-        "inside": 1,
-        "in_backward": True,
-        "later": 2,
-        "changed": "later",
-    }
-    return [*found, model[0].seen == [expected_first, expected_second]]
-
-
-@pytest.mark.parametrize("where", ["inner", "root"])
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("kind", ["plain", "two tensors", "two tensors with hooks"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_attribute_of_a_parameter_is_on_both_forms(
-    ranks: int, kind: str, reshard: bool | None, where: str
-) -> None:
-    """Whichever form it is set on, and whenever; the last value counts."""
-    inside = [1, "inside", False, True, True]
-    expected: list[object] = [True, "before", *inside, 2, True, True]
-    if kind == "plain":
-        expected.append(False)
-    found = run_ranks(attributes, ranks, kind, reshard, where)
-    assert found == [[*expected, True]] * ranks
+        assert not hasattr(model[0].weight, "before")
+    first = {"before": tags, "between": 1, "changed": "before"}
+    second = {"inside": 1, "in_backward": True, "later": 2, "changed": "later"}
+    assert model[0].seen == [first, {**first, **second}]
 
 
 def test_attributes_stay_when_parameters_are_converted_or_loaded() -> None:
@@ -165,19 +151,15 @@ def test_attributes_stay_when_parameters_are_converted_or_loaded() -> None:
         assert [model[0].weight.tag, copied[0].weight.tag, copied[2].weight.tag] == [3, 4, 2]
 
 
-def test_a_tied_parameter_that_finds_its_owner_keeps_its_attributes() -> None:
+def test_attributes_of_users_are_kept_and_those_of_a_class_are_not_theirs() -> None:
+    """A tied parameter that finds its owner keeps them, too."""
     with fake_ranks(2):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight
         fully_shard(model[0])
         model[0].weight.tag = 1
         fully_shard(model)
-        assert model[1].weight.tag == 1
-        assert model[0].weight is model[1].weight
-
-
-def test_the_attributes_of_a_class_are_not_those_of_users() -> None:
-    with fake_ranks(2):
+        assert model[1].weight.tag == 1 and model[0].weight is model[1].weight
         model = make_tagging("two tensors")
         model[0].weight.tag = 1
         fully_shard(model)
@@ -188,20 +170,23 @@ def test_the_attributes_of_a_class_are_not_those_of_users() -> None:
 # Hooks on gradients --------------------------------------------------------------------------
 
 
-def train_with_hooks(when: str) -> list[str]:
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@on_ranks("ranks")
+def test_a_hook_on_a_sharded_parameter_sees_the_reduced_gradient(when: str) -> None:
     """Double one gradient and clip another by hooks, on the model and on its oracle."""
     model = make()
     oracle = Oracle(model)
 
-    def register(target: nn.Sequential) -> None:
-        target[0].weight.register_hook(lambda grad: grad * 2)
-        target[2].bias.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    def register() -> None:
+        model[0].weight.register_hook(lambda grad: grad * 2)
+        model[2].bias.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
 
     if when == "before":
-        register(model)
+        register()
     shard_layers(model)
     if when == "after":
-        register(model)
+        register()
     for either in (model, oracle.model):
         either(batch()).square().sum().backward()
     oracle.take()
@@ -209,13 +194,7 @@ def train_with_hooks(when: str) -> list[str]:
     oracle.reduced["0.weight"] *= 2
     oracle.reduced["2.bias"].clamp_(-0.1, 0.1)
     model.reshard()
-    return gradient_differences(dict(model.named_parameters()), oracle)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_hook_on_a_sharded_parameter_sees_the_reduced_gradient(ranks: int, when: str) -> None:
-    assert run_ranks(train_with_hooks, ranks, when) == [[]] * ranks
+    assert gradient_differences(dict(model.named_parameters()), oracle) == []
 
 
 def test_a_hook_that_is_removed_acts_no_more() -> None:
@@ -230,7 +209,11 @@ def test_a_hook_that_is_removed_acts_no_more() -> None:
         assert calls == [1]
 
 
-def optimizer_in_backward(when: str, accumulate: bool) -> list[str]:
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@on_ranks("ranks")
+def test_an_optimizer_in_backward_trains_as_the_oracle(when: str, accumulate: bool) -> None:
     model = make()
     oracle = Oracle(model)
     optimizers: dict[nn.Parameter, torch.optim.Optimizer] = {}
@@ -241,15 +224,13 @@ def optimizer_in_backward(when: str, accumulate: bool) -> list[str]:
         optimizers[param].step()
         param.grad = None
 
-    if when == "before":
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(step)
-    shard_layers(model)
     if when == "after":
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(step)
+        shard_layers(model)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    if when == "before":
+        shard_layers(model)
     optimizer = torch.optim.SGD(oracle.model.parameters(), lr=0.1, momentum=0.9)
-    found: list[str] = []
     for iteration in range(3):
         for microbatch in range(2 if accumulate else 1):
             model.set_requires_gradient_sync(not accumulate or microbatch == 1)
@@ -259,103 +240,29 @@ def optimizer_in_backward(when: str, accumulate: bool) -> list[str]:
         oracle.reduce()
         oracle.step(optimizer)
         model.reshard()
-        if any(param.grad is not None for param in model.parameters()):
-            found.append(f"iteration {iteration}: gradients are left")
-        found += value_differences(model.named_parameters(), oracle)
-    return found
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_optimizer_in_backward_trains_as_the_oracle(
-    ranks: int, when: str, accumulate: bool
-) -> None:
-    assert run_ranks(optimizer_in_backward, ranks, when, accumulate) == [[]] * ranks
-
-
-# Dtypes of gradients -------------------------------------------------------------------------
-
-
-def with_grad_dtype(policy: MixedPrecisionPolicy | None) -> list[object]:
-    model = make().to(torch.bfloat16)
-    model[0].weight.grad_dtype = torch.float32
-    oracle = make().to(torch.bfloat16)
-    oracle[0].weight.grad_dtype = torch.float32
-    shard_layers(model, mp_policy=policy)
-    x = batch().to(torch.bfloat16)
-    for either in (model, oracle):
-        either(x).square().sum().backward()
-        either(x).square().sum().backward()
-    grad = oracle[0].weight.grad
-    assert grad is not None
-    heard = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
-    dist.all_gather(heard, grad)
-    model.reshard()
-    got = model[0].weight.grad
-    assert isinstance(got, DTensor)
-    mean = sum(heard) / len(heard)
-    off = (got.full_tensor() - mean).abs().max() / mean.abs().max()
-    return [model[0].weight.grad_dtype, got.dtype, model[2].weight.grad.dtype, off < 1e-2]
-
-
-@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(reduce_dtype=torch.float32)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_grad_dtype_of_a_parameter_is_kept(
-    ranks: int, policy: MixedPrecisionPolicy | None
-) -> None:
-    expected = [torch.float32, torch.float32, torch.bfloat16, True]
-    assert run_ranks(with_grad_dtype, ranks, policy) == [expected] * ranks
-
-
-def accumulated_in_float32() -> list[object]:
-    """Microbatches whose sum loses bits in bfloat16 are summed exactly."""
-    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    model.weight.grad_dtype = torch.float32
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    fully_shard(model, mp_policy=policy)
-    for sync, value in ((False, 256.0), (True, 1.0)):
-        model.set_requires_gradient_sync(sync)  # type: ignore[operator]
-        model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
-    model.reshard()  # type: ignore[operator]
-    return [whole(model.weight.grad).item(), model.weight.grad.dtype]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_gradients_are_accumulated_in_their_own_dtype(ranks: int) -> None:
-    assert run_ranks(accumulated_in_float32, ranks) == [[257.0, torch.float32]] * ranks
+        assert all(param.grad is None for param in model.parameters())
+        assert value_differences(model.named_parameters(), oracle) == []
 
 
 # Optimizers that were built before -----------------------------------------------------------
 
-OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.AdamW]
 
-
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-def test_an_optimizer_built_before_is_refused_at_its_next_step(
-    make_optimizer: Callable[..., torch.optim.Optimizer],
-) -> None:
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_built_before_is_refused_at_its_next_step(make_optimizer: Any) -> None:
+    """One of another model is not."""
     with fake_ranks(2):
-        model = make()
-        optimizer = make_optimizer(model.parameters(), lr=0.1)
+        model, other = make(), make()
+        optimizers = [make_optimizer(one.parameters(), lr=0.1) for one in (model, other)]
         shard_layers(model)
-        model(torch.ones(2, WIDTH)).sum().backward()
+        before = other[0].weight.clone()
+        for one in (model, other):
+            one(torch.ones(2, WIDTH)).sum().backward()
         with pytest.raises(ShardError) as caught:
-            optimizer.step()
+            optimizers[0].step()
         assert str(caught.value) == (
             f"Expected {make_optimizer.__name__} to have sharded parameters, got 4 that "
             "fully_shard has replaced; build the optimizer after fully_shard"
         )
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def test_an_optimizer_of_another_model_is_not() -> None:
-    with fake_ranks(2):
-        model, other = make(), make()
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-        shard_layers(model)
-        model(torch.ones(2, WIDTH)).sum().backward()
-        other(torch.ones(2, WIDTH)).sum().backward()
-        before = other[0].weight.clone()
-        optimizer.step()
+        optimizers[1].step()
         assert not torch.equal(before, other[0].weight)

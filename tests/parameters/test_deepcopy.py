@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshes.compare import Oracle, step_differences, value_differences
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
-from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 WIDTH = 5
 
@@ -49,61 +48,52 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=generator)
 
 
-def train(model: nn.Module, oracle: Oracle, steps: range) -> list[str]:
+def train(model: nn.Module, oracle: Oracle, steps: range) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
-    found: list[str] = []
     for step in steps:
         for either in (model, oracle.model):
             either(batch(step)).square().sum().backward()
         oracle.take()
         oracle.reduce()
         model.reshard()  # type: ignore[operator]
-        found += step_differences(model, oracle, optimizers)
-    return found
-
-
-def copied_and_trained(when: str, options: dict[str, Any]) -> list[str]:
-    model = make()
-    oracle = Oracle(model)
-    shard_all(model, **options)
-    found = [] if when == "before the first forward" else train(model, oracle, range(2))
-    if when == "while unsharded":
-        model.unshard()  # type: ignore[operator]
-    copied = copy.deepcopy(model)
-    copied_oracle = Oracle(oracle.model)
-    if type(copied) is not type(model) or not isinstance(copied, FSDPModule):
-        found.append(f"{type(copied)} instead of {type(model)}")
-    pairs = zip(model.named_parameters(), copied.named_parameters(), strict=True)
-    for (name, mine), (other_name, theirs) in pairs:
-        assert isinstance(mine, DTensor) and isinstance(theirs, DTensor)
-        if name != other_name or mine.placements != theirs.placements:
-            found.append(f"{name} became {other_name}, {theirs.placements}")
-        if mine.to_local().numel() and mine.to_local().data_ptr() == theirs.to_local().data_ptr():
-            found.append(f"{name} shares memory")
-    found += train(copied, copied_oracle, range(2, 5))
-    found += value_differences(model.named_parameters(), oracle)  # untouched by that
-    found += train(model, oracle, range(5, 7))
-    return found + value_differences(copied.named_parameters(), copied_oracle)
+        assert step_differences(model, oracle, optimizers) == []
 
 
 WHEN = ["before the first forward", "after training", "while unsharded"]
 
 
-@pytest.mark.brief(1)
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(("ranks", "reshard"), [(4, 2), (1, None), (2, None), (3, None)])
+@on_ranks("ranks")
+def test_a_copy_and_its_source_train_independently(when: str, reshard: int | None) -> None:
+    model = make()
+    oracle = Oracle(model)
+    shard_all(model, reshard_after_forward=reshard)
+    if when != "before the first forward":
+        train(model, oracle, range(2))
+    if when == "while unsharded":
+        model.unshard()  # type: ignore[operator]
+    copied = copy.deepcopy(model)
+    copied_oracle = Oracle(oracle.model)
+    assert type(copied) is type(model) and isinstance(copied, FSDPModule)
+    for (name, mine), (other_name, theirs) in zip(
+        model.named_parameters(), copied.named_parameters(), strict=True
+    ):
+        assert isinstance(mine, DTensor) and isinstance(theirs, DTensor)
+        assert (name, mine.placements) == (other_name, theirs.placements)
+        own = mine.to_local()
+        assert not own.numel() or own.data_ptr() != theirs.to_local().data_ptr(), name
+    train(copied, copied_oracle, range(2, 5))
+    assert value_differences(model.named_parameters(), oracle) == []  # untouched by that
+    train(model, oracle, range(5, 7))
+    assert value_differences(copied.named_parameters(), copied_oracle) == []
+
+
+@pytest.mark.parametrize("use_foreach", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_copy_and_its_source_train_independently(ranks: int, when: str) -> None:
-    assert run_ranks(copied_and_trained, ranks, when, {}) == [[]] * ranks
-
-
-def test_a_copy_keeps_how_it_is_sharded() -> None:
-    assert run_ranks(copied_and_trained, 4, WHEN[1], {"reshard_after_forward": 2}) == [[]] * 4
-
-
-Ema = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-
-
-def averaged(use_foreach: bool) -> list[str]:
+@on_ranks("ranks")
+def test_an_exponential_moving_average(use_foreach: bool) -> None:
     """Average the parameters over steps, evaluate the average in between."""
     model = make()
     oracle = Oracle(model)
@@ -113,24 +103,13 @@ def averaged(use_foreach: bool) -> list[str]:
         "multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9) if use_foreach else None,
     }
     means = [AveragedModel(m, **update) for m in (model, oracle.model)]
-    found: list[str] = []
     for step in range(3):
-        found += train(model, oracle, range(step, step + 1))
-        means[0].update_parameters(model)
-        means[1].update_parameters(oracle.model)
-        for mean in means:
+        train(model, oracle, range(step, step + 1))
+        for mean, one in zip(means, (model, oracle.model), strict=True):
+            mean.update_parameters(one)
             mean.eval()
         with torch.no_grad():
-            got, wanted = (mean(batch(9)) for mean in means)
-        if not torch.allclose(got, wanted, atol=1e-5):
-            found.append(f"step {step}: the average gives {got}, not {wanted}")
-    return found
-
-
-@pytest.mark.parametrize("use_foreach", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_exponential_moving_average(ranks: int, use_foreach: bool) -> None:
-    assert run_ranks(averaged, ranks, use_foreach) == [[]] * ranks
+            assert torch.allclose(*(mean(batch(9)) for mean in means), atol=1e-5), step
 
 
 def test_settings_hooks_and_attributes_are_copied() -> None:
@@ -177,28 +156,6 @@ def test_a_part_and_a_whole_around_can_be_copied() -> None:
         model.load_state_dict(state)
 
 
-def subclass_outputs() -> list[bool]:
-    torch.manual_seed(0)
-    with two_tensor_hooks():
-        model = two_tensor_mlp(alike=False, dim=6)
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        x = torch.ones(2, 6)
-        wanted = model(x)
-        copied = copy.deepcopy(model)
-        got = copied(x)
-        with torch.no_grad():
-            for param in copied.parameters():
-                param.to_local().mul_(2)  # type: ignore[attr-defined]
-        same = [torch.equal(got.a, wanted.a), torch.equal(got.b, wanted.b)]  # type: ignore[attr-defined]
-        return [*same, torch.equal(model(x).a, wanted.a), torch.equal(copied(x).a, wanted.a)]
-
-
-def test_tensor_subclasses_are_copied() -> None:
-    assert run_ranks(subclass_outputs, 2) == [[True, True, True, False]] * 2
-
-
 class Counts(nn.Linear):
     """Wants to be told when its parameters are replaced."""
 
@@ -208,18 +165,15 @@ class Counts(nn.Linear):
         super().__setattr__(name, value)
 
 
-def heard_by_a_copy() -> list[bool]:
+@on_ranks(2)
+def test_a_copy_of_a_module_with_its_own_setattr_is_told() -> None:
     model = Counts(WIDTH, WIDTH)
     fully_shard(model, reshard_after_forward=True)
     copied = copy.deepcopy(model)
     copied.__dict__["heard"] = []
     with torch.no_grad():
         copied(torch.ones(1, WIDTH))
-    return copied.heard
-
-
-def test_a_copy_of_a_module_with_its_own_setattr_is_told() -> None:
-    assert run_ranks(heard_by_a_copy, 2) == [[True, False]] * 2
+    assert copied.heard == [True, False]
 
 
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
@@ -248,7 +202,9 @@ class Trunk(nn.Module):
         return self.head(self.body(x))
 
 
-def copies_of_a_plain_child() -> list[bool]:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_plain_child_is_copied_without_its_group() -> None:
     """Copy a child of the root's group by itself; then it lives without the group."""
     torch.manual_seed(0)
     model = Trunk()
@@ -256,26 +212,18 @@ def copies_of_a_plain_child() -> list[bool]:
     fully_shard(model.body)
     fully_shard(model)
     copied = copy.deepcopy(model.head)
-    seen = []
     for name, param in copied.named_parameters():
-        seen.append(isinstance(param, DTensor) and param.is_leaf)
-        seen.append(torch.equal(param.full_tensor(), whole[name]))
+        assert isinstance(param, DTensor) and param.is_leaf
+        assert torch.equal(param.full_tensor(), whole[name])
     loaded = copied.load_state_dict({key: value * 2 for key, value in copied.state_dict().items()})
-    seen.append(loaded.missing_keys == [] and loaded.unexpected_keys == [])
-    for name, value in copied.state_dict().items():
-        seen.append(torch.equal(value.full_tensor(), 2 * whole[name]))
-    for name, value in model.head.state_dict().items():  # as it was
-        seen.append(torch.equal(value.full_tensor(), whole[name]))
+    assert loaded.missing_keys == [] and loaded.unexpected_keys == []
+    for factor, module in ((2, copied), (1, model.head)):
+        for name, value in module.state_dict().items():
+            assert torch.equal(value.full_tensor(), factor * whole[name])
     twin = copy.deepcopy(model)  # with the group: hooks belong to the new one
     model(torch.ones(1, WIDTH)).sum().backward()
     twin.load_state_dict({key: value * 0 for key, value in model.state_dict().items()})
-    seen.append(all(not param.full_tensor().any() for param in twin.parameters()))
-    seen.append(not twin(torch.ones(1, WIDTH)).any())
-    seen += [torch.equal(p.full_tensor(), whole[n]) for n, p in model.head.named_parameters()]
-    return seen
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_plain_child_is_copied_without_its_group(ranks: int) -> None:
-    for seen in run_ranks(copies_of_a_plain_child, ranks):
-        assert seen == [True] * 13
+    assert all(not param.full_tensor().any() for param in twin.parameters())
+    assert not twin(torch.ones(1, WIDTH)).any()
+    for name, param in model.head.named_parameters():
+        assert torch.equal(param.full_tensor(), whole[name])

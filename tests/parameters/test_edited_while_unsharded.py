@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from nets import full
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import fully_shard
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 
 def layers() -> nn.Sequential:
@@ -29,7 +30,12 @@ def replaces_memory(model: nn.Sequential) -> None:
         param.data = param.data.clone()
 
 
-def trained_after(edit: Callable[[nn.Sequential], None]) -> bool:
+@pytest.mark.parametrize("edit", [converts, replaces_memory])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_parameter_with_other_memory_is_gathered_again(
+    edit: Callable[[nn.Sequential], None],
+) -> None:
     """Edit the head, which the root owns, after a forward; compare training with the oracle."""
     oracle = layers()
     model = copy.deepcopy(oracle)
@@ -44,32 +50,12 @@ def trained_after(edit: Callable[[nn.Sequential], None]) -> bool:
             one(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return all(
-        torch.allclose(full(got), wanted)
-        for got, wanted in zip(model.parameters(), oracle.parameters(), strict=True)
-    )
-
-
-@pytest.mark.parametrize("edit", [converts, replaces_memory])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_parameter_with_other_memory_is_gathered_again(
-    edit: Callable[[nn.Sequential], None], ranks: int
-) -> None:
-    assert run_ranks(trained_after, ranks, edit, timeout=60) == [True] * ranks
-
-
-class Around(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.net(x)
-        return result
+    for got, wanted in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert torch.allclose(full(got), wanted)
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda net: Around(fully_shard(net)),
+    "plain": lambda net: nn.Sequential(fully_shard(net)),
     "sharded": fully_shard,
     "fsdp1": lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu")),
 }

@@ -5,7 +5,8 @@ gradients that are not synchronized yet.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import two_tensor_hooks
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks
 
 Reshard = bool | int | None
 
@@ -46,27 +46,30 @@ def assert_gradients(model: nn.Module, reference: nn.Module) -> None:
 # While unsharded parameters are registered ------------------------------------------------------
 
 
-def by_the_module(model: Net, params: dict[str, nn.Parameter], wanted: bool) -> None:
-    model.requires_grad_(wanted)
+Params = dict[str, nn.Parameter]
 
 
-def by_a_part(model: Net, params: dict[str, nn.Parameter], wanted: bool) -> None:
+def by_a_part(model: Net, params: Params, wanted: bool) -> None:
     model.out.requires_grad_(wanted)
     model.inp.weight.requires_grad_(wanted)
 
 
-def by_assigning(model: Net, params: dict[str, nn.Parameter], wanted: bool) -> None:
+def by_assigning(model: Net, params: Params, wanted: bool) -> None:
     model.out.weight.requires_grad = wanted
     model.blocks[0].up.bias.requires_grad = wanted
 
 
-def by_the_sharded(model: Net, params: dict[str, nn.Parameter], wanted: bool) -> None:
+def by_the_sharded(model: Net, params: Params, wanted: bool) -> None:
     for name in ("out.weight", "inp.bias", "blocks.0.down.weight"):
         params[name].requires_grad_(wanted)
 
 
-Freeze = Callable[[Net, dict[str, nn.Parameter], bool], None]
-FREEZE: list[Freeze] = [by_the_module, by_a_part, by_assigning, by_the_sharded]
+FREEZE: dict[str, Callable[[Net, Params, bool], object]] = {
+    "module": lambda model, params, wanted: model.requires_grad_(wanted),
+    "part": by_a_part,
+    "assigning": by_assigning,
+    "sharded": by_the_sharded,
+}
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
@@ -76,45 +79,52 @@ FREEZE: list[Freeze] = [by_the_module, by_a_part, by_assigning, by_the_sharded]
 @pytest.mark.parametrize("freeze", FREEZE)
 @on_ranks("num_ranks")
 def test_frozen_between_forward_and_backward(
-    freeze: Freeze, reshard: Reshard, after: bool, by_then: str
+    freeze: str, reshard: Reshard, after: bool, by_then: str
 ) -> None:
     """Freeze between forward and backward, or between two forwards; unfreeze again."""
     reference, model = two_nets(1, reshard_after_forward=reshard)
     model.set_reshard_after_backward(after)
     pairs = [(one, dict(one.named_parameters())) for one in (model, reference)]
     optimizers = [torch.optim.SGD(params.values(), lr=0.1) for _, params in pairs]
+    (_, ours), (_, theirs) = pairs
+    is_all = freeze == "module"
     for step in range(6):
         is_frozen = step in (1, 2, 4)
         for (one, params), optimizer in zip(pairs, optimizers, strict=True):
             loss = loss_of(one, step)
             if is_frozen:
-                freeze(one, params, False)
+                FREEZE[freeze](one, params, False)
             if by_then == "forward" and is_frozen:
                 loss = loss_of(one, step + 10)
-            if one is model and freeze is by_the_module and is_frozen:
-                assert not any(param.requires_grad for param in params.values())
+            if is_all and is_frozen:
+                assert not any(param.requires_grad for param in ours.values())
             if loss.requires_grad:
                 loss.backward()
             optimizer.step() if step % 2 else None
-        for name, param in pairs[0][1].items():
-            assert param.requires_grad == pairs[1][1][name].requires_grad, name
-        if by_then == "forward" and is_frozen and freeze is by_the_module:
+        assert [p.requires_grad for p in ours.values()] == [
+            p.requires_grad for p in theirs.values()
+        ]
+        if by_then == "forward" and is_frozen and is_all:
             model(own_input(step)), reference(own_input(step))
         average_gradients(reference.parameters())
-        got = {name: param.grad for name, param in pairs[0][1].items()}
-        for name, expected in pairs[1][1].items():
-            assert (got[name] is None) == (expected.grad is None), (step, name)
+        for name, expected in theirs.items():
+            assert (ours[name].grad is None) == (expected.grad is None), (step, name)
             if expected.grad is not None:
-                torch.testing.assert_close(full(got[name]), expected.grad, rtol=1e-4, atol=1e-5)
+                got = full(ours[name].grad)
+                torch.testing.assert_close(got, expected.grad, rtol=1e-4, atol=1e-5)
         for (one, params), optimizer in zip(pairs, optimizers, strict=True):
             optimizer.zero_grad()
             if is_frozen:
-                freeze(one, params, True)
-        for name, param in pairs[0][1].items():
-            with torch.no_grad():
-                pairs[1][1][name].copy_(full(param))
-    for name, param in pairs[0][1].items():
-        assert param.requires_grad, name
+                FREEZE[freeze](one, params, True)
+        follow_values(ours.values(), theirs.values())
+    assert all(param.requires_grad for param in ours.values())
+
+
+def follow_values(params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> None:
+    """Let sums that were taken in another order not add up."""
+    with torch.no_grad():
+        for param, other in zip(params, others, strict=True):
+            other.copy_(full(param))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -177,23 +187,14 @@ def test_frozen_while_held_unsharded() -> None:
 # With gradients that are not synchronized ---------------------------------------------------------
 
 
-def everything(model: Net) -> list[nn.Module]:
-    return [model]
+Part = Callable[[Net], list[nn.Module]]
+PARTS: dict[str, Part] = {
+    "everything": lambda model: [model],
+    "a block": lambda model: [model.blocks[0]],
+    "a layer": lambda model: [model.blocks[1].up, model.out],
+    "all but the head": lambda model: [model.inp, *model.blocks],
+}
 
-
-def a_block(model: Net) -> list[nn.Module]:
-    return [model.blocks[0]]
-
-
-def one_layer(model: Net) -> list[nn.Module]:
-    return [model.blocks[1].up, model.out]
-
-
-def all_but_the_head(model: Net) -> list[nn.Module]:
-    return [model.inp, *model.blocks]
-
-
-PARTS: list[Callable[[Net], list[nn.Module]]] = [everything, a_block, one_layer, all_but_the_head]
 
 HYBRID = (2, 2)
 
@@ -221,14 +222,24 @@ def options_of(kind: str) -> dict[str, Any]:
     return {}
 
 
-def frozen_with_unsynced(
-    part: Callable[[Net], list[nn.Module]], kind: str, how: str, uses: str
+@pytest.mark.brief(9)
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("hybrid", 4), *product(("plain", "offloaded", "mixed"), (1, 2, 3))],
+)
+@pytest.mark.parametrize("uses", ["some", "all"])
+@pytest.mark.parametrize(
+    ("part", "how"), [("everything", "inputs"), *product(PARTS, ["sync", "all-reduce"])]
+)
+@on_ranks("num_ranks")
+def test_what_was_accumulated_and_frozen_is_reduced(
+    kind: str, uses: str, part: str, how: str
 ) -> None:
     """Accumulate without sync, freeze, then synchronize; on some ranks a part is not used."""
     reference, model = two_nets(2, make=Partly, **options_of(kind))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, reference)]
     for iteration in range(3):
-        frozen = [module for one in (model, reference) for module in part(one)]
+        frozen = [module for one in (model, reference) for module in PARTS[part](one)]
         model.set_requires_gradient_sync(how == "all-reduce")
         model.set_requires_all_reduce(False)
         for one in (model, reference):
@@ -241,12 +252,12 @@ def frozen_with_unsynced(
         model.set_requires_all_reduce(True)
         for one in (model, reference):
             x = own_input(10 + iteration)
-            if part is everything:
+            if part == "everything":
                 x.requires_grad_(how == "inputs")
             loss = one(x).square().sum()
             if loss.requires_grad:
                 loss.backward()
-        if part is everything and how != "inputs":
+        if part == "everything" and how != "inputs":
             model.synchronize_gradients()
         average(reference)
         assert_gradients(model, reference)
@@ -257,8 +268,7 @@ def frozen_with_unsynced(
             optimizer.zero_grad()
         for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(full(param), expected, rtol=1e-5, atol=1e-6)
-            with torch.no_grad():
-                expected.copy_(full(param))
+        follow_values(model.parameters(), reference.parameters())
 
 
 def average(reference: nn.Module) -> None:
@@ -269,26 +279,6 @@ def average(reference: nn.Module) -> None:
         if has.item() and param.grad is None:
             param.grad = torch.zeros_like(param)
     average_gradients(reference.parameters())
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize(("part", "how"), [(everything, "inputs"), *((p, "sync") for p in PARTS)])
-@pytest.mark.parametrize("uses", ["all", "some"])
-@pytest.mark.parametrize("kind", ["plain", "offloaded", "mixed"])
-def test_what_was_accumulated_and_frozen_is_reduced(
-    kind: str, uses: str, part: Callable[[Net], list[nn.Module]], how: str, num_ranks: int
-) -> None:
-    run_ranks(frozen_with_unsynced, num_ranks, part, kind, how, uses)
-
-
-@pytest.mark.brief(2)
-@pytest.mark.parametrize("uses", ["all", "some"])
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("how", ["sync", "all-reduce"])
-def test_what_was_accumulated_and_frozen_is_reduced_over_replicas(
-    how: str, part: Callable[[Net], list[nn.Module]], uses: str
-) -> None:
-    run_ranks(frozen_with_unsynced, 4, part, "hybrid", how, uses)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -381,5 +371,4 @@ def test_unsynced_gradients_are_zeroed(by: str, hybrid: bool, foreach: str) -> N
             optimizer.step()
         for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5)
-            with torch.no_grad():
-                expected.copy_(full(param))
+        follow_values(model.parameters(), reference.parameters())

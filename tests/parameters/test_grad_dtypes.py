@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from heard import from_all_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp
 from torch.testing._internal.two_tensor import TwoTensor
@@ -21,47 +22,41 @@ from torch_versions import needs_new_reduce_dtype
 
 from composable_shard import MixedPrecisionPolicy, RankMismatchError, fully_shard
 from composable_shard.core.transport.channel import Channel
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-def train(layer: nn.Module) -> list[torch.dtype | None]:
-    layer(torch.ones(2, 4)).sum().backward()
+def train(layer: nn.Module, dtype: torch.dtype = FP32) -> list[torch.dtype | None]:
+    layer(torch.ones(2, 4, dtype=dtype)).sum().backward()
     return [None if param.grad is None else param.grad.dtype for param in layer.parameters()]
 
 
-def test_parameters_of_a_group_may_ask_for_different_ones() -> None:
-    policy = MixedPrecisionPolicy(torch.float32, torch.float32, grad_dtype=torch.float64)
+def test_what_parameters_ask_for_holds() -> None:
+    """Different ones of a group may ask for different dtypes, and for others later."""
     with fake_ranks(2):
+        policy = MixedPrecisionPolicy(FP32, FP32, grad_dtype=FP64)
         layer = nn.Linear(4, 4)
         layer.weight = nn.Parameter(layer.weight.detach().bfloat16())
-        layer.weight.grad_dtype = torch.float32
-        assert train(fully_shard(layer, mp_policy=policy)) == [torch.float32, torch.float64]
-
-
-def test_what_is_asked_may_change() -> None:
-    with fake_ranks(2):
+        layer.weight.grad_dtype = FP32
+        assert train(fully_shard(layer, mp_policy=policy)) == [FP32, FP64]
         layer = fully_shard(nn.Linear(4, 4))
-        for dtype in (torch.float64, torch.bfloat16, torch.float64):
+        for dtype in (FP64, BF16, FP64):
             layer.bias.grad_dtype = dtype
-            assert train(layer) == [torch.float32, dtype]
+            assert train(layer) == [FP32, dtype]
             layer.zero_grad()
 
 
 def test_what_is_asked_after_an_accumulation_holds() -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     with fake_ranks(2):
+        policy = MixedPrecisionPolicy(reduce_dtype=FP32)
         layer = fully_shard(nn.Linear(4, 4).bfloat16(), mp_policy=policy)
-        for asked in (None, torch.float64):
+        for asked in (None, FP64):
             if asked is not None:
                 layer.weight.grad_dtype = layer.bias.grad_dtype = asked
-            x = torch.ones(2, 4, dtype=torch.bfloat16)
             with layer.no_sync():
-                layer(x).sum().backward()
-            layer(x).sum().backward()
-            grads = [param.grad for param in layer.parameters()]
-            assert [g.dtype for g in grads if g is not None] == [asked or torch.bfloat16] * 2
+                train(layer, BF16)
+            assert train(layer, BF16) == [asked or BF16] * 2
             layer.zero_grad()
 
 
@@ -130,40 +125,33 @@ def reduction_dtypes() -> Iterator[list[torch.dtype]]:
         yield dtypes
 
 
-CASES: dict[str, tuple[dict[str, Any], tuple[Any, Any], tuple[Any, Any], list[torch.dtype]]] = {
-    # policy, dtypes of the parameters, their grad_dtype ("unset": not), dtypes of reductions
-    "follows the parameter, not compute": (
-        {"param_dtype": BF16},
-        (FP32, FP32),
-        ("unset", "unset"),
-        [FP32],
-    ),
-    "follows a bf16 parameter": ({}, (BF16, BF16), ("unset", "unset"), [BF16]),
-    "follows the grad_dtype": ({}, (BF16, BF16), (FP32, FP32), [FP32]),
-    "one grad_dtype widens the other": ({}, (BF16, BF16), (FP32, "unset"), [FP32]),
-    "one parameter widens the other": ({"param_dtype": BF16}, (BF16, FP32), ("unset",) * 2, [FP32]),
-    "bf16 and fp16 promote to fp32": ({}, (BF16, FP16), ("unset", "unset"), [FP32]),
-    "a grad_dtype may be narrower": ({}, (FP32, FP32), (BF16, BF16), [BF16]),
-    "any gradient is reduced as it is": ({"param_dtype": BF16}, (FP32, FP32), (None, None), [BF16]),
-    "any gradient beside another": ({"param_dtype": BF16}, (FP32, FP32), (None, "unset"), [FP32]),
+UNSET = "unset"
+Dtypes = tuple[Any, Any]
+CASES: dict[str, tuple[dict[str, Any], Dtypes, Dtypes, torch.dtype]] = {
+    # policy, dtypes of the parameters, their grad_dtype, dtype of the reduction
+    "follows the parameter": ({"param_dtype": BF16}, (FP32, FP32), (UNSET, UNSET), FP32),
+    "follows a bf16 parameter": ({}, (BF16, BF16), (UNSET, UNSET), BF16),
+    "follows the grad_dtype": ({}, (BF16, BF16), (FP32, FP32), FP32),
+    "one grad_dtype widens the other": ({}, (BF16, BF16), (FP32, UNSET), FP32),
+    "one parameter widens the other": ({"param_dtype": BF16}, (BF16, FP32), (UNSET, UNSET), FP32),
+    "bf16 and fp16 promote to fp32": ({}, (BF16, FP16), (UNSET, UNSET), FP32),
+    "a grad_dtype may be narrower": ({}, (FP32, FP32), (BF16, BF16), BF16),
+    "any gradient is reduced as it is": ({"param_dtype": BF16}, (FP32, FP32), (None, None), BF16),
+    "any gradient beside another": ({"param_dtype": BF16}, (FP32, FP32), (None, UNSET), FP32),
     "reduce_dtype comes first": (
         {"param_dtype": BF16, "reduce_dtype": FP64},
         (FP32, FP32),
-        (BF16, "unset"),
-        [FP64],
+        (BF16, UNSET),
+        FP64,
     ),
-    "the policy's grad_dtype comes last": (
-        {"grad_dtype": FP64},
-        (FP32, FP32),
-        ("unset", BF16),
-        [FP64],
-    ),
+    "reduce_dtype and grad_dtype": ({"reduce_dtype": FP32}, (BF16, BF16), (FP32, UNSET), FP32),
+    "the policy's grad_dtype comes last": ({"grad_dtype": FP64}, (FP32, FP32), (UNSET, BF16), FP64),
 }
 
 
 def ask(model: Scaled, asked: tuple[Any, Any]) -> None:
     for param, dtype in zip(model.parameters(), asked, strict=True):
-        if dtype != "unset":
+        if dtype != UNSET:
             param.grad_dtype = dtype
 
 
@@ -174,12 +162,12 @@ def own_dtype(case: str, index: int, param: torch.Tensor) -> torch.dtype:
         return policy["reduce_dtype"]
     if asked[index] is None:
         return policy.get("param_dtype") or param.dtype
-    return policy.get("grad_dtype") or param.dtype if asked[index] == "unset" else asked[index]
+    return policy.get("grad_dtype") or param.dtype if asked[index] == UNSET else asked[index]
 
 
 def reduced_by_hand(case: str, model: Scaled, num_microbatches: int) -> dict[str, torch.Tensor]:
     """Accumulate in the dtype of each parameter, average in that of the reduction, round once."""
-    policy, _, asked, (launched,) = CASES[case]
+    policy, _, asked, launched = CASES[case]
     compute = copy.deepcopy(model)
     for name, param in model.named_parameters():
         low = param.detach().to(policy.get("param_dtype") or param.dtype)
@@ -204,14 +192,19 @@ def reduced_by_hand(case: str, model: Scaled, num_microbatches: int) -> dict[str
     for index, (name, param) in enumerate(model.named_parameters()):
         mean = sum(said[name].to(launched).double() for said in heard) / len(heard)
         wanted = policy.get("grad_dtype") or param.dtype
-        if asked[index] != "unset":
+        if asked[index] != UNSET:
             wanted = asked[index] or launched
         means[name] = mean.to(launched).to(wanted)
     return means
 
 
-def train_case(case: str, unsynced: int) -> list[object]:
-    policy, dtypes, asked, _ = CASES[case]
+@pytest.mark.parametrize("unsynced", [0, 2])
+@pytest.mark.parametrize("case", list(CASES))
+@on_ranks(2)
+def test_a_reduction_follows_the_parameters_where_the_policy_names_no_dtype(
+    case: str, unsynced: int
+) -> None:
+    policy, dtypes, asked, launched = CASES[case]
     model = Scaled(dtypes)
     ask(model, asked)
     wanted = reduced_by_hand(case, model, unsynced + 1)
@@ -220,20 +213,24 @@ def train_case(case: str, unsynced: int) -> list[object]:
         for step in range(unsynced + 1):
             model.set_requires_gradient_sync(step == unsynced)
             model(batch(step, dist.get_rank())).backward()
-    differ = []
+    assert launches == [launched]
     for name, param in model.named_parameters():
         got = param.grad.full_tensor()
-        if got.dtype != wanted[name].dtype or not torch.equal(got, wanted[name]):
-            differ.append(f"{name}: {got.dtype} {(got - wanted[name]).abs().max()}")
-    return [launches, differ]
+        assert got.dtype == wanted[name].dtype and torch.equal(got, wanted[name]), name
 
 
-@pytest.mark.parametrize("unsynced", [0, 2])
-@pytest.mark.parametrize("case", list(CASES))
-def test_a_reduction_follows_the_parameters_where_the_policy_names_no_dtype(
-    case: str, unsynced: int
-) -> None:
-    assert run_ranks(train_case, 2, case, unsynced) == [[CASES[case][3], []]] * 2
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_the_grad_dtype_of_a_parameter_is_kept() -> None:
+    """Microbatches whose sum loses bits in bfloat16 are summed exactly."""
+    model: Any = nn.Linear(1, 1, bias=False, dtype=BF16)
+    model.weight.grad_dtype = FP32
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
+    for sync, value in ((False, 256.0), (True, 1.0)):
+        model.set_requires_gradient_sync(sync)
+        model(torch.full((1, 1), value, dtype=BF16)).sum().backward()
+    model.reshard()
+    assert model.weight.grad.full_tensor() == 257 and model.weight.grad.dtype == FP32
 
 
 class Widening(torch.autograd.Function):
@@ -261,13 +258,17 @@ class Fused(nn.Module):
         return Widening.apply(x, self.weight, widens).sum()
 
 
-def wide_on_some_ranks(asks: bool, widens: tuple[bool, ...]) -> list[object]:
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("widens", [(True,), (False, True), (True, False)])
+@on_ranks(2)
+def test_gradients_wider_than_compute_are_not_rounded_on_any_rank(
+    asks: bool, widens: tuple[bool, ...]
+) -> None:
     """One rank's gradients have more bits than those of others; nothing of them is lost."""
     model = Fused()
     if asks:
         model.weight.grad_dtype = None
-    policy = MixedPrecisionPolicy(BF16, cast_forward_inputs=False)
-    fully_shard(model, mp_policy=policy)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, cast_forward_inputs=False))
     rank = dist.get_rank()
     for step, wide in enumerate(widens):
         model.set_requires_gradient_sync(step == len(widens) - 1)
@@ -279,16 +280,7 @@ def wide_on_some_ranks(asks: bool, widens: tuple[bool, ...]) -> list[object]:
         grads = [part if wide and each == 0 else part.to(BF16) for part, wide in pairs]
         total += sum(grads) if asks else sum(grad.float() for grad in grads)
     got = model.weight.grad.full_tensor()
-    off = (got - total / 2).abs().max().item()
-    return [got.dtype, off < 1e-6]
-
-
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("widens", [(True,), (False, True), (True, False)])
-def test_gradients_wider_than_compute_are_not_rounded_on_any_rank(
-    asks: bool, widens: tuple[bool, ...]
-) -> None:
-    assert run_ranks(wide_on_some_ranks, 2, asks, widens) == [[FP32, True]] * 2
+    assert got.dtype == FP32 and (got - total / 2).abs().max() < 1e-6
 
 
 # Compute, by parameter -------------------------------------------------------------------------
@@ -341,7 +333,9 @@ class NormedByHand(Normed):
         return self.norm((x.to(BF16) @ self.inner.to(BF16)).float())
 
 
-def overridden(reshard: bool | int | None) -> list[object]:
+@pytest.mark.parametrize(("reshard", "ranks"), [(None, 2), (True, 2), (None, 1)])
+@on_ranks("ranks")
+def test_parameters_may_compute_in_their_own_dtype(reshard: bool | None) -> None:
     calls: list[tuple[int, ...]] = []
 
     def override(param: nn.Parameter) -> torch.dtype | None:
@@ -351,23 +345,15 @@ def overridden(reshard: bool | int | None) -> list[object]:
     model = Normed()
     policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=override)
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
-    called = list(calls)
-    same = train_normed(model) == train_normed(NormedByHand())
+    assert train_normed(model) == train_normed(NormedByHand())
     copied = copy.deepcopy(model)
     copied(batch(0, 0))
-    assert copied.seen == model.seen and calls == called
-    return [called, model.seen, same]
-
-
-@pytest.mark.parametrize(("reshard", "ranks"), [(None, 2), (True, 2), (None, 1)])
-def test_parameters_may_compute_in_their_own_dtype(reshard: bool | None, ranks: int) -> None:
     seen = {"inner": BF16, "norm.weight": FP32, "norm.bias": FP32, "x": BF16}
-    wanted = [[(4, 4), (4,), (4,)], seen, True]
-    assert run_ranks(overridden, ranks, reshard) == [wanted] * ranks
+    assert copied.seen == model.seen == seen and calls == [(4, 4), (4,), (4,)]
 
 
-def handed_to_a_subclass() -> list[torch.dtype | None]:
-    """A subclass that gathers by itself is told the dtype of its own parameter."""
+@on_ranks(2)
+def test_a_subclass_is_told_the_dtype_of_its_own_parameter() -> None:
     told: list[Any] = []
 
     def pre(self: TwoTensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
@@ -376,101 +362,76 @@ def handed_to_a_subclass() -> list[torch.dtype | None]:
 
     def post(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
         told.append(dtype)
-        if out is None:
-            return TwoTensor(*outputs), outputs
-        return None
+        return (TwoTensor(*outputs), outputs) if out is None else None
 
-    TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather = pre, post
-    try:
-        model = nn.Linear(4, 4, bias=False)
+    with mock.patch.multiple(
+        TwoTensor, create=True, fsdp_pre_all_gather=pre, fsdp_post_all_gather=post
+    ):
+        model: Any = nn.Linear(4, 4, bias=False)
         weight = model.weight.detach()
         model.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
         policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: param.dtype)
         fully_shard(model, mp_policy=policy)
         model.unshard()
-    finally:
-        del TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather
-    return told
-
-
-def test_a_subclass_is_told_the_dtype_of_its_own_parameter() -> None:
-    assert run_ranks(handed_to_a_subclass, 2) == [[(FP32, None), FP32]] * 2
-
-
-def refused(answer: object) -> tuple[str, bool]:
-    model = Normed()
-    before = dict(model.named_parameters())
-    policy = MixedPrecisionPolicy(
-        BF16,
-        param_dtype_override_fn=lambda param: answer if param.ndim == 1 else None,  # type: ignore[arg-type,return-value]
-    )
-    with pytest.raises(ValueError) as caught:
-        fully_shard(model, mp_policy=policy)
-    after = dict(model.named_parameters())
-    return str(caught.value), type(model) is Normed and all(after[n] is before[n] for n in before)
+    assert told == [(FP32, None), FP32]
 
 
 @pytest.mark.parametrize(
     ("answer", "got"),
     [(FP16, "torch.float16"), (torch.int64, "torch.int64"), ("fp32", "str: 'fp32'")],
 )
+@on_ranks(2)
 def test_what_may_not_be_returned_is_refused_by_name_on_all_ranks(answer: object, got: str) -> None:
-    text = (
+    model = Normed()
+    before = dict(model.named_parameters())
+
+    def override(param: nn.Parameter) -> Any:
+        return answer if param.ndim == 1 else None
+
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=override))
+    assert str(caught.value) == (
         "Expected param_dtype_override_fn to return None, param_dtype (torch.bfloat16) or the "
         f"parameter's own dtype (torch.float32) for parameter 'norm.weight', got {got}"
     )
-    assert run_ranks(refused, 2, answer) == [(text, True)] * 2
-
-
-def fails_by_itself() -> list[str]:
-    def override(param: nn.Parameter) -> torch.dtype | None:
-        raise KeyError("no dtype for it")
-
-    with pytest.raises(KeyError) as caught:
-        fully_shard(
-            Normed(), mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=override)
-        )
-    return caught.value.__notes__
+    after = dict(model.named_parameters())
+    assert type(model) is Normed and all(after[name] is before[name] for name in before)
 
 
 def test_an_override_that_fails_says_for_which_parameter() -> None:
-    with fake_ranks(2):
-        assert fails_by_itself() == ["raised by param_dtype_override_fn for parameter 'inner'"]
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        raise KeyError("no dtype for it")
+
+    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=override)
+    with fake_ranks(2), pytest.raises(KeyError) as caught:
+        fully_shard(Normed(), mp_policy=policy)
+    said = ["raised by param_dtype_override_fn for parameter 'inner'"]
+    assert caught.value.__notes__ == said
 
 
 FACT = "parameter '{0}' of the root group: shape {1}, torch.float32, Shard(0), trainable, on cpu"
 MISMATCH = f"Expected the same model on all ranks, got on rank 0: {FACT}; on rank 1: {FACT}, {{2}}"
 
 
-def differs_between_ranks() -> str:
-    keeps = dist.get_rank() == 1
-    policy = MixedPrecisionPolicy(
-        BF16, param_dtype_override_fn=lambda p: FP32 if keeps and p.ndim == 1 else None
-    )
-    model = fully_shard(Normed(), mp_policy=policy)
-    with pytest.raises(RankMismatchError) as caught:
-        model(batch(0, 0))
-    return str(caught.value)
-
-
-def test_ranks_that_override_differently_all_raise() -> None:
-    text = MISMATCH.format("norm.weight", [4], "computed in torch.float32")
-    assert run_ranks(differs_between_ranks, 2, timeout=30) == [text] * 2
-
-
-def asks_between_ranks() -> str:
-    model = Scaled()
-    if dist.get_rank() == 1:
+@pytest.mark.parametrize("differs", ["override", "grad_dtype"])
+@on_ranks(2, timeout=30)
+def test_ranks_that_ask_for_different_dtypes_all_raise(differs: str) -> None:
+    model: Any = Normed() if differs == "override" else Scaled()
+    keeps, policy = dist.get_rank() == 1, MixedPrecisionPolicy()
+    if differs == "override":
+        policy = MixedPrecisionPolicy(
+            BF16, param_dtype_override_fn=lambda p: FP32 if keeps and p.ndim == 1 else None
+        )
+    elif keeps:
         model.second.grad_dtype = BF16
-    fully_shard(model)
+    fully_shard(model, mp_policy=policy)
     with pytest.raises(RankMismatchError) as caught:
         model(batch(0, 0))
-    return str(caught.value)
-
-
-def test_ranks_that_ask_for_different_gradients_all_raise() -> None:
-    text = MISMATCH.format("second", [5, 4], "gradients in torch.bfloat16")
-    assert run_ranks(asks_between_ranks, 2, timeout=30) == [text] * 2
+    assert str(caught.value) == (
+        MISMATCH.format("norm.weight", [4], "computed in torch.float32")
+        if differs == "override"
+        else MISMATCH.format("second", [5, 4], "gradients in torch.bfloat16")
+    )
 
 
 def test_an_override_that_cannot_be_called_is_refused() -> None:
@@ -482,22 +443,6 @@ def test_an_override_that_cannot_be_called_is_refused() -> None:
 
 
 # As torch's own ------------------------------------------------------------------------------
-
-
-def as_torch(case: str, num_microbatches: int) -> bool:
-    losses = []
-    for shard, policy in (
-        (fsdp.fully_shard, fsdp.MixedPrecisionPolicy),
-        (fully_shard, MixedPrecisionPolicy),
-    ):
-        model = Normed()
-        dtypes, options, asked = OF_TORCH[case]
-        for param, dtype in zip(model.parameters(), asked, strict=False):
-            param.grad_dtype = dtype
-        shard(model, mp_policy=policy(*dtypes, **options))
-        losses.append(train_normed(model, num_microbatches))  # type: ignore[arg-type]
-    assert losses[0][0] != losses[0][-1]
-    return losses[0] == losses[1]
 
 
 OF_TORCH: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
@@ -514,5 +459,18 @@ OF_TORCH: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
 @needs_new_reduce_dtype
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("case", list(OF_TORCH))
+@on_ranks(2)
 def test_losses_are_those_of_torch_bit_by_bit(case: str, num_microbatches: int) -> None:
-    assert run_ranks(as_torch, 2, case, num_microbatches) == [True] * 2
+    dtypes, options, asked = OF_TORCH[case]
+    losses = []
+    for shard, policy in (
+        (fsdp.fully_shard, fsdp.MixedPrecisionPolicy),
+        (fully_shard, MixedPrecisionPolicy),
+    ):
+        model: Any = Normed()
+        for param, dtype in zip(model.parameters(), asked, strict=False):
+            param.grad_dtype = dtype
+        shard(model, mp_policy=policy(*dtypes, **options))
+        losses.append(train_normed(model, num_microbatches))
+    assert losses[0][0] != losses[0][-1]
+    assert losses[0] == losses[1]

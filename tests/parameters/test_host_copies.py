@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -303,44 +304,43 @@ def differences(acts: list[Act]) -> list[str]:
 
 
 @pytest.mark.brief(1)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_copies_may_be_late(ranks: int) -> None:
-    acts = [*ACTS, change_after_unshard] if ranks > 1 else ACTS  # alone, it changes the shards
-    assert run_ranks(differences, ranks, acts, timeout=60) == [[]] * ranks
-
-
-@pytest.mark.matrix
-def test_copies_may_be_late_on_a_hybrid_mesh() -> None:
-    acts = [accumulate, reduce_over_replicas_later]
-    assert run_ranks(differences, 4, acts, timeout=60) == [[]] * 4
-
-
-def waits_of_a_step() -> list[int]:
-    with late_lanes():
-        model, waits = new_model(LOW), list[int]()
-        output = model(torch.ones(2, 5)).sum()
-        waits.append(LateLane.num_waits)
-        output.backward()
-        waits.append(LateLane.num_waits)
-        with torch.no_grad():
-            model(torch.ones(2, 5))
-        waits.append(LateLane.num_waits)
-        model(torch.ones(2, 5))
-        waits.append(LateLane.num_waits)
-        model.load_state_dict(model.state_dict())
-        waits.append(LateLane.num_waits)
-        model(torch.ones(2, 5))
-        torch.optim.SGD(model.parameters()).step()
-        return [*waits, LateLane.num_waits]
+    """On four ranks over a hybrid mesh."""
+    acts = {
+        1: ACTS,
+        2: [*ACTS, change_after_unshard],  # alone, it changes the shards
+        4: [accumulate, reduce_over_replicas_later],
+    }
+    assert run_ranks(differences, ranks, acts[ranks], timeout=60) == [[]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_host_waits_at_the_end_of_a_step_and_before_shards_are_written(ranks: int) -> None:
-    expected = [0, 2, 3, 3, 4, 5]  # both ways after a backward, else those to the device
-    assert run_ranks(waits_of_a_step, ranks) == [expected] * ranks
+@on_ranks("ranks")
+def test_the_host_waits_at_the_end_of_a_step_and_before_shards_are_written() -> None:
+    """Both ways after a backward, else for copies to the device."""
+    x = torch.ones(2, 5)
+    with late_lanes():
+        model = new_model(LOW)
+        output = model(x).sum()
+        assert LateLane.num_waits == 0
+        output.backward()
+        assert LateLane.num_waits == 2
+        with torch.no_grad():
+            model(x)
+        assert LateLane.num_waits == 3
+        model(x)
+        assert LateLane.num_waits == 3
+        model.load_state_dict(model.state_dict())
+        assert LateLane.num_waits == 4
+        model(x)
+        torch.optim.SGD(model.parameters()).step()
+        assert LateLane.num_waits == 5
 
 
-def order_of_hooks() -> list[str]:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_hooks_on_gradients_are_not_kept_waiting() -> None:
     seen: list[str] = []
 
     def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
@@ -352,13 +352,7 @@ def order_of_hooks() -> list[str]:
             param.register_post_accumulate_grad_hook(lambda _: seen.append("gradient of the last"))
         model[0].register_forward_hook(watch)
         model(torch.ones(2, 5)).sum().backward()
-    return seen
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_hooks_on_gradients_are_not_kept_waiting(ranks: int) -> None:
-    expected = ["gradient of the last", "gradient of the last", "backward of the first"]
-    assert run_ranks(order_of_hooks, ranks) == [expected] * ranks
+    assert seen == ["gradient of the last", "gradient of the last", "backward of the first"]
 
 
 # The lane itself, on streams that take notes ----------------------------------------------------

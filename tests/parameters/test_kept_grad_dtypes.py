@@ -101,67 +101,53 @@ def change(name: str, when: str, asked: torch.dtype | None) -> object:
     return first
 
 
+def expected(name: str, asked: torch.dtype | None, num_ranks: int) -> list[object]:
+    dtype = FP64 if "double" in name else FP32
+    third = float(torch.tensor(1 / 3, dtype=dtype).to(asked or dtype))
+    return [(asked, asked or dtype, [third] * 4)] * num_ranks
+
+
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("when", ["before a step", "after a step"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("when", ["before a step", "after a step", "asked later"])
+@pytest.mark.parametrize("num_ranks", [2, 1])
 def test_what_was_asked_is_kept(name: str, when: str, num_ranks: int) -> None:
-    third = float(torch.tensor(1 / 3, dtype=FP64 if "double" in name else FP32).to(BF16))
-    expected = [(BF16, BF16, [third] * 4)] * num_ranks
-    assert run_ranks(change, num_ranks, name, when, BF16, timeout=60) == expected
-
-
-@pytest.mark.parametrize("name", [name for name in CHANGES if name != "double, a part"])
-def test_what_was_asked_of_a_sharded_one_is_kept(name: str) -> None:
-    third = float(torch.tensor(1 / 3, dtype=FP64 if "double" in name else FP32).to(BF16))
-    expected = [(BF16, BF16, [third] * 4)] * 2
-    assert run_ranks(change, 2, name, "asked later", BF16, timeout=60) == expected
+    if (name, when) != ("double, a part", "asked later"):
+        found = run_ranks(change, num_ranks, name, when, BF16)
+        assert found == expected(name, BF16, num_ranks)
 
 
 @pytest.mark.parametrize("name", ["double", "to_empty", "assign"])
 def test_any_dtype_stays_any(name: str) -> None:
-    dtype = FP64 if name == "double" else FP32
-    third = float(torch.tensor(1 / 3, dtype=dtype))
-    expected = [(None, dtype, [third] * 4)] * 2
-    assert run_ranks(change, 2, name, "before a step", None, timeout=60) == expected
+    assert run_ranks(change, 2, name, "before a step", None) == expected(name, None, 2)
 
 
-def new_one() -> object:
-    """A parameter that is assigned with a wish of its own."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_what_an_assigned_parameter_asks_for_counts() -> None:
     model = fill(fully_shard(make()))
     state = {"0.weight": nn.Parameter(model[0].weight.detach().clone())}
     state["0.weight"].grad_dtype = FP64
     model.load_state_dict(state, assign=True)
-    return gradient(model)[:2]
+    assert gradient(model)[:2] == (FP64, FP64)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_an_assigned_parameter_asks_for_counts(num_ranks: int) -> None:
-    assert run_ranks(new_one, num_ranks, timeout=60) == [(FP64, FP64)] * num_ranks
-
-
-def from_meta() -> object:
+@on_ranks("num_ranks")
+def test_a_model_from_the_meta_device() -> None:
     with torch.device("meta"):
         model = fully_shard(make())
-    return gradient(fill(model.to_empty(device="cpu")))[:2]
+    assert gradient(fill(model.to_empty(device="cpu")))[:2] == (BF16, BF16)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_model_from_the_meta_device(num_ranks: int) -> None:
-    assert run_ranks(from_meta, num_ranks, timeout=60) == [(BF16, BF16)] * num_ranks
-
-
-def joins() -> object:
+@on_ranks(2)
+def test_a_rank_that_joins_has_what_was_asked() -> None:
     """The second rank has the model on the meta device until the model moves to it."""
     alone, both = (DeviceMesh("cpu", ranks, mesh_dim_names=("shard",)) for ranks in ([0], [0, 1]))
     is_new = dist.get_rank() == 1
     with torch.device("meta" if is_new else "cpu"):
         model = fully_shard(make(), mesh=both if is_new else alone)
     move(model, (), both)
-    return gradient(model)[:2]
-
-
-def test_a_rank_that_joins_has_what_was_asked() -> None:
-    assert run_ranks(joins, 2, timeout=60) == [(BF16, BF16)] * 2
+    assert gradient(model)[:2] == (BF16, BF16)
 
 
 # Gradients that are there when a model is converted -----------------------------------------------

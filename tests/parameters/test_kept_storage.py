@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,10 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch_versions import needs_kept_storage
 from two_tensors import inner_models, two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import MixedPrecisionPolicy, explain, fully_shard
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 Pointers = list[int]
 
@@ -52,7 +50,21 @@ class Noting:
         self.seen.append([param.data_ptr() for param in module.parameters(recurse=False)])
 
 
-def train(reshard: bool | int | None, dtypes: tuple[torch.dtype | None, ...]) -> list[bool]:
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reshard", "dtypes"),
+    [
+        *((2, reshard, ()) for reshard in (None, True, False)),
+        *((4, reshard, ()) for reshard in (None, True, 2)),
+        *((ranks, True, DTYPES) for ranks in (1, 2)),
+    ],
+)
+@on_ranks("ranks")
+def test_pointers_stay_and_numbers_are_those_of_the_unsharded_model(
+    reshard: bool | int | None, dtypes: tuple[torch.dtype, ...]
+) -> None:
     policy = MixedPrecisionPolicy(*dtypes)
     reference, model = two_nets(2, reshard_after_forward=reshard, mp_policy=policy)
     model.set_keep_unsharded_storage(True)
@@ -72,40 +84,22 @@ def train(reshard: bool | int | None, dtypes: tuple[torch.dtype | None, ...]) ->
             optimizer.step()
             optimizer.zero_grad()
     own = [seen for seen in noting.seen if len(seen) == len(noting.seen[0])]
-    kept = [len(set(map(tuple, own))) == 1, gather(model) == first, min(nbytes_of(gathered)) > 0]
+    assert len(set(map(tuple, own))) == 1 and gather(model) == first
+    assert min(nbytes_of(gathered)) > 0
     model.set_keep_unsharded_storage(False)
-    return [*kept, max(nbytes_of(gathered)) == 0, len(gather(model)) == len(first)]
+    assert max(nbytes_of(gathered)) == 0 and len(gather(model)) == len(first)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("reshard", [None, True, 2])
-def test_pointers_stay_and_numbers_are_those_of_the_unsharded_model(
-    reshard: bool | int | None, ranks: int
-) -> None:
-    if ranks == 2 and reshard == 2:
-        reshard = False  # of two ranks there is no smaller number
-    assert run_ranks(train, ranks, reshard, ()) == [[True] * 5] * ranks
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_pointers_stay_under_mixed_precision_and_on_one_rank(ranks: int) -> None:
-    dtypes = (torch.bfloat16, torch.float32)
-    assert run_ranks(train, ranks, True, dtypes) == [[True] * 5] * ranks
-
-
-def one_of_two() -> list[bool]:
+@on_ranks(2)
+def test_one_module_may_keep_its_memory() -> None:
     model = shard_net(Net(2))
     first, second, root = map(note_gathered, (*model.blocks, model.out))
     model.blocks[0].set_keep_unsharded_storage(True)
     model(own_input()).sum().backward()
-    kept = [min(nbytes_of(first)) > 0, max(nbytes_of(second)) == 0]
+    assert min(nbytes_of(first)) > 0 and max(nbytes_of(second)) == 0
     model.set_keep_unsharded_storage(True, recurse=False)
     model(own_input()).sum().backward()
-    return [*kept, min(nbytes_of(root)) > 0, max(nbytes_of(second)) == 0]
-
-
-def test_one_module_may_keep_its_memory() -> None:
-    assert run_ranks(one_of_two, 2) == [[True] * 4] * 2
+    assert min(nbytes_of(root)) > 0 and max(nbytes_of(second)) == 0
 
 
 @on_ranks(2)
@@ -138,14 +132,14 @@ def test_of_one_shard_only_what_is_no_copy_of_it_may_be_read_while_sharded() -> 
             products[0].sum().backward()
 
 
-def subclasses() -> list[bool]:
+@on_ranks(2)
+def test_tensor_subclasses_keep_their_memory() -> None:
     with two_tensor_hooks():
         torch.manual_seed(2)
         model = two_tensor_mlp()
         references = inner_models(model)
-        for mlp in model:
-            fully_shard(mlp)
-        fully_shard(model)
+        for module in (*model, model):
+            fully_shard(module)
         model.set_keep_unsharded_storage(True)
         seen = []
         for _ in range(3):
@@ -157,11 +151,7 @@ def subclasses() -> list[bool]:
             with torch.no_grad():
                 x = torch.ones(3, 8)
                 assert torch.equal(model(x).a, references[0](x))
-        return [seen[:3] == seen[3:6], seen[:3] == seen[6:]]
-
-
-def test_tensor_subclasses_keep_their_memory() -> None:
-    assert run_ranks(subclasses, 2) == [[True, True]] * 2
+    assert seen[:3] == seen[3:6] == seen[6:]
 
 
 def test_explain_says_that_memory_is_kept() -> None:
@@ -174,39 +164,8 @@ def test_explain_says_that_memory_is_kept() -> None:
     assert said not in before and said in after
 
 
-# As torch's own ------------------------------------------------------------------------------
-
-
-def losses_of(shard: Any) -> tuple[list[float], bool]:
-    torch.manual_seed(4)
-    model = Net(2)
-    for block in model.blocks:
-        shard(block)
-    shard(model, reshard_after_forward=True)
-    model.set_keep_unsharded_storage(True)
-    first = gather(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        loss = model(own_input(step)).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, gather(model) == first
-
-
-def both() -> list[object]:
-    theirs, ours = losses_of(fsdp.fully_shard), losses_of(fully_shard)
-    return [ours[0] == theirs[0], ours[1], theirs[1]]
-
-
-@needs_kept_storage
-def test_losses_are_those_of_torch_bit_by_bit() -> None:
-    assert run_ranks(both, 2) == [[True, True, True]] * 2
-
-
-def hybrid_and_copied() -> list[bool]:
+@on_ranks(4)
+def test_a_copy_keeps_memory_of_its_own_on_a_hybrid_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard_net(Net(1), mesh=mesh)
     model.set_keep_unsharded_storage(True)
@@ -214,8 +173,4 @@ def hybrid_and_copied() -> list[bool]:
     copied = copy.deepcopy(model)
     model(own_input()).sum().backward()
     own = gather(copied)
-    return [gather(model) == first, gather(copied) == own, not set(own) & set(first)]
-
-
-def test_a_copy_keeps_memory_of_its_own_on_a_hybrid_mesh() -> None:
-    assert run_ranks(hybrid_and_copied, 4) == [[True] * 3] * 4
+    assert gather(model) == first and gather(copied) == own and not set(own) & set(first)

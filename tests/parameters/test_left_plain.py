@@ -50,30 +50,20 @@ def test_no_warning_where_nothing_is_wrong() -> None:
         gathered = sharded()
         gathered[0].unshard()
         assert late(gathered) == []
-
-
-def test_no_warning_of_what_stands_where_something_was_ignored() -> None:
-    with fake_ranks(2):
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        fully_shard(model, ignored_params={model[0].bias})
-        model.to_empty(device="cpu")
-        assert late(copy.deepcopy(model)) == []
-        model[0].load_state_dict({"bias": torch.ones(4)}, strict=False, assign=True)
-        assert late(model) == []
-
-
-def test_no_warning_of_what_was_ignored() -> None:
-    with fake_ranks(2):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        fully_shard(model[0], ignored_params={model[0].bias})
-        fully_shard(model, ignored_params={model[0].bias})
-        assert weakref.getweakrefcount(model[0].bias) == 0  # or torch cannot load into it
-        assert late(model) == []
-
-
-def test_no_warning_on_one_rank() -> None:
     with fake_ranks(1):
         model = sharded()
         model[0].scale = nn.Parameter(torch.ones(4))
+        assert late(model) == []
+
+
+def test_no_warning_of_what_was_ignored_and_of_what_stands_there() -> None:
+    with fake_ranks(2):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], ignored_params={model[0].bias})
+        fully_shard(model, ignored_params={model[0].bias})
+        assert weakref.getweakrefcount(model[0].bias) == 0  # or torch cannot load into it
+        model.to_empty(device="cpu")
+        assert late(copy.deepcopy(model)) == late(model) == []
+        model[0].load_state_dict({"bias": torch.ones(4)}, strict=False, assign=True)
         assert late(model) == []

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from faults.breaking import BAD, WIDTH, failures, layers, step
 from near import sharing
 from nets import full
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
 from composable_shard import ShardError, fully_shard
-from composable_shard.testing import RankError, run_ranks
 
 __all__ = ["sharing"]
 
@@ -48,7 +48,10 @@ def of_another_mesh(model: nn.Sequential) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)]))
 
 
-def set_data(used: bool, reshard: bool | None) -> None:
+@pytest.mark.parametrize(("used", "reshard"), [(False, None), (True, True), (True, False)])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_new_data_of_a_sharded_parameter_is_refused(used: bool, reshard: bool | None) -> None:
     """Set ``.data`` of a sharded parameter, as SAM and averages of weights are often written."""
     model = fully_shard(make()[1], reshard_after_forward=reshard)
     x = torch.ones(2, 4)
@@ -57,36 +60,19 @@ def set_data(used: bool, reshard: bool | None) -> None:
     model.weight.data = model.weight.data
     model(x).sum().backward()
     model.weight.data = model.weight.data + 1
-    model(x)
-
-
-@pytest.mark.parametrize(("used", "reshard"), [(False, None), (True, True), (True, False)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_new_data_of_a_sharded_parameter_is_refused(
-    ranks: int, used: bool, reshard: bool | None
-) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(set_data, ranks, used, reshard)
-    assert caught.value.agreed().message == (
+    assert message(lambda: model(x)) == (
         "Expected the parameters of the root group as fully_shard made them, got a new .data, "
         f"which DTensor ignores, for 'weight'{REMEDY}"
     )
 
 
+OF_SHAPE = "one of shape [{}, 4] for 'weight' of shape [5, 4]"
+PLACED = "one of placements ({},) for 'weight' of placements (Shard(dim=0),)"
 MISFITS: dict[str, tuple[Callable[[nn.Sequential], nn.Parameter], str]] = {
-    "fewer rows": (lambda m: like(m, (2, 4)), "one of shape [2, 4] for 'weight' of shape [5, 4]"),
-    "one more row": (
-        lambda m: like(m, (6, 4)),
-        "one of shape [6, 4] for 'weight' of shape [5, 4]",
-    ),
-    "columns": (
-        lambda m: like(m, (5, 4), Shard(1)),
-        "one of placements (Shard(dim=1),) for 'weight' of placements (Shard(dim=0),)",
-    ),
-    "replicated": (
-        lambda m: like(m, (5, 4), Replicate()),
-        "one of placements (Replicate(),) for 'weight' of placements (Shard(dim=0),)",
-    ),
+    "fewer rows": (lambda model: like(model, (2, 4)), OF_SHAPE.format(2)),
+    "one more row": (lambda model: like(model, (6, 4)), OF_SHAPE.format(6)),
+    "columns": (lambda model: like(model, (5, 4), Shard(1)), PLACED.format("Shard(dim=1)")),
+    "replicated": (lambda model: like(model, (5, 4), Replicate()), PLACED.format("Replicate()")),
     "mesh": (of_another_mesh, "one of mesh "),
 }
 
@@ -97,7 +83,12 @@ def message(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def refused(name: str, is_warm: bool, call: str) -> str:
+@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.parametrize("is_warm", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("call", ["forward", "unshard", "functional_call"])
+@on_ranks("num_ranks")
+def test_a_dtensor_of_another_kind(name: str, is_warm: bool, call: str) -> None:
     model, oracle = shard_layers(make()), make()
     if is_warm:
         run(model).backward()
@@ -106,14 +97,15 @@ def refused(name: str, is_warm: bool, call: str) -> str:
     if call == "functional_call":
         with torch.no_grad():
             params = {"0.weight": other}
-            x = torch.tensor([0])
-            text = message(lambda: functional_call(model, params, (x,)))
+            text = message(lambda: functional_call(model, params, (torch.tensor([0]),)))
     else:
         model[0].weight = other
         text = message(model[0].unshard if call == "unshard" else lambda: run(model))
         model[0].weight = own
+    expected = WHERE + MISFITS[name][1]
+    is_mesh = name == "mesh" and text.startswith(expected) and text.endswith(REMEDY)
+    assert is_mesh or text == expected + REMEDY
     trains_on(model, oracle)
-    return text
 
 
 def trains_on(model: nn.Sequential, oracle: nn.Sequential) -> None:
@@ -126,19 +118,6 @@ def trains_on(model: nn.Sequential, oracle: nn.Sequential) -> None:
         dist.all_reduce(want.grad)
         mean = want.grad / dist.get_world_size()
         torch.testing.assert_close(full(got.grad), mean)
-
-
-@pytest.mark.parametrize("name", MISFITS)
-@pytest.mark.parametrize("is_warm", [True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("call", ["forward", "unshard", "functional_call"])
-def test_a_dtensor_of_another_kind(name: str, is_warm: bool, num_ranks: int, call: str) -> None:
-    texts = run_ranks(refused, num_ranks, name, is_warm, call, timeout=60)
-    expected = WHERE + MISFITS[name][1]
-    if name == "mesh":
-        assert all(text.startswith(expected) and text.endswith(REMEDY) for text in texts)
-    else:
-        assert texts == [expected + REMEDY] * num_ranks
 
 
 def refused_on_one() -> None:
@@ -171,18 +150,15 @@ def test_a_shard_of_other_rows_on_one_rank(sharing: None, apart: bool) -> None:
     assert text in said[0]
 
 
-def what_fits() -> list[float]:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks("num_ranks")
+def test_one_of_the_same_kind_is_taken_over() -> None:
     """A parameter that somebody has made of the one that it replaces."""
     model = shard_layers(make())
     model[0].weight = nn.Parameter(model[0].weight.detach() * 0 + 2)
-    before = float(model[0](torch.tensor([1])).sum())
+    assert float(model[0](torch.tensor([1])).sum()) == 8
     model[0].weight = like(model, (5, 4))
-    return [before, float(model[0](torch.tensor([1])).sum())]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_one_of_the_same_kind_is_taken_over(num_ranks: int) -> None:
-    assert run_ranks(what_fits, num_ranks, timeout=60) == [[8.0, 4.0]] * num_ranks
+    assert float(model[0](torch.tensor([1])).sum()) == 4
 
 
 # Parameters that are gone -------------------------------------------------------------------------
@@ -193,19 +169,20 @@ GONE = (
 )
 
 
-def set_to_none(layer: nn.Linear) -> None:
-    layer.bias = None  # type: ignore[assignment]
+TAKE: dict[str, Callable[[nn.Linear], object]] = {
+    "set to None": lambda layer: setattr(layer, "bias", None),
+    "deleted": lambda layer: delattr(layer, "bias"),
+    "registered None": lambda layer: layer.register_parameter("bias", None),
+}
 
 
-def deleted(layer: nn.Linear) -> None:
-    del layer.bias
-
-
-def registered_none(layer: nn.Linear) -> None:
-    layer.register_parameter("bias", None)
-
-
-def gone(take: Callable[[nn.Linear], None], when: str) -> str:
+@pytest.mark.parametrize("take", TAKE)
+@pytest.mark.parametrize(
+    "when", ["at first", "later", "while it is kept", "while it is held", "by hand"]
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_a_parameter_that_was_taken_out(take: str, when: str) -> None:
     model, oracle = make(), make()
     fully_shard(model[1], reshard_after_forward=when != "while it is kept")
     shard_layers(model)
@@ -217,44 +194,24 @@ def gone(take: Callable[[nn.Linear], None], when: str) -> str:
     elif when == "while it is held":
         model[1].unshard()
     own = model[1].bias
-    take(model[1])
-    text = message(model[1].unshard if when == "by hand" else lambda: run(model))
+    TAKE[take](model[1])
+    assert message(model[1].unshard if when == "by hand" else lambda: run(model)) == GONE
     model[1].bias = own
     model[1].reshard()
     trains_on(model, oracle)
-    return text
 
 
-@pytest.mark.parametrize("take", [set_to_none, deleted, registered_none])
-@pytest.mark.parametrize(
-    "when", ["at first", "later", "while it is kept", "while it is held", "by hand"]
-)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_parameter_that_was_taken_out(
-    take: Callable[[nn.Linear], None], when: str, num_ranks: int
-) -> None:
-    assert run_ranks(gone, num_ranks, take, when, timeout=60) == [GONE] * num_ranks
-
-
-def plain_by_hand() -> str:
+@on_ranks(2)
+def test_a_plain_tensor_is_refused_without_a_forward_too() -> None:
     model = shard_layers(make())
     model[0].weight = nn.Parameter(torch.ones(5, 4))
-    return message(model[0].unshard)
+    assert message(model[0].unshard) == f"{WHERE}a plain tensor for 'weight'{REMEDY}"
 
 
-def test_a_plain_tensor_is_refused_without_a_forward_too() -> None:
-    expected = f"{WHERE}a plain tensor for 'weight'{REMEDY}"
-    assert run_ranks(plain_by_hand, 2, timeout=60) == [expected] * 2
-
-
-def normed() -> str:
+@on_ranks(1)
+def test_a_parametrization_that_takes_the_weight() -> None:
     model = make()
     fully_shard(model[1])
     shard_layers(model)
     nn.utils.parametrizations.weight_norm(model[1])
-    return message(lambda: run(model))
-
-
-def test_a_parametrization_that_takes_the_weight() -> None:
-    expected = GONE.replace("'bias'", "'weight'")
-    assert run_ranks(normed, 1, timeout=60) == [expected]
+    assert message(lambda: run(model)) == GONE.replace("'bias'", "'weight'")

@@ -2,113 +2,85 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from meshes.compare import Oracle, gradient_differences, step_differences
+from meshes.compare import Oracle, gradient_differences
+from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from training.programs import TREE
-from training.trees import build, inputs_for, shard
 
-from composable_shard import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from composable_shard.core.transport import host
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import (
+    ParamSpec,
+    TreeSpec,
+    assert_trains_like_unsharded,
+    fake_ranks,
+)
 
 UNPINNED = CPUOffloadPolicy(pin_memory=False)
 
 
-def train(syncs: tuple[bool, ...], hybrid: bool, reshard: bool | int) -> list[str]:
-    """Accumulate with and without sync over microbatches, then step; three times."""
-    model = build(TREE)
-    oracle = Oracle(model)
-    mesh = None
-    if hybrid:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shard(model, TREE, mesh=mesh, offload_policy=UNPINNED, reshard_after_forward=reshard)
-    assert isinstance(model, FSDPModule)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, oracle.model)]
-    found: list[str] = []
-    for step in range(3):
-        for microbatch, sync in enumerate(syncs):
-            x = inputs_for(len(syncs) * step + microbatch, dist.get_rank())
-            with contextlib.nullcontext() if sync else model.no_sync():
-                for either in (model, oracle.model):
-                    either(x).square().mean().backward()
-            oracle.take()
-            if sync:
-                oracle.reduce()
-        found += step_differences(model, oracle, optimizers)
-    states = [state["exp_avg"] for state in optimizers[0].state.values()]
-    if not all(isinstance(s, DTensor) and s.to_local().device.type == "cpu" for s in states):
-        found.append("optimizer states are elsewhere")
-    return found
+TREE = TreeSpec(
+    (ParamSpec((5,)), ParamSpec(())),
+    (TreeSpec((ParamSpec((5, 2), dim=1), ParamSpec((7, 3)), ParamSpec((2,), trainable=False))),),
+)
+PROGRAM: list[Any] = [
+    *("backward", "step", "zero_grad", "accumulate", "backward", "step", "zero_grad"),
+    *("backward", "backward", "step", "zero_grad", "backward", "accumulate", "backward", "step"),
+]
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("syncs", [(True,), (False, True), (True, True), (True, False, True)])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_accumulation_with_and_without_sync(
-    ranks: int, syncs: tuple[bool, ...], reshard: bool
-) -> None:
-    assert run_ranks(train, ranks, syncs, False, reshard, timeout=30) == [[]] * ranks
+@pytest.mark.parametrize(
+    ("mesh", "reshard"),
+    [
+        *product([(2,), (2, 2), (1,), (3,)], [True, False]),
+        *(((4,), reshard) for reshard in (2, True)),
+    ],
+)
+def test_accumulation_with_and_without_sync(mesh: tuple[int, ...], reshard: bool | int) -> None:
+    assert_trains_like_unsharded(
+        TREE, PROGRAM, mesh=mesh, offload_policy=UNPINNED, reshard_after_forward=reshard
+    )
 
 
-@pytest.mark.brief(1)
-@pytest.mark.parametrize("reshard", [True, 2])
-def test_on_other_meshes(reshard: bool | int) -> None:
-    assert run_ranks(train, 4, (False, True), False, reshard, timeout=30) == [[]] * 4
-    assert run_ranks(train, 4, (False, True), True, reshard, timeout=30) == [[]] * 4
-
-
-def by_name() -> list[object]:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_mapping_offloads_what_it_names() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     oracle = Oracle(model)
-    policy: Mapping[str, OffloadPolicy] = {"0.weight": UNPINNED, "1.bias": OffloadPolicy()}
-    fully_shard(model, offload_policy=policy)
-    group = model._group()  # type: ignore[operator]
-    kept = {param.name: param.offload for param in group.params}
+    fully_shard(model, offload_policy={"0.weight": UNPINNED, "1.bias": OffloadPolicy()})
+    kept = {param.name: param.offload for param in model._group().params}
+    assert kept == {"0.weight": UNPINNED, "0.bias": None, "1.weight": None, "1.bias": None}
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     for either in (model, oracle.model):
         either(x).square().sum().backward()
     oracle.take()
     oracle.reduce()
-    model.reshard()  # type: ignore[operator]
-    return [kept, gradient_differences(dict(model.named_parameters()), oracle)]
+    model.reshard()
+    assert gradient_differences(dict(model.named_parameters()), oracle) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_mapping_offloads_what_it_names(ranks: int) -> None:
-    kept = {"0.weight": UNPINNED, "0.bias": None, "1.weight": None, "1.bias": None}
-    assert run_ranks(by_name, ranks) == [[kept, []]] * ranks
-
-
-def in_low_precision() -> list[object]:
+@on_ranks(2)
+def test_mixed_precision() -> None:
     torch.manual_seed(0)
     model: Any = nn.Linear(4, 6)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     fully_shard(model, mp_policy=policy, offload_policy=UNPINNED)
     model(torch.ones(2, 4)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    states = [optimizer.state[param]["exp_avg"].to_local() for param in model.parameters()]
+    assert {state.device.type for state in states} == {"cpu"}
     model.reshard()
     local = model.weight.grad.to_local()
-    return [local.dtype, local.device.type, model.weight.to_local().device.type]
-
-
-def test_mixed_precision() -> None:
-    assert run_ranks(in_low_precision, 2) == [[torch.float32, "cpu", "cpu"]] * 2
+    assert local.dtype == torch.float32
+    assert local.device.type == model.weight.to_local().device.type == "cpu"
 
 
 def test_without_an_accelerator_pinning_is_skipped_with_one_warning(

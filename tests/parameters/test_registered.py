@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from itertools import product
@@ -21,7 +20,7 @@ from composable_shard.insight.events import record_events
 from composable_shard.testing import RankError, run_ranks
 
 Reshard = bool | int | None
-RESHARD: list[Reshard] = [None, True, False, 2]
+one_or_two = pytest.mark.parametrize("num_ranks", [1, 2])
 
 
 def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
@@ -35,6 +34,20 @@ def forms(model: nn.Module) -> set[bool]:
     found |= {isinstance(module.weight, DTensor) for module in (model.inp, model.blocks[0].up)}
     assert {isinstance(tensor, DTensor) for tensor in model.state_dict().values()} == {True}
     return found
+
+
+def gathers(model: nn.Module, step: int = 0) -> list[str]:
+    """Run forward; return the groups that it gathers."""
+    with record_events(model, "all_gather") as recorded:
+        model(own_input(step))
+    return [name for _, name in recorded]
+
+
+def reduce_and_compare(model: Net, reference: Net) -> None:
+    average_gradients(reference.parameters())
+    for module in (model, *model.blocks):
+        module.reshard()
+    assert_parity(model, reference)
 
 
 # Which form ---------------------------------------------------------------------------------
@@ -93,69 +106,39 @@ WINDOWS: list[Callable[[Net], None]] = [
 ]
 
 
-def forms_in(window: Callable[[Net], None], reshard: Reshard, after: bool) -> list[set[bool]]:
-    _, model = two_nets(2, reshard_after_forward=reshard)
-    model.set_reshard_after_backward(after)
-    found = []
-    for _ in range(3):
-        window(model)
-        found.append(forms(model))
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_sharded_parameters_are_registered(
-    window: Callable[[Net], None], after: bool, num_ranks: int
-) -> None:
-    for reshard in RESHARD[: 3 if num_ranks == 1 else 4]:
-        found = run_ranks(forms_in, num_ranks, window, reshard, after)
-        assert found == [[{True}] * 3] * num_ranks, reshard
-
-
-def forms_with_a_number() -> list[set[bool]]:
-    """A number of ranks that is neither one nor all."""
-    found = []
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("num_ranks", "reshard"), [(4, 2), *product([2], [None, True, False]), (1, None), (1, False)]
+)
+@on_ranks("num_ranks")
+def test_sharded_parameters_are_registered(reshard: Reshard, after: bool) -> None:
     for window in WINDOWS:
-        _, model = two_nets(2, reshard_after_forward=2)
-        model.set_reshard_after_backward(False)
-        window(model)
-        window(model)
-        found.append(forms(model))
-    return found
+        _, model = two_nets(2, reshard_after_forward=reshard)
+        model.set_reshard_after_backward(after)
+        for _ in range(3):
+            window(model)
+            assert forms(model) == {True}, window
 
 
-def test_sharded_parameters_are_registered_with_a_number() -> None:
-    assert run_ranks(forms_with_a_number, 4) == [[{True}] * len(WINDOWS)] * 4
-
-
-def form_of_a_head() -> list[float]:
-    """Between forward and backward a loss may use the weight of a head, also in accumulation."""
+@one_or_two
+@on_ranks("num_ranks")
+def test_a_loss_may_use_a_weight_between_forward_and_backward() -> None:
+    """The weight of a head, also in an accumulation."""
     reference, model = two_nets(1)
     model.set_reshard_after_backward(False)
-    losses = []
     for step in range(4):
         model.set_requires_gradient_sync(step % 2 == 1)
-        pair = []
+        losses = []
         for one in (model, reference):
-            loss = one(own_input(step)).square().sum() + one.out.weight.square().sum()
-            loss.backward()
-            pair.append(loss.item())
-        assert pair[0] == pair[1]
-        losses += pair
+            losses.append(loss_of(one, step) + one.out.weight.square().sum())
+            losses[-1].backward()
+        assert torch.equal(*losses)
     average_gradients(reference.parameters())
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), expected.grad, rtol=1e-5, atol=1e-6)
-    return losses
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_loss_may_use_a_weight_between_forward_and_backward(num_ranks: int) -> None:
-    run_ranks(form_of_a_head, num_ranks)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@one_or_two
 @on_ranks("num_ranks")
 def test_a_head_stands_there_for_the_loss_of_a_second_forward() -> None:
     """With two forwards before their backwards, the second loss is made after the first backward.
@@ -170,123 +153,84 @@ def test_a_head_stands_there_for_the_loss_of_a_second_forward() -> None:
             for output in outputs:
                 (output @ one.out.weight).square().sum().backward()
     model.synchronize_gradients()
-    average_gradients(reference.parameters())
-    for module in (model, *model.blocks):
-        module.reshard()
-    assert_parity(model, reference)
+    reduce_and_compare(model, reference)
 
 
-def held_by_the_user(reshard: Reshard) -> list[set[bool]]:
-    """An explicit unshard() shows the unsharded parameters until reshard()."""
-    reference, model = two_nets(1, reshard_after_forward=reshard)
-    groups = [model, *model.blocks]
-    found = []
-    for _ in range(2):
-        for module in groups:
-            module.unshard()
-        found.append(forms(model))
-        for (name, param), expected in zip(
-            model.named_parameters(), reference.parameters(), strict=True
-        ):
-            assert torch.equal(param, expected), name
-        if reshard is False:
-            after_forward_under_no_grad(model)
-            found.append(forms(model))
-            model(own_input())
-            found.append(forms(model))
-        for module in groups:
-            module.reshard()
-        found.append(forms(model))
-    return found
+@one_or_two
+@on_ranks("num_ranks")
+def test_unshard_shows_the_unsharded_ones_until_reshard() -> None:
+    for reshard in (None, False):
+        reference, model = two_nets(1, reshard_after_forward=reshard)
+        groups = [model, *model.blocks]
+        for _ in range(2):
+            for module in groups:
+                module.unshard()
+            assert forms(model) == {False}
+            for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(param, expected)
+            for run in (after_forward_under_no_grad, loss_of) if reshard is False else ():
+                run(model)
+                assert forms(model) == {False}
+            for module in groups:
+                module.reshard()
+            assert forms(model) == {True}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_unshard_shows_the_unsharded_ones_until_reshard(num_ranks: int) -> None:
-    plain, sharded = {False}, {True}
-    found = run_ranks(held_by_the_user, num_ranks, None)
-    assert found == [[plain, sharded] * 2] * num_ranks
-    found = run_ranks(held_by_the_user, num_ranks, False)
-    assert found == [[plain, plain, plain, sharded] * 2] * num_ranks
-
-
-def gathers_while_held() -> list[list[str]]:
-    """What is held by unshard() is not gathered by forwards, unless it was changed."""
+@on_ranks(2)
+def test_what_is_held_is_not_gathered_by_forwards() -> None:
+    """What is held by unshard() is not gathered, unless it was changed."""
     _, model = two_nets(1, reshard_after_forward=False)
     for module in (model, *model.blocks):
         module.unshard()
-    found = []
     with torch.no_grad():
-        for step in range(3):
-            with record_events(model, "all_gather") as recorded:
-                model(own_input(step))
-            found.append([name for _, name in recorded])
-            if step == 1:
-                model.blocks[0].down.bias.mul_(2)  # the unsharded one: lost, as in torch
-                sharded = model.state_dict()["out.bias"]
-                sharded.mul_(2)
-    return found
+        assert gathers(model) == gathers(model, 1) == []
+        model.blocks[0].down.bias.mul_(2)  # the unsharded one: lost, as in torch
+        model.state_dict()["out.bias"].mul_(2)
+        assert gathers(model, 2) == [""]
 
 
-def test_what_is_held_is_not_gathered_by_forwards() -> None:
-    assert run_ranks(gathers_while_held, 2) == [[[], [], [""]]] * 2
+@pytest.mark.parametrize(
+    ("reshard", "trainable", "groups"),
+    [(False, True, []), (False, False, ["", "blocks.0"]), (None, True, ["", "blocks.0"])],
+)
+@on_ranks(2)
+def test_a_second_forward_trusts_only_what_users_said_stays(
+    reshard: Reshard, trainable: bool, groups: list[str]
+) -> None:
+    _, model = two_nets(1, reshard_after_forward=reshard)
+    model.requires_grad_(trainable)
+    model(own_input())
+    assert gathers(model, 1) == gathers(model, 2) == groups
 
 
 # What an edit does --------------------------------------------------------------------------
 
 Params = list[nn.Parameter]
-Edit = Callable[[Params], None]
 
 
-def by_copy(params: Params) -> None:
-    for param in params:
-        param.copy_(param * 0.5)
+def local_of(param: nn.Parameter) -> torch.Tensor:
+    return param._local_tensor if isinstance(param, DTensor) else param
 
 
-def by_clamping(params: Params) -> None:
-    for param in params:
-        param.clamp_(-0.1, 0.1)
+def halve_by_numpy(param: nn.Parameter) -> None:
+    array = local_of(param).detach().numpy()
+    array *= 0.5
 
 
-def by_clamping_data(params: Params) -> None:
-    for param in params:
-        param.data.clamp_(-0.1, 0.1)
+def each(edit: Callable[[nn.Parameter], object]) -> Callable[[Params], object]:
+    return lambda params: [edit(param) for param in params]
 
 
-def by_foreach(params: Params) -> None:
-    torch._foreach_mul_(params, 0.75)
-
-
-def by_foreach_lerp(params: Params) -> None:
-    torch._foreach_lerp_(params, [torch.zeros_like(param) for param in params], 0.25)
-
-
-def by_foreach_of_data(params: Params) -> None:
-    torch._foreach_mul_([param.data for param in params], 0.75)
-
-
-def by_numpy(params: Params) -> None:
-    for param in params:
-        local = param.to_local() if isinstance(param, DTensor) else param
-        array = local.detach().numpy()
-        array *= 0.5
-
-
-def by_local_data(params: Params) -> None:
-    for param in params:
-        local = param._local_tensor if isinstance(param, DTensor) else param
-        local.data.mul_(0.5)
-
-
-EDITS = [
-    by_copy,
-    by_clamping,
-    by_clamping_data,
-    by_foreach,
-    by_foreach_lerp,
-    by_foreach_of_data,
-    by_numpy,
-    by_local_data,
-]
+EDITS: dict[str, Callable[[Params], object]] = {
+    "copy": each(lambda p: p.copy_(p * 0.5)),
+    "clamp": each(lambda p: p.clamp_(-0.1, 0.1)),
+    "clamp data": each(lambda p: p.data.clamp_(-0.1, 0.1)),
+    "foreach": lambda params: torch._foreach_mul_(params, 0.75),
+    "lerp": lambda params: torch._foreach_lerp_(params, [torch.zeros_like(p) for p in params], 0.2),
+    "foreach of data": lambda params: torch._foreach_mul_([p.data for p in params], 0.75),
+    "numpy": each(halve_by_numpy),
+    "local data": each(lambda p: local_of(p).data.mul_(0.5)),
+}
 
 
 def between_backward_and_forward(model: nn.Module, step: int) -> None:
@@ -303,18 +247,18 @@ def after_inference(model: nn.Module, step: int) -> None:
         model(own_input(step))
 
 
-def after_an_unused_output(model: nn.Module, step: int) -> None:
-    model(own_input(step))
-
-
-def after_an_output_that_is_alive(model: nn.Module, step: int) -> None:
-    model.kept_output = [model(own_input(step))]
-
-
-def edited_in(window: Callable[[nn.Module, int], None], reshard: Reshard, after: bool) -> list[str]:
+@pytest.mark.brief(4)
+@pytest.mark.parametrize(
+    ("num_ranks", "reshard"), [(2, None), (2, False), (2, True), (1, None), (1, False)]
+)
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize(
+    "window", [between_backward_and_forward, after_an_evaluation, after_inference]
+)
+@on_ranks("num_ranks")
+def test_edits_count(window: Callable[..., None], after: bool, reshard: Reshard) -> None:
     """Edit the registered parameters in a window; the next forward and backward see it."""
-    wrong = []
-    for edit in EDITS:
+    for name, edit in EDITS.items():
         reference, model = two_nets(2, reshard_after_forward=reshard)
         model.set_reshard_after_backward(after)
         for step in range(3):
@@ -324,178 +268,74 @@ def edited_in(window: Callable[[nn.Module, int], None], reshard: Reshard, after:
                     edit(list(one.parameters()))
                 one.zero_grad()
             losses = [loss_of(one, step) for one in (model, reference)]
-            if not torch.equal(*losses):
-                wrong.append(f"{edit.__name__}, step {step}")
+            assert torch.equal(*losses), (name, step)
             for loss in losses:
                 loss.backward()
             average_gradients(reference.parameters())
             assert_parity(model, reference)
-    return wrong
-
-
-@pytest.mark.brief(4)
-@pytest.mark.parametrize(
-    ("num_ranks", "reshard"), [*product([1], RESHARD[:3]), *product([2], RESHARD)]
-)
-@pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize(
-    "window",
-    [between_backward_and_forward, after_an_evaluation, after_inference],
-)
-def test_edits_count(
-    window: Callable[[nn.Module, int], None], after: bool, num_ranks: int, reshard: Reshard
-) -> None:
-    assert run_ranks(edited_in, num_ranks, window, reshard, after) == [[]] * num_ranks
-
-
-def edited_shards_after(window: Callable[[nn.Module, int], None], reshard: Reshard) -> list[str]:
-    """Edit the sharded parameters, as an optimizer has them, after an output nobody uses."""
-    wrong = []
-    for edit in EDITS:
-        reference, model = two_nets(2, reshard_after_forward=reshard)
-        params = list(model.parameters())
-        for step in range(3):
-            for one, its in ((model, params), (reference, list(reference.parameters()))):
-                window(one, step)
-                with torch.no_grad():
-                    edit(its)
-            losses = [loss_of(one, step) for one in (model, reference)]
-            if not torch.equal(*losses):
-                wrong.append(f"{edit.__name__}, step {step}")
-    return wrong
 
 
 @pytest.mark.parametrize("reshard", [None, True])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("window", [after_an_unused_output, after_an_output_that_is_alive])
-def test_a_forward_trusts_nothing_that_it_kept_by_default(
-    window: Callable[[nn.Module, int], None], num_ranks: int, reshard: bool | None
-) -> None:
-    wrong = run_ranks(edited_shards_after, num_ranks, window, reshard)
-    assert wrong == [[]] * num_ranks, reshard
+@one_or_two
+@pytest.mark.parametrize("is_alive", [False, True])
+@on_ranks("num_ranks")
+def test_a_forward_trusts_nothing_that_it_kept_by_default(is_alive: bool, reshard: Reshard) -> None:
+    """Edit the sharded parameters, as an optimizer has them, after an output nobody uses."""
+    for name, edit in EDITS.items():
+        reference, model = two_nets(2, reshard_after_forward=reshard)
+        params = list(model.parameters())
+        for step in range(3):
+            kept = []
+            for one, its in ((model, params), (reference, list(reference.parameters()))):
+                kept += [one(own_input(step))][not is_alive :]
+                with torch.no_grad():
+                    edit(its)
+            assert torch.equal(*(loss_of(one, step) for one in (model, reference))), (name, step)
 
 
-def averaged(watches: bool, edit: str) -> None:
+@one_or_two
+@pytest.mark.parametrize("edit", ["lerp", "data"])
+@pytest.mark.parametrize("watches", [True, False])
+@on_ranks("num_ranks")
+def test_averages_are_fresh_though_gradients_may_be_asked_for(watches: bool, edit: str) -> None:
     """Average a student's weights into a teacher that stays gathered, after the student's step."""
-    reference, model = two_nets(1)
-    teachers = two_nets(1, reshard_after_forward=False)
-    if not watches:
-        for one in teachers:
-            one.requires_grad_(False)
-    pairs = [(reference, teachers[0]), (model, teachers[1])]
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one, _ in pairs]
-    averaged = [list(teacher.parameters()) for _, teacher in pairs]
+    students, teachers = two_nets(1), two_nets(1, reshard_after_forward=False)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in students]
+    for one in teachers:
+        one.requires_grad_(watches)
+    averages = [list(teacher.parameters()) for teacher in teachers]
     for step in range(4):
         losses = []
-        for index, (student, teacher) in enumerate(pairs):
+        for index, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
             target = teacher(own_input(step)).detach()
-            loss = (student(own_input(step)) - target).square().sum()
-            loss.backward()
-            if student is reference:
-                average_gradients(student.parameters())
+            losses.append((student(own_input(step)) - target).square().sum())
+            losses[-1].backward()
+            average_if_whole(student)
             optimizers[index].step()
             optimizers[index].zero_grad()
             with torch.no_grad():
                 if edit == "lerp":
-                    torch._foreach_lerp_(averaged[index], list(student.parameters()), 0.5)
+                    torch._foreach_lerp_(averages[index], list(student.parameters()), 0.5)
                 else:
-                    for param, source in zip(averaged[index], student.parameters(), strict=True):
+                    for param, source in zip(averages[index], student.parameters(), strict=True):
                         param.data.mul_(0.5).add_(source.data, alpha=0.5)
-            losses.append(loss.item())
-        assert losses[0] == losses[1], step
+        assert torch.equal(*losses), step
     state = teachers[1].state_dict()
     for name, expected in teachers[0].state_dict().items():
         assert torch.equal(full(state[name]), expected), name
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("edit", ["lerp", "data"])
-@pytest.mark.parametrize("watches", [True, False])
-def test_averages_are_fresh_though_gradients_may_be_asked_for(
-    watches: bool, edit: str, num_ranks: int
-) -> None:
-    run_ranks(averaged, num_ranks, watches, edit)
-
-
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("how", ["foreach", "data"])
-@pytest.mark.parametrize("order", ["zero after", "zero between"])
-@on_ranks("num_ranks")
-def test_a_step_by_hand_trains(order: str, how: str, reshard: Reshard) -> None:
-    """Step by hand, without torch.optim, while parameters are kept after backward."""
-    reference, model = two_nets(2, reshard_after_forward=reshard)
-    model.set_reshard_after_backward(False)
-    for step in range(4):
-        losses = []
-        for one in (model, reference):
-            loss = loss_of(one, step)
-            losses.append(loss.item())
-            if order == "zero between":
-                for param in one.parameters():
-                    param.grad = None
-                one.zero_grad()
-            loss.backward()
-            if one is reference:
-                average_gradients(one.parameters())
-            params = list(one.parameters())
-            torch.nn.utils.clip_grad_norm_(params, 0.5)
-            with torch.no_grad():
-                if how == "foreach":
-                    torch._foreach_add_(params, [param.grad for param in params], alpha=-0.1)
-                else:
-                    for param in params:
-                        param.data.add_(param.grad.data, alpha=-0.1)
-            if order == "zero after":
-                for param in one.parameters():
-                    param.grad = None
-        assert losses[0] == losses[1], step
-        tolerances = {"rtol": 1e-6, "atol": 1e-7}
-        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(param), expected, **tolerances)
-            with torch.no_grad():
-                expected.copy_(full(param))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_clipping_clips_and_clamping_lasts() -> None:
-    """Clip by torch's function, step, clamp: each acts, with everything kept after backward."""
-    reference, model = two_nets(2, reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, reference)]
-    for step in range(4):
-        norms, losses = [], []
-        for one, optimizer in zip((model, reference), optimizers, strict=True):
-            loss = loss_of(one, step)
-            loss.backward()
-            if one is reference:
-                average_gradients(one.parameters())
-            norms.append(full(torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)))
-            optimizer.step()
-            with torch.no_grad():
-                for param in one.parameters():
-                    param.data.clamp_(-0.3, 0.3)
-            for param in one.parameters():
-                param.grad = None
-            losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-        torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0)
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@one_or_two
 @pytest.mark.parametrize("how", ["converted", "loaded", "assigned"])
 @on_ranks("num_ranks")
 def test_what_is_replaced_while_kept_counts(how: str) -> None:
     """Converted or replaced parts of a group that is kept are gathered as they are then."""
     reference, model = two_nets(1)
     model.set_reshard_after_backward(False)
-    for one in (model, reference):
-        with one.no_sync() if one is model else torch.enable_grad():
+    with model.no_sync():
+        for one in (model, reference):
             loss_of(one).backward()
-        one.zero_grad()
+            one.zero_grad()
     with torch.no_grad():
         for one in (model, reference):
             if how == "converted":
@@ -509,16 +349,19 @@ def test_what_is_replaced_while_kept_counts(how: str) -> None:
         assert torch.equal(model(own_input(1)), reference(own_input(1)))
 
 
-# Memory that is kept for backward is no form ------------------------------------------------
+# Loops of users -----------------------------------------------------------------------------
 
 
-def built(layers: bool = True, root: bool = True, **kwargs: Any) -> nn.Module:
+def built(layers: bool = True, root: bool = True, keeps: bool = False, **kwargs: Any) -> nn.Module:
     """Layers whose root has no parameters of its own, sharded as asked."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), Block(6), nn.Linear(6, 3)).double()
     for layer in model if layers else ():
         fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs) if root else model
+    if not root:
+        return model
+    fully_shard(model, **kwargs).set_reshard_after_backward(not keeps)
+    return model
 
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -528,6 +371,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "no root": {"root": False, "reshard_after_forward": True},
     "one group": {"layers": False, "reshard_after_forward": True},
 }
+KEPT = {"reshard_after_forward": False, "keeps": True}
 Target = list[torch.Tensor]
 Loop = Callable[[nn.Module, torch.Tensor, torch.optim.Optimizer, Target], None]
 
@@ -535,6 +379,11 @@ Loop = Callable[[nn.Module, torch.Tensor, torch.optim.Optimizer, Target], None]
 def average_if_whole(model: nn.Module) -> None:
     if not isinstance(next(model.parameters()), DTensor):
         average_gradients(model.parameters())
+
+
+def clear_by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
 
 
 def clips_what_was_listed(
@@ -553,8 +402,7 @@ def clears_by_hand(
     model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
 ) -> None:
     loss = model(x).square().sum()
-    for param in model.parameters():
-        param.grad = None
+    clear_by_hand(model)
     loss.backward()
     average_if_whole(model)
     optimizer.step()
@@ -587,24 +435,65 @@ def interpolates_a_target(
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("how", SHARDED)
-@on_ranks(2)
+def steps_by_hand(
+    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
+) -> None:
+    """Clear between forward and backward, clip, and step foreach, all without torch.optim."""
+    loss = model(x).square().sum()
+    target.append(loss.detach())
+    clear_by_hand(model)
+    model.zero_grad()
+    loss.backward()
+    average_if_whole(model)
+    params = list(model.parameters())
+    torch.nn.utils.clip_grad_norm_(params, 0.5)
+    with torch.no_grad():
+        torch._foreach_add_(params, [param.grad for param in params], alpha=-0.1)
+
+
+def steps_data_by_hand(
+    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
+) -> None:
+    loss = model(x).square().sum()
+    target.append(loss.detach())
+    loss.backward()
+    average_if_whole(model)
+    for param in model.parameters():
+        param.data.add_(param.grad.data, alpha=-0.1)
+        param.data.clamp_(-0.3, 0.3)
+    clear_by_hand(model)
+
+
+LOOPS: list[Loop] = [
+    clips_what_was_listed,
+    clears_by_hand,
+    clamps_after_a_log,
+    interpolates_a_target,
+    steps_by_hand,
+    steps_data_by_hand,
+]
+LOOPS_OF_KEPT = [clears_by_hand, steps_by_hand, steps_data_by_hand]
+
+
+@pytest.mark.parametrize(
+    ("how", "num_ranks"), [*product([*SHARDED, "kept"], [2]), ("kept", 1), ("kept", 3)]
+)
+@on_ranks("num_ranks")
 def test_every_step_registers_the_same_parameters(how: str) -> None:
-    loops: list[Loop] = [
-        clips_what_was_listed,
-        clears_by_hand,
-        clamps_after_a_log,
-        interpolates_a_target,
-    ]
-    for loop in loops:
-        model, whole = built(**SHARDED[how]), built(layers=False, root=False)
+    """And each loop trains as the unsharded model, also while parameters are kept after backward.
+
+    In between a forward whose output nobody uses.
+    """
+    for loop in LOOPS if how != "kept" else LOOPS_OF_KEPT:
+        model, whole = built(**SHARDED.get(how, KEPT)), built(layers=False, root=False)
         before, kept = list(model.parameters()), ([], [])
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, whole)]
         for step in range(4):
             x = own_input(step).double()
             for one, optimizer, target in zip((model, whole), optimizers, kept, strict=True):
                 loop(one, x, optimizer, target)
-            model(x)
+            if how != "kept":
+                model(x)
             assert all(map(operator.is_, model.parameters(), before)), (loop.__name__, step)
             pairs = [*zip(before, whole.parameters(), strict=True), *zip(*kept, strict=True)]
             for got, expected in pairs:
@@ -656,83 +545,63 @@ ROOT_TEXT = (
 )
 
 
-def halve(model: Net) -> str:
-    model.out.weight.mul_(0.5)
-    return "'out.weight'"
-
-
-def halve_data(model: Net) -> str:
+def halve_two(model: Net) -> None:
     for param in (model.inp.weight, model.out.bias):
         param.data.mul_(0.5)
-    return "'inp.weight', 'out.bias'"
 
 
-def assign_data(model: Net) -> str:
+def assign_data(model: Net) -> None:
     model.out.bias.data = model.out.bias.data * 0.5
-    return "'out.bias'"
 
 
-def halve_gradient(model: Net) -> str:
-    model.out.weight.grad.mul_(0.5)
-    return "'out.weight.grad'"
-
-
-def written_root(write: Callable[[Net], str], reshard: Reshard, use: str) -> str:
-    reference, model = two_nets(1, reshard_after_forward=reshard)
-    for one in (model, reference):
-        loss_of(one).backward()
-    loss = loss_of(model)
-    with torch.no_grad():
-        text = ROOT_TEXT.format(write(model))
-    with pytest.raises(ShardError) as caught:
-        if use == "backward":
-            loss.backward()
-        elif use == "forward":
-            model(own_input())
-        elif use == "state dict":
-            model.state_dict()
-        else:
-            model.reshard()
-    assert str(caught.value) == text
-    for one in (model, reference):
-        one.zero_grad()
-        loss_of(one, 1).backward()
-    average_gradients(reference.parameters())
-    for module in (model, *model.blocks):
-        module.reshard()
-    assert_parity(model, reference)
-    return text
+WRITES: dict[str, Callable[[Net], object]] = {
+    "'out.weight'": lambda model: model.out.weight.mul_(0.5),
+    "'inp.weight', 'out.bias'": halve_two,
+    "'out.bias'": assign_data,
+    "'out.weight.grad'": lambda model: model.out.weight.grad.mul_(0.5),
+}
+USES: dict[str, Callable[[Net, torch.Tensor], object]] = {
+    "backward": lambda model, loss: loss.backward(),
+    "forward": lambda model, loss: model(own_input()),
+    "state dict": lambda model, loss: model.state_dict(),
+    "reshard": lambda model, loss: model.reshard(),
+}
 
 
 @pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("use", ["backward", "forward", "state dict", "reshard"])
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
 def test_a_write_to_a_registered_root_is_refused(use: str, reshard: Reshard) -> None:
-    for write in (halve, halve_data, assign_data, halve_gradient):
-        run_ranks(written_root, 2, write, reshard, use)
+    for names, write in WRITES.items():
+        reference, model = two_nets(1, reshard_after_forward=reshard)
+        for one in (model, reference):
+            loss_of(one).backward()
+        loss = loss_of(model)
+        with torch.no_grad():
+            write(model)
+        with pytest.raises(ShardError) as caught:
+            USES[use](model, loss)
+        assert str(caught.value) == ROOT_TEXT.format(names)
+        for one in (model, reference):
+            one.zero_grad()
+            loss_of(one, 1).backward()
+        reduce_and_compare(model, reference)
 
 
-def by_hand(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad = None
-
-
-def to_zeros_by_hand(model: nn.Module) -> None:
+def zero_by_hand(model: nn.Module) -> None:
     for param in model.parameters():
         if param.grad is not None:
             param.grad.detach_()
             param.grad.zero_()
 
 
-def of_the_module(model: nn.Module) -> None:
-    model.zero_grad()
-
-
-def of_a_part(model: nn.Module) -> None:
-    model.get_submodule("out").zero_grad()
-
-
-def nothing(model: nn.Module) -> None:
-    pass
+CLEARS: dict[str, Callable[[Net], object]] = {
+    "by hand": clear_by_hand,
+    "to zeros": zero_by_hand,
+    "of the module": lambda model: model.zero_grad(),
+    "of a part": lambda model: model.out.zero_grad(),
+    "not": lambda model: None,
+}
 
 
 @pytest.mark.parametrize("reshard", [None, False])
@@ -740,7 +609,7 @@ def nothing(model: nn.Module) -> None:
 @on_ranks(2)
 def test_clearing_a_registered_root_counts(reshard: Reshard, dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for clear in (by_hand, to_zeros_by_hand, of_the_module, of_a_part, nothing):
+    for name, clear in CLEARS.items():
         models = [two_nets(1, reshard_after_forward=reshard, mp_policy=policy)[1] for _ in "ab"]
         models[1].load_state_dict(models[0].state_dict())
         for step in range(4):
@@ -755,7 +624,7 @@ def test_clearing_a_registered_root_counts(reshard: Reshard, dtype: torch.dtype 
         for module in (m for one in models for m in (one, *one.blocks)):
             module.reshard()
         for param, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(full(param.grad), full(expected.grad)), clear.__name__
+            assert torch.equal(full(param.grad), full(expected.grad)), name
 
 
 @pytest.mark.parametrize("reshard", [None, False])
@@ -768,10 +637,7 @@ def test_a_load_after_an_evaluation_with_gradients_counts(reshard: Reshard) -> N
     reference.load_state_dict({name: full(value) for name, value in state.items()})
     for one in (model, reference):
         loss_of(one, 1).backward()
-    average_gradients(reference.parameters())
-    for module in (model, *model.blocks):
-        module.reshard()
-    assert_parity(model, reference)
+    reduce_and_compare(model, reference)
 
 
 # Optimizers that were given unsharded parameters -----------------------------------------------
@@ -784,23 +650,22 @@ def filled_by_hand(how: str) -> None:
         loss = loss_of(model)
         optimizer.param_groups[0]["params"] = list(model.parameters())
         loss.backward()
-    elif how == "dry run":
+        return optimizer.step()
+    if how == "dry run":
         loss_of(model)
         optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
-        loss_of(model).backward()
     elif how == "unshard":
         model.unshard()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model.reshard()
-        loss_of(model).backward()
     else:
         with unsharded(model):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss_of(model).backward()
-    optimizer.step()
+    loss_of(model).backward()
+    return optimizer.step()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@one_or_two
 @pytest.mark.parametrize(
     ("how", "num"), [("groups", 4), ("context", 10), ("dry run", 4), ("unshard", 4)]
 )
@@ -810,15 +675,15 @@ def test_an_optimizer_with_unsharded_parameters_is_refused(
     with pytest.raises(RankError) as caught:
         run_ranks(filled_by_hand, num_ranks, how)
     failure = caught.value.agreed()
-    assert failure.type_name == ShardError.__name__
-    assert failure.message == (
+    assert (failure.type_name, failure.message) == (
+        "ShardError",
         f"Expected SGD to have sharded parameters, got {num} unsharded ones, whose changes are "
         "lost; build the optimizer, or fill its groups, of model.parameters() outside of "
-        "unsharded(), before a forward or after a backward"
+        "unsharded(), before a forward or after a backward",
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@one_or_two
 @on_ranks("num_ranks")
 def test_within_unsharded_an_optimizer_steps_on_the_copies() -> None:
     """Within unsharded() an optimizer of the copies edits them, and what it edits is written."""
@@ -832,24 +697,7 @@ def test_within_unsharded_an_optimizer_steps_on_the_copies() -> None:
         assert torch.equal(full(param), expected)
 
 
-def gathers_of_forwards(reshard: Reshard, trainable: bool) -> list[list[str]]:
-    """Which groups the second of two forwards gathers before any backward."""
-    _, model = two_nets(1, reshard_after_forward=reshard)
-    model.requires_grad_(trainable)
-    model(own_input())
-    with record_events(model, "all_gather") as recorded:
-        model(own_input(1))
-    return [name for _, name in recorded]
-
-
-def test_a_second_forward_trusts_only_what_users_said_stays() -> None:
-    gathers = functools.partial(run_ranks, gathers_of_forwards, 2)
-    assert gathers(False, True) == [[]] * 2
-    assert gathers(False, False) == [["", "blocks.0"]] * 2
-    assert gathers(None, True) == [["", "blocks.0"]] * 2
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@one_or_two
 @on_ranks("num_ranks")
 def test_sharded_parts_of_a_plain_module() -> None:
     """Sharded children of a plain module are trees of their own; one is used, one is stepped."""
@@ -862,6 +710,5 @@ def test_sharded_parts_of_a_plain_module() -> None:
     optimizer.step()
     assert all(isinstance(param, DTensor) for param in model.parameters())
     for param, was in zip(model.parameters(), before, strict=True):
-        expected = was - 0.1 * full(param.grad)
-        torch.testing.assert_close(full(param), expected)
+        torch.testing.assert_close(full(param), was - 0.1 * full(param.grad))
     dist.barrier()

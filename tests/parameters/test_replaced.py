@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nets import Net, assert_parity, own_input, shard_net, train_step, two_nets
-from torch.distributed.tensor import DTensor, distribute_tensor
-
-from composable_shard.testing import run_ranks
+from nets import Net, assert_parity, own_input, shard_net, two_nets
+from on_ranks import on_ranks
+from torch.distributed.tensor import DTensor
 
 
 def from_meta(used: bool) -> Net:
@@ -20,34 +20,39 @@ def from_meta(used: bool) -> Net:
     return model.to_empty(device="cpu")
 
 
-def to_double(used: bool) -> Net:
+def new(used: bool) -> Net:
     model = shard_net(Net(1))
-    use(model, used)
-    return model.double()
+    if used:
+        model(own_input()).sum().backward()
+        model.zero_grad()
+    return model
+
+
+def to_double(used: bool) -> Net:
+    return new(used).double()
 
 
 def to_empty(used: bool) -> Net:
-    model = shard_net(Net(1))
-    use(model, used)
-    return model.to_empty(device="cpu")
+    return new(used).to_empty(device="cpu")
 
 
 def assigned(used: bool) -> Net:
-    model = shard_net(Net(1))
-    use(model, used)
-    other = shard_net(Net(1)).state_dict()
+    model, other = new(used), shard_net(Net(1)).state_dict()
     model.load_state_dict({name: tensor.clone() for name, tensor in other.items()}, assign=True)
     return model
 
 
-def use(model: Net, used: bool) -> None:
-    if used:
-        model(own_input()).sum().backward()
-        model.zero_grad()
-
-
 Replace = Callable[[bool], Net]
-replacements = pytest.mark.parametrize(
+
+
+def fill(model: Net) -> None:
+    """Write values into the parameters that are registered now."""
+    for index, param in enumerate(model.parameters()):
+        with torch.no_grad():
+            param.fill_(index + 0.5)
+
+
+@pytest.mark.parametrize(
     ("replace", "used"),
     [
         (from_meta, False),
@@ -58,16 +63,8 @@ replacements = pytest.mark.parametrize(
         (assigned, True),
     ],
 )
-
-
-def fill(model: Net) -> None:
-    """Write values into the parameters that are registered now."""
-    for index, param in enumerate(model.parameters()):
-        with torch.no_grad():
-            param.fill_(index + 0.5)
-
-
-def saved(replace: Replace, used: bool) -> None:
+@on_ranks(2)
+def test_a_state_dict_holds_what_is_registered(replace: Replace, used: bool) -> None:
     model = replace(used)
     fill(model)
     state = model.state_dict()
@@ -78,50 +75,14 @@ def saved(replace: Replace, used: bool) -> None:
         assert state[name].to_local().data_ptr() == param.to_local().data_ptr(), name
 
 
-@replacements
-def test_a_state_dict_holds_what_is_registered(replace: Replace, used: bool) -> None:
-    run_ranks(saved, 2, replace, used)
-
-
-def loaded(replace: Replace, used: bool, kind: str) -> None:
-    """Load right after the replacement; gather, train and compare."""
-    model = replace(used)
-    torch.manual_seed(5)
-    reference = Net(1)
-    state = reference.state_dict()
-    if kind == "distributed":
-        mesh = model.inp.weight.device_mesh
-        placements = model.inp.weight.placements
-        state = {name: distribute_tensor(t, mesh, placements) for name, t in state.items()}
-    model.load_state_dict(state)
-    model.float()
-    assert_parity(model, reference)
-    for step in range(2):
-        assert train_step(model, step, None) == train_step(reference, step, None)
-        assert_parity(model, reference)
-        model.zero_grad()
-        reference.zero_grad()
-
-
-@replacements
-@pytest.mark.parametrize("kind", ["distributed", "full"])
-def test_a_state_dict_is_loaded_into_what_is_registered(
-    replace: Replace, used: bool, kind: str
-) -> None:
-    run_ranks(loaded, 2, replace, used, kind)
-
-
-def restored(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_is_loaded_in_place_after_materialization(tmp_path: Path) -> None:
     """Save, then load into a model that was just materialized and has never run."""
     reference, model = two_nets(1)
-    dcp.save(model.state_dict(), checkpoint_id=folder)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
     fresh = from_meta(False)
     fill(fresh)
-    dcp.load(fresh.state_dict(), checkpoint_id=folder)
+    dcp.load(fresh.state_dict(), checkpoint_id=tmp_path)
     assert_parity(fresh, reference)
     assert torch.equal(fresh(own_input()), reference(own_input()))
     dist.barrier()
-
-
-def test_a_checkpoint_is_loaded_in_place_after_materialization(tmp_path: object) -> None:
-    run_ranks(restored, 2, str(tmp_path))

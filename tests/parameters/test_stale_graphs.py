@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.breaking import failures
+from on_ranks import on_ranks
 from torch import nn
 from training.scenarios import STACK_GROUPS, Stack, loss_of
 from training.trees import inputs_for
 
-from composable_shard import FSDPModule, StaleParameterError, fully_shard
-from composable_shard.testing import run_ranks
+from composable_shard import StaleParameterError, fully_shard
 
 REFUSED = (
     "Expected the parameters of {} in backward as they were in forward, got parameters that were "
@@ -98,11 +98,22 @@ WAYS = [
 ]
 
 
-def refusal(way: Callable[[Trained], None], reshard: bool | int | None) -> str:
-    """Return what is said, and check that training goes on as without it."""
+@pytest.mark.parametrize(
+    ("ranks", "reshard"), [(1, None), (2, None), (2, False), (3, True), (4, 2)]
+)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks("ranks", timeout=30)
+def test_a_stale_graph_is_refused_on_all_ranks(
+    way: Callable[[Trained], None], reshard: bool | int | None
+) -> None:
+    """And training goes on as without it."""
     one = Trained(is_sharded=True, reshard=reshard)
     with pytest.raises(StaleParameterError) as caught:
         way(one)
+    said = [""] * dist.get_world_size()
+    dist.all_gather_object(said, str(caught.value))
+    assert len(set(said)) == 1
+    assert said[0] in {REFUSED.format(name) for name in ("the root group", "group 'blocks.2'")}
     plain = Trained(is_sharded=False)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         way(plain)
@@ -118,38 +129,22 @@ def refusal(way: Callable[[Trained], None], reshard: bool | int | None) -> str:
         means.append([param.grad for param in plain.model.parameters()])
     for grad, *theirs in zip(grads, *means, strict=True):
         torch.testing.assert_close(grad, torch.stack(theirs).mean(0))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "reshard"), [(1, None), (2, None), (2, False), (3, True), (4, 2)]
-)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_stale_graph_is_refused_on_all_ranks(
-    way: Callable[[Trained], None], ranks: int, reshard: bool | int | None
-) -> None:
-    said = run_ranks(refusal, ranks, way, reshard, timeout=30)
-    assert len(set(said)) == 1
-    assert said[0] in {REFUSED.format(name) for name in ("the root group", "group 'blocks.2'")}
-
-
-def grads_of_a_kept_graph(steps: bool) -> list[torch.Tensor]:
-    """Step while the unsharded parameters are kept: a late backward is that of the forward."""
-    one = Trained(is_sharded=True, reshard=False)
-    assert isinstance(one.model, FSDPModule)
-    loss = one.loss(1)
-    if steps:
-        one.optimizer.step()
-    one.optimizer.zero_grad()
-    loss.backward()
-    return [param.grad.full_tensor() for param in one.model.parameters()]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_kept_for_backward_is_what_forward_computed_with(ranks: int) -> None:
-    late, in_time = (run_ranks(grads_of_a_kept_graph, ranks, steps)[0] for steps in (True, False))
-    for ours, theirs in zip(late, in_time, strict=True):
-        assert torch.equal(ours, theirs)
+@on_ranks("ranks")
+def test_what_is_kept_for_backward_is_what_forward_computed_with() -> None:
+    """Step while the unsharded parameters are kept: a late backward is that of the forward."""
+    found = []
+    for steps in (True, False):
+        one = Trained(is_sharded=True, reshard=False)
+        loss = one.loss(1)
+        if steps:
+            one.optimizer.step()
+        one.optimizer.zero_grad()
+        loss.backward()
+        found.append([param.grad.full_tensor() for param in one.model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 class Branches(nn.Module):

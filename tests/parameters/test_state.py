@@ -11,7 +11,6 @@ from launches import counted
 from nets import (
     Net,
     assert_parity,
-    average_gradients,
     own_input,
     shard_net,
     train_step,
@@ -19,11 +18,9 @@ from nets import (
 )
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.insight.events import record_events
-from composable_shard.testing import run_ranks
 
 
 def assert_sharded(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
@@ -61,8 +58,9 @@ def test_parameters_are_sharded_and_lie_together_for_each_group() -> None:
         assert param.grad.placements == param.placements
 
 
-def alone() -> None:
-    """One rank sends nothing, and computes with the very storage that the optimizer sees."""
+@on_ranks(1)
+def test_one_rank_communicates_and_copies_nothing() -> None:
+    """It computes with the very storage that the optimizer sees."""
     _, model = two_nets(1)
     stored = {name: param.to_local().data_ptr() for name, param in model.named_parameters()}
     used: dict[str, int] = {}
@@ -77,10 +75,6 @@ def alone() -> None:
     assert used == stored
 
 
-def test_one_rank_communicates_and_copies_nothing() -> None:
-    run_ranks(alone, 1)
-
-
 @on_ranks(2)
 def test_parameters_are_plain_during_compute() -> None:
     reference, model = two_nets(1)
@@ -92,71 +86,6 @@ def test_parameters_are_plain_during_compute() -> None:
     for name, param in seen.items():
         assert type(param) is nn.Parameter and param.is_leaf
         assert param.shape == reference.blocks[0].get_parameter(name).shape
-
-
-@on_ranks(2)
-def test_state_dict_is_sharded_and_needs_no_communication() -> None:
-    reference, model = two_nets(2)
-    for before in ("nothing", "forward", "backward"):
-        if before != "nothing":
-            loss = model(own_input()).sum()
-            if before == "backward":
-                loss.backward()
-        with counted() as launched, record_events(model) as recorded:
-            state = model.state_dict()
-        assert launched == []
-        # After a forward the root is unsharded: it is freed, not gathered.
-        assert recorded == []
-        expected = reference.state_dict()
-        assert list(state) == list(expected)
-        for name, tensor in state.items():
-            assert_sharded(name, tensor, expected[name])
-        assert len(model.blocks[1].state_dict()) == 6
-    with counted() as launched, record_events(model) as recorded:
-        model(own_input())
-        state["out.weight"].full_tensor()
-    assert len(launched) > 0 and len(recorded) > 0  # the counts count
-
-
-def loaded(kind: str, assign: bool, after_forward: bool) -> None:
-    """Load the weights of another model into a sharded one; train both on."""
-    reference, model = two_nets(2)
-    torch.manual_seed(1)
-    reference = Net(2)
-    if after_forward:
-        model(own_input())
-        with torch.no_grad():
-            model(own_input())
-    state: dict[str, torch.Tensor] = reference.state_dict()
-    if kind == "distributed":
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-        state = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in state.items()}
-    elif kind == "sharded":
-        state = copy_of_sharded(reference)
-    state = {name: tensor.clone() for name, tensor in state.items()}
-    result = model.load_state_dict(state, assign=assign)
-    assert result.missing_keys == result.unexpected_keys == []
-    assert_parity(model, reference)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
-    for step in range(2):
-        losses = [
-            train_step(one, step, optimizer)
-            for one, optimizer in zip((model, reference), optimizers, strict=True)
-        ]
-        assert losses[0] == losses[1]
-    model.reshard()
-    assert_parity(model, reference)
-
-
-def copy_of_sharded(reference: Net) -> dict[str, torch.Tensor]:
-    return shard_net(copy.deepcopy(reference)).state_dict()
-
-
-@pytest.mark.parametrize("after_forward", [False, True])
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("kind", ["distributed", "sharded", "full"])
-def test_load_state_dict(kind: str, assign: bool, after_forward: bool) -> None:
-    run_ranks(loaded, 2, kind, assign, after_forward)
 
 
 class Affine(nn.Module):
@@ -206,30 +135,6 @@ def test_initialization_from_the_meta_device_equals_the_eager_one() -> None:
     assert_parity(model, reference)
 
 
-@pytest.mark.parametrize("before_forward", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@on_ranks(2)
-def test_to_another_dtype_after_sharding(before_forward: bool, dtype: torch.dtype) -> None:
-    reference, model = two_nets(1)
-    if not before_forward:
-        model(own_input()).sum().backward()
-        model.zero_grad()
-        model.reshard()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.125) for one in (model, reference)]
-    model.to(dtype)
-    reference.to(dtype)
-    assert {param.dtype for param in model.parameters()} == {dtype}
-    assert_parity(model, reference)
-    for one in (model, reference):
-        one(own_input().to(dtype)).square().sum().backward()
-    average_gradients(reference.parameters())
-    assert_parity(model, reference)
-    assert {param.grad.dtype for param in model.parameters()} == {dtype}
-    for optimizer in optimizers:
-        optimizer.step()
-    torch.testing.assert_close(model(own_input().to(dtype)), reference(own_input().to(dtype)))
-
-
 @on_ranks(2)
 def test_ignored_params_stay_as_they_are() -> None:
     reference = Net(1)
@@ -251,11 +156,8 @@ def test_ignored_params_stay_as_they_are() -> None:
             assert torch.equal(param.grad.full_tensor(), expected / 2), name
 
 
-def with_policy_kept_in_storage_dtype() -> set[torch.dtype]:
+@on_ranks(2)
+def test_state_dict_has_the_storage_dtype_under_mixed_precision() -> None:
     model = shard_net(Net(1), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     model(own_input())
-    return {tensor.dtype for tensor in model.state_dict().values()}
-
-
-def test_state_dict_has_the_storage_dtype_under_mixed_precision() -> None:
-    assert run_ranks(with_policy_kept_in_storage_dtype, 2) == [{torch.float32}] * 2
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}

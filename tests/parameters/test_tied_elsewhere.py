@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import full
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import ShardError, fully_shard, load_sharded, sync_module_states, unsharded
-from composable_shard.testing import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -49,19 +49,11 @@ def sharded(**options: Any) -> Any:
 # How the root, which owns the weight, comes to be gathered ----------------------------------------
 
 
-def by_hand(model: Any) -> None:
-    model.unshard()
-
-
-def by_a_forward(model: Any) -> None:
-    model(TOKENS)
-
-
-def not_at_all(model: Any) -> None:
-    pass
-
-
-GATHERED = [by_hand, by_a_forward, not_at_all]
+GATHERED: dict[str, Callable[[Any], object]] = {
+    "by hand": lambda model: model.unshard(),
+    "by a forward": lambda model: model(TOKENS),
+    "not at all": lambda model: None,
+}
 
 
 # What edits the head, which does not own it -------------------------------------------------------
@@ -87,115 +79,80 @@ def load(model: Any, folder: Path) -> None:
     load_sharded(model.head, file)
 
 
-def edited(
-    gather: Callable[[Any], None], edit: Callable[[Any, Path], None], folder: Path
-) -> tuple[bool, bool, bool]:
-    model = sharded()
-    gather(model)
-    edit(model, folder)
-    model.reshard()
-    weight = full(model.embed.weight)
-    is_tied = model.embed.weight is model.head.weight
-    return bool((weight == 3).all()), is_tied, bool((model(TOKENS).var(0) < 1e-6).all())
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("edit", [fill, fill_alone, load])
 @pytest.mark.parametrize("gather", GATHERED)
+@on_ranks("ranks")
 def test_an_edit_through_the_group_that_does_not_own_it_is_kept(
-    tmp_path: Path,
-    gather: Callable[[Any], None],
-    edit: Callable[[Any, Path], None],
-    ranks: int,
+    tmp_path: Path, gather: str, edit: Callable[[Any, Path], None]
 ) -> None:
-    assert run_ranks(edited, ranks, gather, edit, tmp_path) == [(True, True, True)] * ranks
+    model = sharded()
+    GATHERED[gather](model)
+    edit(model, tmp_path)
+    model.reshard()
+    assert (full(model.embed.weight) == 3).all()
+    assert model.embed.weight is model.head.weight
+    assert (model(TOKENS).var(0) < 1e-6).all()
 
 
-def synchronized(gather: Callable[[Any], None]) -> list[float]:
+@pytest.mark.parametrize("gather", GATHERED)
+@on_ranks(2)
+def test_replicas_of_it_are_synchronized(gather: str) -> None:
     """Let replicas differ; those of the head are made equal, though the root owns its weight."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh=mesh)
     with torch.no_grad():
         model.embed.weight.to_local().fill_(dist.get_rank() + 1)
-    gather(model)
+    GATHERED[gather](model)
     sync_module_states(model.head, keep_shards=True)
     model.reshard()
-    return [float(value) for value in model.embed.weight.to_local().unique()]
+    assert model.embed.weight.to_local().unique().tolist() == [1.0]
 
 
-@pytest.mark.parametrize("gather", [by_hand, by_a_forward, not_at_all])
-def test_replicas_of_it_are_synchronized(gather: Callable[[Any], None]) -> None:
-    assert run_ranks(synchronized, 2, gather) == [[1.0], [1.0]]
-
-
-def refused() -> str:
+@on_ranks(2)
+def test_synchronizing_it_is_refused_though_it_is_gathered() -> None:
     model = sharded()
     model.unshard()
-    with pytest.raises(ShardError) as caught:
+    text = r"^Expected FSDPLinear before it is sharded, got 'weight' sharded"
+    with pytest.raises(ShardError, match=text):
         sync_module_states(model.head)
-    return str(caught.value)
-
-
-def test_synchronizing_it_is_refused_though_it_is_gathered() -> None:
-    for text in run_ranks(refused, 2):
-        assert text.startswith("Expected FSDPLinear before it is sharded, got 'weight' sharded")
-
-
-def forward_within(opened: str, policy: Any = None) -> bool:
-    """Open one group alone and run it, or the whole, as a plain module."""
-    torch.manual_seed(0)
-    oracle = Model()
-    model = sharded()
-    module, reference = model.get_submodule(opened), oracle.get_submodule(opened)
-    x = TOKENS if opened in ("", "embed") else torch.ones(2, 4)
-    with unsharded(module, recurse=False), torch.no_grad():
-        return torch.equal(module(x), reference(x))
 
 
 @pytest.mark.parametrize("opened", ["", "embed", "head"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_group_runs_as_a_plain_module(ranks: int, opened: str) -> None:
-    assert run_ranks(forward_within, ranks, opened) == [True] * ranks
+@on_ranks("ranks")
+def test_one_group_runs_as_a_plain_module(opened: str) -> None:
+    """Open one group alone and run it, or the whole, as a plain module."""
+    torch.manual_seed(0)
+    oracle, model = Model(), sharded()
+    module, reference = model.get_submodule(opened), oracle.get_submodule(opened)
+    x = TOKENS if opened in ("", "embed") else torch.ones(2, 4)
+    with unsharded(module, recurse=False), torch.no_grad():
+        assert torch.equal(module(x), reference(x))
 
 
-def opened_twice() -> list[bool]:
+@on_ranks(2)
+def test_what_an_outer_context_has_opened_is_left_to_it() -> None:
     """Open the root on the first rank alone, and the head within, which owns nothing but a bias."""
     model = sharded()
-    found = []
     with (
         unsharded(model, recurse=False, rank0_only=True),
         unsharded(model.head, recurse=False),
         torch.no_grad(),
     ):
-        found.append(isinstance(model.head.weight, DTensor) is (dist.get_rank() > 0))
-        found.append(not isinstance(model.head.bias, DTensor))
+        assert isinstance(model.head.weight, DTensor) is (dist.get_rank() > 0)
+        assert not isinstance(model.head.bias, DTensor)
         if dist.get_rank() == 0:
             model.head.weight.fill_(3)
-    found.append(bool((full(model.embed.weight) == 3).all()))
-    return found
+    assert (full(model.embed.weight) == 3).all()
 
 
-def test_what_an_outer_context_has_opened_is_left_to_it() -> None:
-    assert run_ranks(opened_twice, 2, timeout=30) == [[True] * 3] * 2
-
-
-def root_within_head() -> str:
-    model = sharded()
-    with (
-        unsharded(model.head),
-        torch.no_grad(),
-        pytest.raises(ShardError) as caught,
-    ):
-        model.unshard()
-    return str(caught.value)
-
-
+@on_ranks(2)
 def test_the_owner_is_not_gathered_while_it_is_open_in_part() -> None:
-    assert (
-        run_ranks(root_within_head, 2)
-        == [
-            "Expected unshard() of the root group outside of unsharded(), got it inside, where the "
-            "parameters are full"
-        ]
-        * 2
+    model = sharded()
+    with unsharded(model.head), torch.no_grad(), pytest.raises(ShardError) as caught:
+        model.unshard()
+    assert str(caught.value) == (
+        "Expected unshard() of the root group outside of unsharded(), got it inside, where the "
+        "parameters are full"
     )

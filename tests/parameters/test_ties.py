@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshes.compare import Oracle, step_differences
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composable_shard import ShardError, explain, fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 VOCABULARY = 11
 WIDTH = 6
@@ -55,32 +60,6 @@ def sharded(groups: Groups, **options: object) -> tuple[Outer, Oracle]:
     return model, oracle
 
 
-def train(groups: Groups, owner: str, reshard: bool | None) -> list[str]:
-    model, oracle = sharded(groups, reshard_after_forward=reshard)
-    found = []
-    weight = model.inner.embedding.weight
-    if model.inner.head.weight is not weight:
-        found.append("no longer tied")
-    owners = [
-        group.name
-        for group in explain(model).groups
-        if any(model.get_parameter(param.name) is weight for param in group.parameters)
-    ]
-    if owners != [owner or "(root)"]:
-        found.append(f"owned by {owners}")
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, oracle.model)]
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(VOCABULARY, (7,), generator=generator)
-        for either in (model, oracle.model):
-            either(tokens).square().sum().backward()
-        oracle.take()
-        oracle.reduce()
-        model.reshard()  # type: ignore[operator]
-        found += step_differences(model, oracle, optimizers)
-    return found
-
-
 CASES: list[tuple[Groups, str]] = [
     (("inner.embedding", ""), ""),
     (("inner.head", "inner.middle", ""), ""),
@@ -94,10 +73,29 @@ CASES: list[tuple[Groups, str]] = [
 @pytest.mark.parametrize("reshard", [None, True])
 @pytest.mark.parametrize(("groups", "owner"), CASES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@on_ranks("ranks")
 def test_tied_across_groups_trains_as_the_oracle_with_one_gradient(
-    ranks: int, groups: Groups, owner: str, reshard: bool | None
+    groups: Groups, owner: str, reshard: bool | None
 ) -> None:
-    assert run_ranks(train, ranks, groups, owner, reshard, timeout=30) == [[]] * ranks
+    model, oracle = sharded(groups, reshard_after_forward=reshard)
+    weight = model.inner.embedding.weight
+    assert model.inner.head.weight is weight
+    owners = [
+        group.name
+        for group in explain(model).groups
+        if any(model.get_parameter(param.name) is weight for param in group.parameters)
+    ]
+    assert owners == [owner or "(root)"]
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, oracle.model)]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(VOCABULARY, (7,), generator=generator)
+        for either in (model, oracle.model):
+            either(tokens).square().sum().backward()
+        oracle.take()
+        oracle.reduce()
+        model.reshard()  # type: ignore[operator]
+        assert step_differences(model, oracle, optimizers) == []
 
 
 def test_from_the_meta_device() -> None:
@@ -119,19 +117,13 @@ def test_from_the_meta_device() -> None:
         model(torch.tensor([1, 2])).sum().backward()
 
 
-def test_a_group_that_gave_everything_back_gathers_nothing() -> None:
+def test_a_group_that_gave_everything_back_gathers_nothing_and_states_hold_both_names() -> None:
     with fake_ranks(2):
-        model, _ = sharded(("inner.embedding", "inner.head", ""))
+        model, oracle = sharded(("inner.embedding", "inner.head", ""))
         with record_events(model, "all_gather", "reduce_scatter") as events:
             model(torch.tensor([1, 2])).sum().backward()
         assert events == [("all_gather", ""), ("reduce_scatter", "")]
-
-
-def test_state_dicts_hold_both_names() -> None:
-    with fake_ranks(2):
-        model, oracle = sharded(("inner.embedding", "inner.head", ""))
-        state = model.state_dict()
-        assert list(state) == list(oracle.model.state_dict())
+        assert list(model.state_dict()) == list(oracle.model.state_dict())
         full = {name: tensor + 1 for name, tensor in oracle.model.state_dict().items()}
         model.load_state_dict(full)
         rows = model.inner.embedding.weight.to_local()  # type: ignore[operator]
@@ -152,54 +144,61 @@ def test_without_a_group_that_contains_all_places_the_forward_is_refused() -> No
         )
 
 
-def test_a_group_that_was_used_cannot_give_a_parameter_back() -> None:
+def after_use() -> Any:
+    model, _ = sharded(("inner.embedding",))
+    model.inner.embedding(torch.tensor([1]))
+    return model
+
+
+def after_it_was_sharded() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    model[1].weight = model[0].weight
+    return model
+
+
+def after_what_is_around() -> Any:
+    return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))[0]
+
+
+SHARDED_TWICE = (
+    "Expected parameter '{}' to be sharded by one fully_shard call, got the sharded parameter "
+    "'{}' of another group; shard inner modules before outer ones, tie parameters before either, "
+    "and where a sharded base was wrapped shard the new adapters alone"
+)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            after_use,
+            "Expected parameter 'inner.head.weight' to be tied before its group was used, got one "
+            "that is tied to 'weight' of a group that was gathered, loaded or changed; apply "
+            "fully_shard to all modules that share it before",
+        ),
+        (after_it_was_sharded, SHARDED_TWICE.format("1.weight", "weight")),
+        (after_what_is_around, SHARDED_TWICE.format("weight", "0.weight")),
+    ],
+)
+def test_sharding_too_late_is_refused(build: Callable[[], Any], text: str) -> None:
     with fake_ranks(2):
-        model, _ = sharded(("inner.embedding",))
-        model.inner.embedding(torch.tensor([1]))
+        model = build()
         before = dict(model.named_parameters())
         with pytest.raises(ValueError) as caught:
             fully_shard(model)
-        assert str(caught.value) == (
-            "Expected parameter 'inner.head.weight' to be tied before its group was used, got one "
-            "that is tied to 'weight' of a group that was gathered, loaded or changed; apply "
-            "fully_shard to all modules that share it before"
-        )
+        assert str(caught.value) == text
         assert dict(model.named_parameters()) == before
 
 
-def test_tying_a_sharded_parameter_is_refused() -> None:
+def test_tied_parameters_of_a_copy_are_its_own_and_nothing_keeps_them_alive() -> None:
     with fake_ranks(2):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        fully_shard(model[0])
-        model[1].weight = model[0].weight
-        with pytest.raises(ValueError) as caught:
-            fully_shard(model)
-        assert str(caught.value) == (
-            "Expected parameter '1.weight' to be sharded by one fully_shard call, got the sharded "
-            "parameter 'weight' of another group; shard inner modules before outer ones, tie "
-            "parameters before either, and where a sharded base was wrapped shard the new "
-            "adapters alone"
-        )
-
-
-def test_an_outer_module_before_an_inner_one_is_refused() -> None:
-    with fake_ranks(2):
-        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        with pytest.raises(ValueError) as caught:
-            fully_shard(model[0])
-        assert str(caught.value) == (
-            "Expected parameter 'weight' to be sharded by one fully_shard call, got the sharded "
-            "parameter '0.weight' of another group; shard inner modules before outer ones, tie "
-            "parameters before either, and where a sharded base was wrapped shard the new "
-            "adapters alone"
-        )
-
-
-def test_nothing_keeps_a_tied_module_alive() -> None:
-    import gc
-    import weakref
-
-    with fake_ranks(2):
+        model, _ = sharded(("inner.embedding", "inner.head", ""))
+        copied = copy.deepcopy(model)
+        assert copied.inner.embedding.weight is copied.inner.head.weight
+        assert copied.inner.head.weight is not model.inner.head.weight
+        copied(torch.tensor([1, 2])).sum().backward()
+        assert copied.inner.head.weight.grad is not None and model.inner.head.weight.grad is None
         model, _ = sharded(("inner.embedding", "inner.head"))
         alive = weakref.ref(model.inner.embedding)
         del model, _
@@ -207,49 +206,27 @@ def test_nothing_keeps_a_tied_module_alive() -> None:
         assert alive() is None
 
 
-def test_tied_parameters_stay_tied() -> None:
-    with fake_ranks(2):
-        model = Outer()
-        for name in ("inner.embedding", "inner.head", ""):
-            fully_shard(model.get_submodule(name))
-        copied = copy.deepcopy(model)
-        assert copied.inner.embedding.weight is copied.inner.head.weight
-        assert copied.inner.head.weight is not model.inner.head.weight
-        copied(torch.tensor([1, 2])).sum().backward()
-        assert copied.inner.head.weight.grad is not None and model.inner.head.weight.grad is None
-
-
-def replaced(place: str, kind: str, used: bool) -> tuple[str, torch.Tensor]:
-    """Replace a tied weight under one of its names; return the error, or what the module gives."""
-    torch.manual_seed(0)
-    model = fully_shard(Inner())
-    tokens = torch.tensor([1, 2, 3])
-    if used:
-        model(tokens).sum().backward()
-    values = torch.arange(VOCABULARY * WIDTH).view(VOCABULARY, WIDTH).cos()
-    new = nn.Parameter(values)
-    if kind == "sharded":
-        new = nn.Parameter(distribute_tensor(values, model.head.weight.device_mesh, [Shard(0)]))
-    model.get_submodule(place).weight = new
-    try:
-        output = model(tokens)
-    except ShardError as error:
-        return str(error), torch.empty(0)
-    torch.manual_seed(0)
-    expected = Inner()
-    with torch.no_grad():
-        expected.head.weight.copy_(values)
-    torch.testing.assert_close(output, expected(tokens))
-    assert model.head.weight is model.embedding.weight
-    return "", output.detach()
-
-
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("place", ["embedding", "head"])
 def test_a_tied_weight_is_replaced_under_any_of_its_names(place: str, used: bool) -> None:
+    """By a sharded one; a plain one is refused."""
+    tokens = torch.tensor([1, 2, 3])
+    values = torch.arange(VOCABULARY * WIDTH).view(VOCABULARY, WIDTH).cos()
+    expected = Inner()
     with fake_ranks(1):
-        assert replaced(place, "sharded", used)[0] == ""
-        assert replaced(place, "plain", used)[0] == (
+        model: Any = fully_shard(copy.deepcopy(expected))
+        if used:
+            model(tokens).sum().backward()
+        new = distribute_tensor(values, model.head.weight.device_mesh, [Shard(0)])
+        model.get_submodule(place).weight = nn.Parameter(new)
+        with torch.no_grad():
+            expected.head.weight.copy_(values)
+        torch.testing.assert_close(model(tokens), expected(tokens))
+        assert model.head.weight is model.embedding.weight
+        model.get_submodule(place).weight = nn.Parameter(values)
+        with pytest.raises(ShardError) as caught:
+            model(tokens)
+        assert str(caught.value) == (
             "Expected the parameters of the root group as fully_shard made them, got others for "
             "['embedding.weight']; change values by load_state_dict or in place"
         )

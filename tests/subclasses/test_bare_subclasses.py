@@ -7,54 +7,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks
+from subclasses.wrappers import Wrapper
 
 aten = torch.ops.aten
 COLUMNS = 4
 
 
-class Bare(torch.Tensor):
-    """Wraps a tensor; is cut by split alone, and loses precision when it is cloned."""
+class Bare(Wrapper):
+    """Is cut by split alone, and loses precision when it is cloned."""
 
     KNOWN = (aten.detach, aten.split, aten.clone, aten.add_, aten.slice)
 
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Bare:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, inner.stride(), dtype=inner.dtype
-        )
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *rest: object) -> Bare:
-        return cls(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        op, kwargs = func.overloadpacket, kwargs or {}
+    def compute(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        op = func.overloadpacket
         if op not in cls.KNOWN or (op is aten.slice and args[2] != 0):
             raise NotImplementedError(f"{func} of {cls.__name__}")
-        plain, named = tree_map_only(cls, lambda bare: bare.inner, (args, kwargs))
         if op is aten.clone:
-            return cls(plain[0].round())
+            return args[0].round()
         # As of many classes of torchao, what detach returns wraps the same tensor.
-        out = plain[0] if op is aten.detach else func(*plain, **named)
-        return return_and_correct_aliasing(
-            func, args, kwargs, tree_map_only(torch.Tensor, cls, out)
-        )
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        return (self.inner,), None
+        return args[0] if op is aten.detach else func(*args, **kwargs)
 
     def fsdp_post_all_gather(
         self, arrived: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
@@ -95,7 +71,13 @@ class Layer(nn.Module):
         return Product.apply(x, self.weight)
 
 
-def train(num_rows: int, low: bool) -> None:
+@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_rows", [8, 5])
+@on_ranks("num_ranks")
+def test_inner_tensors_that_autograd_saved_and_ops_that_are_not_known(
+    num_rows: int, low: bool
+) -> None:
     """Compare shards bit by bit, and losses and gradients with those of plain matrices."""
     dtype = torch.bfloat16 if low else torch.float32
     plain = [torch.randn(num_rows, COLUMNS), torch.randn(COLUMNS, num_rows)]
@@ -118,12 +100,3 @@ def train(num_rows: int, low: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
         plain = [full - 0.1 * w.grad.float() for full, w in zip(plain, weights, strict=True)]
-
-
-@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("num_rows", [8, 5])
-def test_inner_tensors_that_autograd_saved_and_ops_that_are_not_known(
-    num_rows: int, num_ranks: int, low: bool
-) -> None:
-    run_ranks(train, num_ranks, num_rows, low)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from composable_shard import (
     CommunicationError,
     ExtensionError,
+    RankMismatchError,
     fully_shard,
 )
 from composable_shard.testing import RankError, fake_ranks, run_ranks
@@ -26,25 +28,13 @@ from int8_gradients import Int8Gradients
 from subclasses.lossless import POST, PRE, Lossless, as_type
 
 
-def broken(pre: Callable[..., Any], post: Any = None, steps: int = 1) -> None:
+def broken(name: str) -> None:
     """Train a weight whose hooks are those given."""
-    names = {PRE: pre, POST: post or Lossless.fsdp_post_reduce_scatter}
+    names = {PRE: HOOKS[name][0], POST: summed}
     layer = as_type(nn.Linear(2, 4, bias=False), type("Broken", (Lossless,), names))
     fully_shard(layer)
-    for _ in range(steps):
+    for _ in range(2):
         layer(torch.ones(1, 2)).sum().backward()
-
-
-def no_tuple(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
-    return grad
-
-
-def one_tensor(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
-    return grad, None
-
-
-def no_rows(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
-    return (grad, grad.sum()), None
 
 
 def another_later(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
@@ -58,31 +48,32 @@ def fails_on_one(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
     return (grad,), None
 
 
-def differs(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
-    return (grad if dist.get_rank() == 0 else grad.half(),), None
-
-
 RETURN = f"Expected {PRE} of weight to return "
-REFUSED = {
-    no_tuple: f"{PRE} of weight failed: ExtensionError: {RETURN}(tensors, metadata), got Tensor",
-    one_tensor: f"{PRE} of weight failed: ExtensionError: {RETURN}a tuple of tensors and metadata, "
-    "got Tensor",
-    no_rows: f"{PRE} of weight failed: ExtensionError: {RETURN}tensors with a row for each of 2 "
-    "ranks, got [[2, 4], []]",
-    another_later: f"{RETURN}[torch.float32 [4]] as before, got [torch.float16 [4]]",
-    fails_on_one: f"{PRE} of weight failed: ValueError: no",
-    differs: f"Expected {PRE} of weight to return the same on all ranks, got [torch.float32 [4]] "
-    "on rank 0 and [torch.float16 [4]] on rank 1",
+FAILS = f"{PRE} of weight failed: "
+HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
+    "no tuple": (
+        lambda self, grad, mesh: grad,
+        f"{FAILS}ExtensionError: {RETURN}(tensors, metadata), got Tensor",
+    ),
+    "one tensor": (
+        lambda self, grad, mesh: (grad, None),
+        f"{FAILS}ExtensionError: {RETURN}a tuple of tensors and metadata, got Tensor",
+    ),
+    "no rows": (
+        lambda self, grad, mesh: ((grad, grad.sum()), None),
+        f"{FAILS}ExtensionError: {RETURN}tensors with a row for each of 2 ranks, got [[2, 4], []]",
+    ),
+    "another later": (
+        another_later,
+        f"{RETURN}[torch.float32 [4]] as before, got [torch.float16 [4]]",
+    ),
+    "fails on one": (fails_on_one, f"{FAILS}ValueError: no"),
+    "differs": (
+        lambda self, grad, mesh: ((grad if dist.get_rank() == 0 else grad.half(),), None),
+        f"{RETURN}the same on all ranks, got [torch.float32 [4]] on rank 0 and [torch.float16 [4]] "
+        "on rank 1",
+    ),
 }
-
-
-@pytest.mark.parametrize("hook", REFUSED, ids=lambda hook: hook.__name__)
-def test_what_hooks_must_not_do_is_refused_on_all_ranks(hook: Any) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(broken, 2, hook, summed, 2)
-    failure = caught.value.agreed()
-    assert failure.exception_type is ExtensionError
-    assert failure.message == REFUSED[hook]
 
 
 def summed(self: Any, received: Any, metadata: Any, out: torch.Tensor) -> None:
@@ -95,22 +86,26 @@ def gathers_on_one(self: Any, mesh: Any) -> Any:
     return (self.full,), None
 
 
-def broken_gather() -> None:
+def broken_gather(name: str) -> None:
     kind = type("Broken", (Lossless,), {"fsdp_pre_all_gather": gathers_on_one})
     fully_shard(as_type(nn.Linear(2, 4, bias=False), kind))(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(
-    ("fn", "args", "hook"),
-    [(broken, (fails_on_one,), "fails_on_one"), (broken_gather, (), "gathers_on_one")],
+    ("fn", "name"), [*((broken, name) for name in HOOKS), (broken_gather, "gathers_on_one")]
 )
-def test_the_rank_on_which_a_hook_fails_shows_where(
-    fn: Callable[..., None], args: tuple[Any, ...], hook: str
-) -> None:
+def test_what_hooks_must_not_do_is_refused_on_all_ranks(fn: Callable[..., None], name: str) -> None:
+    """And the rank on which a hook fails shows where."""
     with pytest.raises(RankError) as caught:
-        run_ranks(fn, 2, *args)
-    shows = [f", in {hook}" in failure.traceback for failure in caught.value.failures]
-    assert shows == [False, True]
+        run_ranks(fn, 2, name)
+    failure = caught.value.agreed()
+    assert failure.exception_type is ExtensionError
+    if name in HOOKS:
+        assert failure.message == HOOKS[name][1]
+    if name in ("fails on one", "gathers_on_one"):
+        hook = name.replace(" ", "_")
+        shows = [f", in {hook}" in failure.traceback for failure in caught.value.failures]
+        assert shows == [False, True]
 
 
 def gathers_on_last(self: Any, mesh: Any) -> Any:
@@ -119,22 +114,20 @@ def gathers_on_last(self: Any, mesh: Any) -> Any:
     return (self.full[: 1 + (dist.get_rank() == 1)].t(),), None
 
 
-def broken_replica() -> None:
+@on_ranks(4)
+def test_ranks_of_replicas_are_numbered_over_the_whole_job() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     kind = type("Broken", (Lossless,), {"fsdp_pre_all_gather": gathers_on_last})
-    fully_shard(as_type(nn.Linear(2, 4, bias=False), kind), mesh=mesh)(torch.ones(1, 2))
-
-
-def test_ranks_of_replicas_are_numbered_over_the_whole_job() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(broken_replica, 4)
+    model = fully_shard(as_type(nn.Linear(2, 4, bias=False), kind), mesh=mesh)
+    with pytest.raises(ExtensionError) as caught:
+        model(torch.ones(1, 2))
     differs = (
         "Expected fsdp_pre_all_gather of weight to return tensors of the same number, dtypes and "
         "trailing dims on all ranks, got [torch.float32 [2, 1]] on rank 0 and [torch.float32 "
         "[2, 2]] on rank 1"
     )
     fails = "fsdp_pre_all_gather failed on rank 3: ValueError: no"
-    assert [failure.message for failure in caught.value.failures] == [differs] * 2 + [fails] * 2
+    assert str(caught.value) == (differs if dist.get_rank() < 2 else fails)
 
 
 def lost_rank(weight: torch.Tensor, in_forward: bool) -> None:
@@ -191,26 +184,15 @@ class Spreads(Lossless):
         return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-def subclass_gradient() -> None:
-    layer = as_type(nn.Linear(2, 4, bias=False), Spreads)
-    fully_shard(layer)
-    layer(torch.ones(1, 2)).sum().backward()
-
-
+@on_ranks(2)
 def test_a_gradient_that_is_a_subclass_is_refused() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(subclass_gradient, 2)
-    assert caught.value.agreed().message == (
+    layer = fully_shard(as_type(nn.Linear(2, 4, bias=False), Spreads))
+    with pytest.raises(ExtensionError) as caught:
+        layer(torch.ones(1, 2)).sum().backward()
+    assert str(caught.value) == (
         f"Expected a plain gradient of weight to pass to {PRE}, got Spreads; let "
         "fsdp_post_all_gather return a plain tensor"
     )
-
-
-def hooks_on_one_rank() -> None:
-    kind = Lossless if dist.get_rank() else Int8Rows
-    layer = as_type(nn.Linear(2, 4, bias=False), kind)
-    fully_shard(layer)
-    layer(torch.ones(1, 2))
 
 
 class Int8Rows(Int8Gradients):
@@ -220,14 +202,17 @@ class Int8Rows(Int8Gradients):
     fsdp_post_reduce_scatter = property()
 
 
+@on_ranks(2)
 def test_hooks_on_one_rank_alone_are_refused_on_all() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(hooks_on_one_rank, 2)
+    kind = Lossless if dist.get_rank() else Int8Rows
+    layer = fully_shard(as_type(nn.Linear(2, 4, bias=False), kind))
     fact = (
         "parameter 'weight' of the root group: shape [4, 2], torch.float32, Shard(0), trainable, "
+        "on cpu, with its own all-gather"
     )
-    fact += "on cpu, with its own all-gather"
-    assert caught.value.agreed().message == (
+    with pytest.raises(RankMismatchError) as caught:
+        layer(torch.ones(1, 2))
+    assert str(caught.value) == (
         f"Expected the same model on all ranks, got on rank 0: {fact}; on rank 1: {fact}, with its "
         "own reduce-scatter"
     )
@@ -247,15 +232,13 @@ class Forgets(TwoTensor):
 class Forgetful(Forgets):
     """With hooks for its gradient."""
 
-    fsdp_pre_reduce_scatter = no_tuple
-    fsdp_post_reduce_scatter = summed
+    fsdp_pre_reduce_scatter = fsdp_post_reduce_scatter = summed
 
 
 class ForgetfulGather(Forgets):
     """With hooks for its gather."""
 
-    fsdp_pre_all_gather = no_tuple
-    fsdp_post_all_gather = summed
+    fsdp_pre_all_gather = fsdp_post_all_gather = summed
 
 
 @pytest.mark.parametrize("kind", [Forgetful, ForgetfulGather])

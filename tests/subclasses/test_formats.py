@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -108,38 +109,28 @@ def test_int8_rows_with_a_scale_for_each_shard(num_rows: int, scalar_scale: bool
     assert unsharded is not None and all(out is unsharded for out in extension.outs[1:])
 
 
-def gathered_rows(counts: tuple[int, ...]) -> torch.Tensor:
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (1, 3), (0, 2), (0, 0), (2, 1, 3), (0, 3, 0)])
+def test_any_number_of_rows_on_any_rank(counts: tuple[int, ...]) -> None:
+    run_ranks(gather_rows, len(counts), counts)
+
+
+def gather_rows(counts: tuple[int, ...]) -> None:
     """Send, beside the weight, a tensor with as many rows as ``counts`` says for this rank."""
     rank = dist.get_rank()
-    model = nn.Sequential(nn.Linear(COLUMNS, 4, bias=False))
-    fully_shard(model)
+    model = fully_shard(nn.Sequential(nn.Linear(COLUMNS, 4, bias=False)))
     local, arrived = model[0].weight._local_tensor, []
 
-    def pre_all_gather(mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        rows = torch.arange(counts[rank], dtype=torch.float64) + 10 * rank
-        return (local, rows), None
+    def pre_all_gather(mesh: Any) -> Any:
+        return (local, torch.arange(counts[rank], dtype=torch.float64) + 10 * rank), None
 
-    def post_all_gather(
-        outputs: tuple[torch.Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def post_all_gather(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
         arrived.append(outputs[1].clone())
         return outputs[0], outputs
 
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather
     model(torch.ones(1, COLUMNS))
-    return arrived[0]
-
-
-@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (1, 3), (0, 2), (0, 0), (2, 1, 3), (0, 3, 0)])
-def test_any_number_of_rows_on_any_rank(counts: tuple[int, ...]) -> None:
     rows = [10.0 * rank + row for rank, count in enumerate(counts) for row in range(count)]
-    for got in run_ranks(gathered_rows, len(counts), counts):
-        assert got.dtype == torch.float64
-        assert got.tolist() == rows
+    assert arrived[0].dtype == torch.float64 and arrived[0].tolist() == rows
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -199,31 +190,24 @@ def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
             optimizer.zero_grad()
 
 
-def subclass_beside_plain(num_rows: int) -> None:
+@pytest.mark.parametrize("with_hooks", [False, True])
+@on_ranks(2)
+def test_subclass_and_plain_parameters_in_one_group(with_hooks: bool) -> None:
     """One group with a TwoTensor weight and a plain bias: the bias gets both gradients' sum."""
-    layer = nn.Linear(COLUMNS, num_rows, bias=False)
-    plain = nn.Parameter(torch.randn(num_rows))
-    weight = layer.weight.detach().clone()
-    layer.weight = nn.Parameter(TwoTensor(weight.clone(), weight / 2))
-    layer.register_parameter("scale", nn.Parameter(plain.detach().clone()))
-    model = fully_shard(nn.Sequential(layer))
-    x = torch.randn(2, COLUMNS, generator=torch.Generator().manual_seed(dist.get_rank()))
-    (model(x).sum() + layer.scale.square().sum()).backward()
-    plain.square().sum().backward()
-    assert_same(layer.scale.grad, plain.grad)
-    grad = layer.weight.grad.to_local()
-    expected = x.sum(0).expand(num_rows, -1).clone()
-    dist.all_reduce(expected)
-    start = dist.get_rank() * -(-num_rows // dist.get_world_size())
-    own = expected[start : start + grad.shape[0]] / dist.get_world_size()
-    assert torch.equal(grad.a, own) and torch.equal(grad.b, own)
-
-
-def subclass_beside_plain_with_hooks(num_rows: int) -> None:
-    with two_tensor_hooks():
-        subclass_beside_plain(num_rows)
-
-
-@pytest.mark.parametrize("fn", [subclass_beside_plain, subclass_beside_plain_with_hooks])
-def test_subclass_and_plain_parameters_in_one_group(fn: Any) -> None:
-    run_ranks(fn, 2, 5)
+    num_rows = 5
+    with two_tensor_hooks() if with_hooks else nullcontext():
+        layer = nn.Linear(COLUMNS, num_rows, bias=False)
+        plain = nn.Parameter(torch.randn(num_rows))
+        weight = layer.weight.detach().clone()
+        layer.weight = nn.Parameter(TwoTensor(weight.clone(), weight / 2))
+        layer.register_parameter("scale", nn.Parameter(plain.detach().clone()))
+        model = fully_shard(nn.Sequential(layer))
+        x = torch.randn(2, COLUMNS, generator=torch.Generator().manual_seed(dist.get_rank()))
+        (model(x).sum() + layer.scale.square().sum()).backward()
+        plain.square().sum().backward()
+        assert_same(layer.scale.grad, plain.grad)
+        grad = layer.weight.grad.to_local()
+        expected = x.sum(0).expand(num_rows, -1).clone()
+        dist.all_reduce(expected)
+        own = expected[3 * dist.get_rank() :][: grad.shape[0]] / dist.get_world_size()
+        assert torch.equal(grad.a, own) and torch.equal(grad.b, own)

@@ -1,214 +1,212 @@
-"""Gradients of tensor subclasses: accumulated, missing on a rank, sharded on another dim."""
+"""Gradients of tensor subclasses: accumulated, missing on a rank, held for replicas."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from nets import average_gradients
+from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import two_tensor_hooks
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks
 
-INPUTS = 3
+FACTORS = {"a": 1.0, "b": -2.0}
+"""By what the inner tensors of a weight differ."""
 
-
-class Pair:
-    """A sharded model of two TwoTensor layers, and the plain layers of its inner tensors."""
-
-    def __init__(self, outputs: int = 5, dim: int = 0, **kwargs: object) -> None:
-        layers = [nn.Linear(INPUTS, outputs, bias=False) for _ in range(2)]
-        self.plain = [
-            [nn.Parameter(layer.weight.detach() * factor) for layer in layers] for factor in (1, -2)
-        ]
-        for index, layer in enumerate(layers):
-            inner = [weights[index].detach().clone() for weights in self.plain]
-            layer.weight = nn.Parameter(TwoTensor(*inner))
-        self.model = Sum(*layers)
-        self.dim = dim
-        fully_shard(self.model, shard_placement_fn=lambda _: Shard(dim), **kwargs)
-
-    def run(self, x: torch.Tensor, use: tuple[bool, bool] = (True, True)) -> None:
-        """Run forward and backward of both; plain gradients are not yet averaged."""
-        if not any(use):
-            return
-        self.model(x, use).square().sum().backward()
-        for weights in self.plain:
-            outs = [x @ weight.T for weight, used in zip(weights, use, strict=True) if used]
-            torch.stack(outs).sum(0).square().sum().backward()
-
-    def average(self) -> None:
-        """Average the plain gradients; a rank without one counts as zero."""
-        for weights in self.plain:
-            for weight in weights:
-                if weight.grad is None:
-                    weight.grad = torch.zeros_like(weight)
-            average_gradients(weights)
-
-    def assert_gradients(self) -> None:
-        self.model.reshard()
-        for index, layer in enumerate(self.model.layers):
-            grad = layer.weight.grad
-            assert isinstance(grad, DTensor) and grad.placements == (Shard(self.dim),)
-            for name, weights in zip(("a", "b"), self.plain, strict=True):
-                own = rows_of_rank(weights[index].grad, self.dim)
-                got = getattr(grad.to_local(), name)
-                torch.testing.assert_close(got, own, rtol=1e-5, atol=1e-5)
-
-
-def rows_of_rank(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    chunks = tensor.detach().chunk(dist.get_world_size(), dim)
-    rank = dist.get_rank()
-    return chunks[rank] if rank < len(chunks) else tensor.detach().narrow(dim, 0, 0)
+Uses = tuple[bool, bool]
+ALL, FIRST, SECOND = (True, True), (True, False), (False, True)
 
 
 class Sum(nn.Module):
-    """Adds up what the used ones of its layers make of the input."""
+    """Adds up what the used ones of two layers without bias make of the input."""
 
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self, weights: list[torch.Tensor]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.weights = nn.ParameterList([nn.Parameter(weight) for weight in weights])
 
-    def forward(self, x: torch.Tensor, use: tuple[bool, bool]) -> torch.Tensor:
-        outs = [layer(x) for layer, used in zip(self.layers, use, strict=True) if used]
-        return outs[0] if len(outs) == 1 else outs[0] + outs[1]
-
-
-def rank_input(step: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(2, INPUTS, generator=generator)
+    def forward(self, x: torch.Tensor, uses: Uses) -> torch.Tensor:
+        used = [weight for weight, is_used in zip(self.weights, uses, strict=True) if is_used]
+        return sum((nn.functional.linear(x, weight) for weight in used), torch.zeros(()))
 
 
-def with_or_without_hooks(fn: Callable[..., None], with_hooks: bool, *args: object) -> None:
-    with two_tensor_hooks() if with_hooks else contextlib.nullcontext():
-        fn(*args)
+class Pair:
+    """A sharded model of TwoTensors, and a plain one for each inner tensor."""
+
+    def __init__(self, outputs: int = 5, dim: int = 0, replicas: int = 1, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        values = [torch.randn(outputs, 3) for _ in range(2)]
+        self.plain = {name: Sum([value * by for value in values]) for name, by in FACTORS.items()}
+        self.model: Any = Sum(
+            [TwoTensor(*(value * by for by in FACTORS.values())) for value in values]
+        )
+        self.dim = dim
+        extents = (replicas, dist.get_world_size() // replicas)[replicas == 1 :]
+        mesh = init_device_mesh(
+            "cpu", extents, mesh_dim_names=("replicate", "shard")[-len(extents) :]
+        )
+        self.shard_rank, self.num_shards = mesh.get_local_rank(mesh.ndim - 1), extents[-1]
+        fully_shard(self.model, mesh=mesh, shard_placement_fn=lambda _: Shard(dim), **kwargs)
+
+    def run(self, step: int, uses: Uses = ALL) -> None:
+        """Run forward and backward of all; plain gradients are not averaged."""
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(2, 3, generator=generator)
+        for one in (self.model, *self.plain.values()) if any(uses) else ():
+            one(x, uses).square().sum().backward()
+
+    def assert_mean(self) -> None:
+        """Compare each inner tensor of each gradient with the mean over all ranks."""
+        self.model.reshard()
+        for name, one in self.plain.items():
+            for param, own in zip(self.model.weights, one.weights, strict=True):
+                mean = nn.Parameter(torch.zeros_like(own))
+                mean.grad = torch.zeros_like(own) if own.grad is None else own.grad.clone()
+                average_gradients([mean])
+                parts = mean.grad.chunk(self.num_shards, self.dim)
+                parts = [*parts, *[mean.grad.narrow(self.dim, 0, 0)] * self.num_shards]
+                assert isinstance(param.grad, DTensor)
+                assert param.grad.placements[-1] == Shard(self.dim)
+                got = getattr(param.grad.to_local(), name)
+                torch.testing.assert_close(got, parts[self.shard_rank], rtol=1e-5, atol=1e-5)
+
+    def zero_grad(self) -> None:
+        for one in (self.model, *self.plain.values()):
+            one.zero_grad()
+
+
+def hooks(with_hooks: bool) -> Any:
+    return two_tensor_hooks() if with_hooks else contextlib.nullcontext()
 
 
 both = pytest.mark.parametrize("with_hooks", [True, False])
 
+STEPS = [
+    ("no_all_reduce", "sync"),
+    ("no_all_reduce", "no_all_reduce", "synchronize"),
+    ("no_all_reduce", "no_sync", "sync"),
+    ("sync", "no_sync", "no_all_reduce", "synchronize", "sync"),
+]
+USES = {"all": (ALL,), "other": (FIRST, SECOND), "some": (ALL, FIRST, SECOND)}
 
-def accumulated(reduce_dtype: torch.dtype | None) -> None:
-    pair = Pair(mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-    with pair.model.no_sync():
-        for step in range(2):
-            pair.run(rank_input(step))
-    pair.model.reshard()
-    for layer, plain in zip(pair.model.layers, pair.plain[0], strict=True):
-        grad = layer.weight.grad
-        if dist.get_world_size() > 1:  # on one rank nothing is left to reduce
-            assert grad.placements[0].is_partial()
-            assert grad.dtype == (reduce_dtype or torch.float32)
-        torch.testing.assert_close(grad.to_local().a.float(), plain.grad, rtol=1e-5, atol=1e-5)
-    pair.run(rank_input(2))
-    pair.average()
-    pair.assert_gradients()
-    pair.model.zero_grad()
-    assert all(param.grad is None for param in pair.model.parameters())
+
+@both
+@pytest.mark.parametrize("uses", ["some", "other", "all"])
+@pytest.mark.parametrize(
+    ("steps", "num_ranks", "replicas"),
+    [
+        *((steps, 4, 2) for steps in STEPS),
+        *((("no_sync", "no_sync", "sync"), num_ranks, 1) for num_ranks in (1, 2, 3)),
+    ],
+)
+@on_ranks("num_ranks", timeout=90)
+def test_microbatches_add_up_in_every_inner_tensor(
+    with_hooks: bool, steps: tuple[str, ...], uses: str, replicas: int
+) -> None:
+    """Every second rank runs each with the uses of the next one; a missing gradient is zero."""
+    chosen = USES[uses]
+    with hooks(with_hooks):
+        pair = Pair(replicas=replicas)
+        for step, how in enumerate(steps):
+            if how == "synchronize":
+                pair.model.synchronize_gradients()
+            else:
+                pair.model.set_requires_gradient_sync(how != "no_sync")
+                pair.model.set_requires_all_reduce(how != "no_all_reduce")
+                pair.run(step, chosen[(step + dist.get_rank() % 2) % len(chosen)])
+            if how in ("sync", "synchronize"):
+                pair.assert_mean()
 
 
 @both
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_accumulation_without_sync(
-    with_hooks: bool, reduce_dtype: torch.dtype | None, num_ranks: int
-) -> None:
-    run_ranks(with_or_without_hooks, num_ranks, accumulated, with_hooks, reduce_dtype)
-
-
-def used_by_some(uses: tuple[tuple[bool, bool], ...]) -> None:
-    """Each rank uses other layers; a missing gradient counts as zero."""
-    pair = Pair()
-    for step in range(2):
-        pair.run(rank_input(step), uses[dist.get_rank()])
-    pair.average()
-    pair.assert_gradients()
-
-
-@both
-@pytest.mark.parametrize(
-    "uses", [((True, False), (False, True)), ((True, True), (True, False))], ids=["other", "fewer"]
-)
-def test_ranks_that_use_different_parameters(
-    with_hooks: bool, uses: tuple[tuple[bool, bool], ...]
-) -> None:
-    run_ranks(with_or_without_hooks, 2, used_by_some, with_hooks, uses)
-
-
-def used_by_none() -> None:
-    pair = Pair()
-    pair.run(rank_input(), (False, True))
-    pair.model.reshard()
-    first, second = (layer.weight.grad for layer in pair.model.layers)
-    assert first is None and second is not None
-    pair.run(rank_input(1), (True, True))
-    pair.average()
-    pair.assert_gradients()
+@on_ranks("num_ranks")
+def test_accumulation_without_sync(with_hooks: bool, reduce_dtype: torch.dtype | None) -> None:
+    with hooks(with_hooks):
+        pair = Pair(mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        with pair.model.no_sync():
+            for step in range(2):
+                pair.run(step)
+        pair.model.reshard()
+        for param, plain in zip(pair.model.weights, pair.plain["a"].weights, strict=True):
+            grad = param.grad
+            if dist.get_world_size() > 1:  # on one rank nothing is left to reduce
+                assert grad.placements[0].is_partial()
+                assert grad.dtype == (reduce_dtype or torch.float32)
+            torch.testing.assert_close(grad.to_local().a.float(), plain.grad, rtol=1e-5, atol=1e-5)
+        pair.run(2)
+        pair.assert_mean()
+        pair.model.zero_grad()
+        assert all(param.grad is None for param in pair.model.parameters())
 
 
 @both
-def test_a_parameter_that_no_rank_uses_has_no_gradient(with_hooks: bool) -> None:
-    run_ranks(with_or_without_hooks, 2, used_by_none, with_hooks)
-
-
-def on_columns() -> None:
-    pair = Pair(outputs=4, dim=1)
-    for step in range(2):
-        pair.run(rank_input(step))
-    pair.average()
-    pair.assert_gradients()
+@on_ranks(2)
+def test_parameters_that_no_rank_uses_and_frozen_ones_have_no_gradient(with_hooks: bool) -> None:
+    """They get theirs when they are used, or unfrozen, later."""
+    with hooks(with_hooks):
+        for is_frozen in (False, True):
+            pair = Pair()
+            first, second = pair.model.weights
+            first.requires_grad_(not is_frozen)
+            pair.run(0, ALL if is_frozen else SECOND)
+            pair.model.reshard()
+            assert first.grad is None and second.grad is not None
+            if is_frozen:
+                first.requires_grad_(True)
+                pair.zero_grad()
+            pair.run(1)
+            pair.assert_mean()
 
 
 @both
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_sharded_on_columns(with_hooks: bool, num_ranks: int) -> None:
-    run_ranks(with_or_without_hooks, num_ranks, on_columns, with_hooks)
-
-
-def frozen() -> None:
-    """A frozen subclass beside a trained one, unfrozen later."""
-    pair = Pair()
-    first = pair.model.layers[0].weight.requires_grad_(False)
-    pair.run(rank_input())
-    pair.model.reshard()
-    assert pair.model.layers[0].weight.grad is None
-    first.requires_grad_(True)
-    pair.model.zero_grad()
-    for weights in pair.plain:
-        for weight in weights:
-            weight.grad = None
-    pair.run(rank_input(1))
-    pair.average()
-    pair.assert_gradients()
+@on_ranks("num_ranks")
+def test_sharded_on_columns(with_hooks: bool) -> None:
+    with hooks(with_hooks):
+        pair = Pair(outputs=4, dim=1)
+        for step in range(2):
+            pair.run(step)
+        pair.assert_mean()
 
 
 @both
-def test_frozen_and_unfrozen_later(with_hooks: bool) -> None:
-    run_ranks(with_or_without_hooks, 2, frozen, with_hooks)
-
-
-def loaded() -> None:
-    """Load another model's state; what is gathered next is the loaded weight."""
-    source, target = Pair(), Pair()
-    target.run(rank_input())
-    target.model.zero_grad()
-    source.model.layers[0].weight.to_local().a.mul_(3)
-    source.plain[0][0].data.mul_(3)
-    state = source.model.state_dict()
-    assert all(isinstance(tensor.to_local(), TwoTensor) for tensor in state.values())
-    target.model.load_state_dict(state)
-    out = target.model(rank_input(1), (True, True))
-    for got, weights in zip((out.a, out.b), source.plain, strict=True):
-        expected = sum(rank_input(1) @ weight.T for weight in weights)
-        torch.testing.assert_close(got, expected)
-
-
-@both
+@on_ranks(2)
 def test_state_dicts(with_hooks: bool) -> None:
-    run_ranks(with_or_without_hooks, 2, loaded, with_hooks)
+    """Load another model's state; what is gathered next is the loaded weight."""
+    with hooks(with_hooks):
+        source, target = Pair(), Pair()
+        target.run(0)
+        target.model.zero_grad()
+        source.model.weights[0].to_local().a.mul_(3)
+        source.plain["a"].weights[0].data.mul_(3)
+        state = source.model.state_dict()
+        assert all(isinstance(tensor.to_local(), TwoTensor) for tensor in state.values())
+        target.model.load_state_dict(state)
+        x = torch.ones(2, 3)
+        out = target.model(x, ALL)
+        for name, plain in source.plain.items():
+            torch.testing.assert_close(getattr(out, name), plain(x, ALL))
+
+
+@on_ranks(4)
+def test_a_gradient_of_the_users_waits_for_the_replicas() -> None:
+    """A gradient that users have put there, of a weight that no backward has reached."""
+    model = Pair(replicas=2).model
+    for param in model.weights:
+        whole = TwoTensor(torch.ones(5, 3), torch.full((5, 3), 7.0))
+        param.grad = distribute_tensor(whole, param.device_mesh, param.placements)
+    model.set_requires_all_reduce(False)
+    model(torch.ones(1, 3), FIRST).sum().backward()
+    model.synchronize_gradients()
+    model.reshard()
+    found = [param.grad.to_local() for param in model.weights]
+    assert [[one.a[0, 0], one.b[0, 0]] for one in found] == [[2.0, 8.0], [1.0, 7.0]]

@@ -67,7 +67,8 @@ def post_with_metadata(self: TwoTensor, outputs: Any, metadata: Any, *more: Any,
 def test_the_other_signature_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TwoTensor, PRE, pre_with_all_arguments)
     monkeypatch.setattr(TwoTensor, POST, post_with_metadata)
-    assert check_extension(make, world_sizes=[1, 3], skip=["training", "offload"]).ok
+    skip = ["training", "offload", *CHECKS[10:]]
+    assert check_extension(make, world_sizes=[1, 3], shapes=[(5, 4)], skip=skip).ok
 
 
 def test_a_subclass_that_does_not_train() -> None:
@@ -84,101 +85,49 @@ def test_a_subclass_without_hooks_travels_by_its_inner_tensors() -> None:
 # Faults of the first hook
 
 
-def one_row(self: TwoTensor, mesh: Any) -> Any:
-    return (self.a[:1], self.b[:1]), None
-
-
-def one_tensor(self: TwoTensor, mesh: Any) -> Any:
-    return (self.a,), None
-
-
-def rank_as_metadata(self: TwoTensor, mesh: Any) -> Any:
-    return (self.a, self.b), {"scale": torch.tensor(float(mesh.get_local_rank()))}
-
-
-def doubled_in_place(self: TwoTensor, mesh: Any) -> Any:
-    return (self.a, self.b.mul_(2)), None
-
-
-def half_precision_of_odd_ranks(self: TwoTensor, mesh: Any) -> Any:
-    return (self.a, self.b.half() if mesh.get_local_rank() % 2 else self.b), None
-
-
-def flat_where_there_are_no_rows(self: TwoTensor, mesh: Any) -> Any:
-    return (self.a, self.b if len(self.b) else torch.empty(0)), None
-
-
-def no_metadata(self: TwoTensor, mesh: Any) -> Any:
-    return self.a
-
-
-def no_tuple(self: TwoTensor, mesh: Any) -> Any:
-    return self.a, None
-
-
-def two_arguments(self: TwoTensor, mesh: Any, size: Any) -> Any:
-    raise AssertionError("must not be called")
-
-
 def failing_on_one_rank(self: TwoTensor, mesh: Any) -> Any:
     if mesh.get_local_rank() == 1:
         raise KeyError("scale")
     return (self.a, self.b), None
 
 
-# Faults of the second
+def half_precision_of_odd_ranks(self: TwoTensor, mesh: Any) -> Any:
+    return (self.a, self.b.half() if mesh.get_local_rank() % 2 else self.b), None
 
 
-def forgets_out(
-    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
-) -> Any:
-    return None if out is not None else (TwoTensor(*(t.to(dtype) for t in outputs)), outputs)
+def two_arguments(self: TwoTensor, mesh: Any, size: Any) -> Any:
+    raise AssertionError("must not be called")
 
 
-def never_fills(
-    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
-) -> Any:
-    copies = [t.to(dtype, copy=True) for t in outputs]
-    return None if out is not None else (TwoTensor(*copies), outputs)
+def post(create: Hook, fill: Hook = lambda out, outputs, dtype: None) -> Hook:
+    """Return a second hook by what it creates, and how it fills that later."""
+
+    def hook(self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return create(outputs, dtype) if out is None else fill(out, outputs, dtype)
+
+    return hook
 
 
-def fills_one(self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-    if out is None:
-        return TwoTensor(*(t.to(dtype, copy=True) for t in outputs)), outputs
-    return out.a.copy_(outputs[0])
+def cast(outputs: Any, dtype: Any) -> Any:
+    return TwoTensor(*(one.to(dtype) for one in outputs)), outputs
 
 
-def replaces(self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-    if out is None:
-        return TwoTensor(*(t.to(dtype) for t in outputs)), outputs
-    out.a, out.b = (t.to(dtype, copy=True) for t in outputs)
-    return None
+def copied(outputs: Any, dtype: Any) -> Any:
+    return TwoTensor(*(one.to(dtype, copy=True) for one in outputs)), outputs
 
 
-def first_twice(
-    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
-) -> Any:
+def first_twice(outputs: Any, dtype: Any) -> Any:
     first = outputs[0].to(dtype)
-    return (TwoTensor(first, first), outputs) if out is None else None
+    return TwoTensor(first, first), outputs
 
 
-def loses_dtype(
-    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
-) -> Any:
-    return None if out is not None else (TwoTensor(*outputs), outputs)
+def replace(out: TwoTensor, outputs: Any, dtype: Any) -> None:
+    out.a, out.b = (one.to(dtype, copy=True) for one in outputs)
 
 
-def scales_shard(
-    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
-) -> Any:
+def scales_shard(self: TwoTensor, *given: Any, **out: Any) -> Any:
     self.b.div_(2)
-    return post_all_gather(self, outputs, metadata, dtype, out=out)
-
-
-def tensor_alone(
-    self: TwoTensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
-) -> Any:
-    return TwoTensor(*outputs)
+    return post_all_gather(self, *given, **out)
 
 
 ONE, TWO = " (1 rank, shape [8, 4])", " (2 ranks, shape [8, 4])"
@@ -193,100 +142,94 @@ UNCHANGED = (
     "Expected {} to leave the shard as it is, got inner tensor 1 of it changed in place; work on "
     "a copy"
 )
-FAULTS: list[tuple[Hook, Hook, str, str]] = [
+ROWS = "torch.float32 [rows, 4], torch.float32 [rows, 4]"
+# Of the first hook: what it returns; the check that fails, the sentence.
+FIRST: list[tuple[Hook, str, str]] = [
     (
-        one_row,
-        post_all_gather,
+        lambda self, mesh: ((self.a[:1], self.b[:1]), None),
         "gathered",
         f"Expected {POST} to return a tensor of shape [8, 4], got [1, 4]{ONE}",
     ),
     (
-        one_tensor,
-        post_all_gather,
+        lambda self, mesh: ((self.a,), None),
         "shard",
         "Expected no error, got ValueError on rank 0: not enough values to unpack "
         f"(expected 2, got 1){ONE}",
     ),
     (
-        one_tensor,
-        first_twice,
-        "gathered",
-        "Expected to compute with the gathered tensor what the unsharded one gives, "
-        f"got values that are off by 5.0e-01 of the largest, where 1e-05 is allowed{ONE}",
-    ),
-    (
-        rank_as_metadata,
-        post_all_gather,
+        lambda self, mesh: ((self.a, self.b), {"scale": torch.tensor(1.0 * mesh.get_local_rank())}),
         "sent",
         "Expected equal metadata on all ranks, since each rank gets its own back, got "
         f"{{'scale': tensor(0.)}} on rank 0 and {{'scale': tensor(1.)}} on rank 1; send "
         f"what differs{TWO}",
     ),
-    (doubled_in_place, post_all_gather, "shard", UNCHANGED.format(PRE) + ONE),
+    (lambda self, mesh: ((self.a, self.b.mul_(2)), None), "shard", UNCHANGED.format(PRE) + ONE),
     (
         half_precision_of_odd_ranks,
-        post_all_gather,
         "sent",
-        f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and "
-        f"torch.float32 [rows, 4], torch.float16 [rows, 4] on rank 1{TWO}",
+        f"{ALIKE.format(ROWS)} and torch.float32 [rows, 4], torch.float16 [rows, 4] on rank 1{TWO}",
     ),
     (
-        flat_where_there_are_no_rows,
-        post_all_gather,
+        lambda self, mesh: ((self.a, self.b if len(self.b) else torch.empty(0)), None),
         "sent",
-        f"{ALIKE.format('torch.float32 [rows, 4], torch.float32 [rows, 4]')} and "
-        "torch.float32 [rows, 4], torch.float32 [rows] on rank 3 (4 ranks, shape [5, "
-        "4])",
+        f"{ALIKE.format(ROWS)} and torch.float32 [rows, 4], torch.float32 [rows] on rank 3 "
+        "(4 ranks, shape [5, 4])",
     ),
     (
-        no_metadata,
-        post_all_gather,
+        lambda self, mesh: self.a,
         "sent",
         f"Expected {PRE} to return (tensors, metadata), got Tensor{ONE}",
     ),
     (
-        no_tuple,
-        post_all_gather,
+        lambda self, mesh: (self.a, None),
         "sent",
         f"Expected {PRE} to return a tuple of tensors and metadata, got Tensor as its "
         f"first element{ONE}",
     ),
     (
         two_arguments,
-        post_all_gather,
         "hooks",
         f"Expected {PRE} to take (mesh) or (mesh, outer_size, outer_stride, module, "
         f"mp_policy), got 2 parameters: (mesh: 'Any', size: 'Any') -> 'Any'{ONE}",
     ),
+    (failing_on_one_rank, "sent", f"Expected no error, got KeyError on rank 1: 'scale'{TWO}"),
+]
+SECOND: list[tuple[Hook, str, str]] = [
+    (post(cast), "out", FILL.format("those of the gather before") + ONE),
+    (post(copied), "out", FILL.format("those of the gather before") + ONE),
     (
-        failing_on_one_rank,
-        post_all_gather,
-        "sent",
-        f"Expected no error, got KeyError on rank 1: 'scale'{TWO}",
+        post(copied, lambda out, outputs, dtype: out.a.copy_(outputs[0])),
+        "out",
+        FILL.format("others") + ONE,
     ),
-    (pre_all_gather, forgets_out, "out", FILL.format("those of the gather before") + ONE),
-    (pre_all_gather, never_fills, "out", FILL.format("those of the gather before") + ONE),
-    (pre_all_gather, fills_one, "out", FILL.format("others") + ONE),
     (
-        pre_all_gather,
-        replaces,
+        post(cast, replace),
         "out",
         f"Expected {POST} to keep the storages of out, which are freed and refilled, "
         f"got another one; copy into out instead of replacing what it is made of{ONE}",
     ),
     (
-        pre_all_gather,
-        loses_dtype,
+        post(lambda outputs, dtype: (TwoTensor(*outputs), outputs)),
         "gathered",
         f"Expected {POST} to return a tensor of param_dtype, torch.bfloat16, got "
         f"torch.float32{ONE}",
     ),
-    (pre_all_gather, scales_shard, "shard", UNCHANGED.format(POST) + ONE),
+    (scales_shard, "shard", UNCHANGED.format(POST) + ONE),
     (
-        pre_all_gather,
-        tensor_alone,
+        post(lambda outputs, dtype: TwoTensor(*outputs)),
         "gathered",
         f"Expected {POST} to return (tensor, inner tensors) when out is None, got TwoTensor{ONE}",
+    ),
+]
+FAULTS = [
+    *((pre, post_all_gather, check, sentence) for pre, check, sentence in FIRST),
+    *((pre_all_gather, post, check, sentence) for post, check, sentence in SECOND),
+    (
+        FIRST[1][0],
+        post(first_twice),
+        "gathered",
+        "Expected to compute with the gathered tensor what the unsharded one gives, "
+        f"got values that are off by 5.0e-01 of the largest, where 1e-05 is allowed{ONE}",
     ),
 ]
 
@@ -352,14 +295,6 @@ def uneven(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return UnevenGradient.apply(torch.nn.functional.linear(x, weight))
 
 
-def in_full_precision(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(x.float(), weight.float())
-
-
-def never_on_meta(shape: tuple[int, ...]) -> TwoTensor:
-    return TwoTensor(torch.randn(shape, device="cpu"), torch.ones(shape, device="cpu"))
-
-
 OFF = r"got values that are off by \S+ of the largest, where 1e-05 is allowed"
 MODEL_FAULTS = [
     (
@@ -370,11 +305,14 @@ MODEL_FAULTS = [
         },
     ),
     (
-        {"compute": in_full_precision, "trains": False},
+        {
+            "compute": lambda x, weight: torch.nn.functional.linear(x.float(), weight.float()),
+            "trains": False,
+        },
         {"mixed precision": r"Expected outputs of torch\.bfloat16, got torch\.float32"},
     ),
     (
-        {"make_tensor": never_on_meta, "trains": False},
+        {"make_tensor": lambda shape: make(shape).to("cpu"), "trains": False},
         {"meta device": "Expected a tensor on the meta device from make_tensor, got one on cpu"},
     ),
 ]

@@ -14,11 +14,8 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_fsdp import MLP
-from torch.testing._internal.two_tensor import TwoTensor
-from two_tensors import two_tensor_mlp
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks
 
 
 def pre_all_gather(self: torch.Tensor, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -40,15 +37,6 @@ def post_all_gather(
         out.copy_(tensor)
         return None
     return tensor.to(param_dtype), (tensor,)
-
-
-def shard_from_meta(make: Callable[[], nn.Sequential]) -> nn.Sequential:
-    with torch.device("meta"):
-        model = make()
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return model.to_empty(device="cpu")
 
 
 def biased_mlps() -> nn.Sequential:
@@ -98,7 +86,11 @@ def rounded_step(model: nn.Module, inp: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("bound", [True, False])
 @on_ranks("num_ranks", timeout=60)
 def test_patched_weights_travel_in_bf16(bound: bool) -> None:
-    model = shard_from_meta(biased_mlps)
+    with torch.device("meta"):
+        model = biased_mlps()
+    for layer in (*model, model):
+        fully_shard(layer)
+    model.to_empty(device="cpu")
     reference = biased_mlps()
     fill(model)
     fill(reference)
@@ -118,53 +110,25 @@ def test_patched_weights_travel_in_bf16(bound: bool) -> None:
             optimizer.zero_grad()
 
 
-def patched_two_tensors() -> list[torch.Tensor]:
-    """The model of the extension tests: TwoTensors whose hooks are set on the object."""
-    model = shard_from_meta(two_tensor_mlp)
-    for param in model.parameters():
-        with torch.no_grad():
-            ones = torch.ones(param.to_local().shape)
-            param.to_local().copy_(TwoTensor(ones / 3, ones / 7))
-    patch(model, bound=False)
-    out = model(torch.ones(1, 8))
-    out.sum().backward()
-    grad = model[2].out_proj.weight.grad.to_local()
-    return [out.detach().a, out.detach().b, grad.a, grad.b]
-
-
-def test_patched_two_tensors_travel_in_bf16() -> None:
-    expected = []
-    for value in (1 / 3, 1 / 7):
-        weight = torch.tensor(value).bfloat16().float()
-        hidden = torch.ones(())
-        for factor in (8, 32, 8, 32, 8):
-            hidden = hidden * factor * weight
-        expected.append((torch.full((1, 8), (hidden * 32 * weight).item()), hidden))
-    (out_a, hidden_a), (out_b, hidden_b) = expected
-    for got in run_ranks(patched_two_tensors, 2, timeout=60):
-        torch.testing.assert_close(got[0], out_a)
-        torch.testing.assert_close(got[1], out_b)
-        torch.testing.assert_close(got[2], torch.full((4, 32), hidden_a.item()))
-        torch.testing.assert_close(got[3], torch.full((4, 32), hidden_b.item()))
-
-
 seen: list[tuple[Any, ...]] = []
 
 
 def pre_with_all(self, m, size, stride, owner, policy, /):
     """Take what a hook may take, under other names than PyTorch's and by position only."""
-    seen.append((m, size, stride, owner, policy))
-    return (self,), None
+    return note(self, m, size, stride, owner, policy)
 
 
 def pre_with_mesh(self, m, /):
-    seen.append((m,))
+    return note(self, m)
+
+
+def note(self, *given):
+    seen.append(given)
     return (self,), None
 
 
-def pre_with_nothing(self):
-    seen.append(())
-    return (self,), None
+def pre_bare(self):
+    return note(self)
 
 
 def post_as_it_is(self, outputs, metadata, param_dtype, *, out=None):
@@ -173,9 +137,11 @@ def post_as_it_is(self, outputs, metadata, param_dtype, *, out=None):
     return outputs[0].to(param_dtype), outputs
 
 
-@pytest.mark.parametrize("hook", [pre_with_nothing, pre_with_mesh, pre_with_all])
+@pytest.mark.parametrize(
+    ("hook", "num_given"), [(pre_bare, 0), (pre_with_mesh, 1), (pre_with_all, 5)]
+)
 @on_ranks(2)
-def test_hooks_get_their_arguments_by_position(hook: Callable[..., Any]) -> None:
+def test_hooks_get_their_arguments_by_position(hook: Callable[..., Any], num_given: int) -> None:
     seen.clear()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model = nn.Sequential(nn.Linear(3, 5, bias=False))
@@ -187,5 +153,4 @@ def test_hooks_get_their_arguments_by_position(hook: Callable[..., Any]) -> None
     assert torch.equal(model(x), x @ weight.T)
     (arguments,) = seen
     expected = (mesh, torch.Size([5, 3]), (3, 1), model[0], policy)
-    assert arguments == expected[: len(arguments)], arguments
-    assert len(arguments) == {pre_with_nothing: 0, pre_with_mesh: 1, pre_with_all: 5}[hook]
+    assert arguments == expected[:num_given]

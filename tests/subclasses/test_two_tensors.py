@@ -14,15 +14,8 @@ from nets import average_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
-from two_tensors import (
-    inner_models,
-    low_precision_step,
-    shard_layers,
-    two_tensor_hooks,
-    two_tensor_mlp,
-)
+from two_tensors import inner_models, shard_layers, two_tensor_hooks, two_tensor_mlp
 
-from composable_shard import FSDPModule, MixedPrecisionPolicy
 from composable_shard.testing import run_ranks
 
 NUM_ITERATIONS = 10
@@ -69,38 +62,14 @@ def assert_two_losses(losses: list[torch.Tensor]) -> None:
         torch.testing.assert_close(inner, expected, rtol=relative, atol=0)
 
 
-def train_parity(model: nn.Sequential, reshard_after_forward: bool, dim: int = 8) -> None:
-    plain = inner_models(model, dim)
-    sharded = shard_layers(model, reshard_after_forward=reshard_after_forward)
-    optimizers = [adam(one) for one in (sharded, *plain)]
-    assert_two_tensor_parity(sharded, plain)
-    inp = two_tensor_input(dim)
-    for iteration in range(NUM_ITERATIONS):
-        losses = [one(inp).sum() for one in (sharded, *plain)]
-        for loss in losses:
-            loss.backward()
-        for one in plain:
-            average_gradients(one.parameters())
-        assert_two_losses(losses)
-        assert_two_tensor_parity(sharded, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=iteration % 2 == 0)
-        assert_two_tensor_parity(sharded, plain)
-
-
-def train_parity_on_ranks(reshard_after_forward: bool, dim: int = 8) -> list[str]:
-    with two_tensor_hooks() as calls:
-        train_parity(two_tensor_mlp(alike=False, dim=dim), reshard_after_forward, dim)
-        return list(calls)
-
-
-@pytest.mark.brief(2)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.brief(3)
+@pytest.mark.parametrize(("num_ranks", "dim"), [(3, 1), (2, 8), (1, 8), (3, 8), (3, 5)])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_training_equals_two_plain_models(reshard_after_forward: bool, num_ranks: int) -> None:
-    calls = run_ranks(train_parity_on_ranks, num_ranks, reshard_after_forward, timeout=60)
-    for branches in calls:
+def test_training_equals_two_plain_models(
+    reshard_after_forward: bool, num_ranks: int, dim: int
+) -> None:
+    """Every second weight has ``dim`` rows, fewer than ranks perhaps."""
+    for branches in run_ranks(train_parity, num_ranks, reshard_after_forward, dim, timeout=60):
         # One tensor for each of the six weights; the same storage at every later gather.
         assert branches[:6] == ["create"] * 6
         assert set(branches[6:]) == {"alias"}
@@ -108,75 +77,32 @@ def test_training_equals_two_plain_models(reshard_after_forward: bool, num_ranks
         assert len(branches) == (once + again if reshard_after_forward else once)
 
 
+def train_parity(reshard_after_forward: bool, dim: int) -> list[str]:
+    """Return which branches of the post hook ran."""
+    with two_tensor_hooks() as calls:
+        model = two_tensor_mlp(alike=False, dim=dim)
+        plain = inner_models(model, dim)
+        sharded = shard_layers(model, reshard_after_forward=reshard_after_forward)
+        optimizers = [adam(one) for one in (sharded, *plain)]
+        assert_two_tensor_parity(sharded, plain)
+        inp = two_tensor_input(dim)
+        for iteration in range(NUM_ITERATIONS):
+            losses = [one(inp).sum() for one in (sharded, *plain)]
+            for loss in losses:
+                loss.backward()
+            for one in plain:
+                average_gradients(one.parameters())
+            assert_two_losses(losses)
+            assert_two_tensor_parity(sharded, plain)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=iteration % 2 == 0)
+            assert_two_tensor_parity(sharded, plain)
+        return list(calls)
+
+
 @pytest.mark.brief(1)
 @pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_training_on_ranks_that_send_equals_two_plain_models(num_ranks: int) -> None:
-    run_ranks(Apart(train_parity_on_ranks), num_ranks, True, timeout=60)
-
-
-@pytest.mark.brief(1)
-@pytest.mark.parametrize("dim", [1, 5])
-def test_weights_of_uneven_and_of_few_rows(dim: int) -> None:
-    """``dim`` is the number of rows of every second weight; three ranks share it."""
-    run_ranks(train_parity_on_ranks, 3, True, dim, timeout=60)
-
-
-def meta_model() -> nn.Sequential:
-    with torch.device("meta"):
-        model = two_tensor_mlp()
-    assert all(param.device.type == "meta" for param in model.parameters())
-    return model
-
-
-def initialize(model: nn.Module) -> None:
-    """Set every parameter, sharded or not, from its name and full shape; a and b differ."""
-    for name, param in model.named_parameters():
-        values = torch.linspace(-1, 1, param.numel()).view(param.shape).roll(len(name), 0)
-        local = param.to_local() if isinstance(param, DTensor) else param
-        rank = dist.get_rank() if isinstance(param, DTensor) else 0
-        start = rank * -(-param.shape[0] // dist.get_world_size())
-        own = values[start : start + local.shape[0]]
-        with torch.no_grad():
-            local.copy_(TwoTensor(own.clone(), own / 2))
-
-
-def train_from_meta(reshard_after_forward: bool) -> list[str]:
-    """Train in bf16 from the meta device; compare with plain models that compute in bf16."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = shard_layers(
-        meta_model(), reshard_after_forward=reshard_after_forward, mp_policy=policy
-    )
-    assert isinstance(model, FSDPModule)
-    model.to_empty(device="cpu")
-    initialize(model)
-    reference = two_tensor_mlp()
-    initialize(reference)
-    plain = inner_models(reference)
-    optimizers = [adam(one) for one in (model, *plain)]
-    inp = two_tensor_input()
-    for _ in range(3):
-        losses = [model(inp).sum()]
-        losses += [low_precision_step(one, inp) for one in plain]
-        losses[0].backward()
-        assert losses[0].dtype == torch.bfloat16
-        assert_two_losses(losses)
-        assert_two_tensor_parity(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return []
-
-
-def train_from_meta_on_ranks(reshard_after_forward: bool) -> list[str]:
-    with two_tensor_hooks() as calls:
-        train_from_meta(reshard_after_forward)
-        return list(calls)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_training_in_bf16_from_the_meta_device(reshard_after_forward: bool, num_ranks: int) -> None:
-    for branches in run_ranks(train_from_meta_on_ranks, num_ranks, reshard_after_forward):
-        assert branches[:6] == ["create"] * 6
-        assert set(branches[6:]) == {"cast"}
+    run_ranks(Apart(train_parity), num_ranks, True, 8, timeout=60)

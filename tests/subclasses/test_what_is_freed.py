@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
@@ -184,19 +185,21 @@ KINDS = [Wrapped, Foreign, Aliased, Released, Padded]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "reshards"), [(1, True), (2, True), (3, True), (3, False), (4, 2)]
+    ("num_ranks", "reshards", "mesh_shape"),
+    [
+        *((4, True, (2, 2)), (4, 2, None), (3, True, None), (3, False, None)),
+        *((2, True, None), (1, True, None)),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_classes_with_the_two_hooks_alone_train(
-    kind: type[Wrapped], num_ranks: int, reshards: bool | int
+    kind: type[Wrapped], num_ranks: int, reshards: bool | int, mesh_shape: Any
 ) -> None:
-    """Five rows are not the same number on all ranks, and one of four ranks has none."""
-    run_ranks(train, num_ranks, kind, 5, reshards)
+    """Five rows are not the same number on all ranks, and one of four ranks has none.
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_on_a_hybrid_mesh_get_the_axis_of_the_shards(kind: type[Wrapped]) -> None:
-    run_ranks(train, 4, kind, 5, True, (2, 2))
+    On a hybrid mesh hooks get the axis of the shards.
+    """
+    run_ranks(train, num_ranks, kind, 5, reshards, mesh_shape)
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -205,33 +208,24 @@ def test_what_arrives_lies_where_it_lay_whatever_ranks_send(reshards: bool) -> N
     run_ranks(train, 3, LastFirst, 8, reshards)
 
 
-def storages_after_forward() -> list[tuple[int, int, int]]:
+@on_ranks(2)
+def test_memory_is_there_while_it_is_used_and_gone_afterwards() -> None:
     torch.manual_seed(0)
-    found = []
-    for kind in (Wrapped, Aliased, Released):
-        layer = fully_shard(Layer(kind, 8, 6), reshard_after_forward=True)
+    for kind, itemsize in ((Wrapped, 4), (Aliased, 2), (Released, 4)):
+        layer: Any = fully_shard(Layer(kind, 8, 6), reshard_after_forward=True)
         model = fully_shard(nn.Sequential(layer))
-        seen: list[torch.Tensor] = []
-        layer.register_forward_pre_hook(
-            lambda module, _, seen=seen: seen.append(module.weight.values_)
-        )
         with torch.no_grad():
             model(torch.ones(1, 6))
             layer.unshard()
             unsharded = layer.weight.values_
-            inside = unsharded.untyped_storage().size()
+            assert unsharded.untyped_storage().size() == 8 * 6 * itemsize
             layer.reshard()
-        found.append((inside, unsharded.untyped_storage().size(), len(seen)))
-    return found
+        assert unsharded.untyped_storage().size() == 0
 
 
-def test_memory_is_there_while_it_is_used_and_gone_afterwards() -> None:
-    fp32, bf16 = 8 * 6 * 4, 8 * 6 * 2
-    for found in run_ranks(storages_after_forward, 2):
-        assert found == [(fp32, 0, 1), (bf16, 0, 1), (fp32, 0, 1)]
-
-
-def backward_from_a_loss_kept_elsewhere() -> str:
+@on_ranks(2)
+def test_autograd_refuses_what_it_saved_of_a_freed_subclass() -> None:
+    """No gather is started by such a loss, and the memory that autograd saved is gone."""
     kept: list[torch.Tensor] = []
 
     class Keeping(Layer):
@@ -243,15 +237,8 @@ def backward_from_a_loss_kept_elsewhere() -> str:
     model = nn.Sequential(fully_shard(Keeping(Wrapped, 5, 6)), Layer(None, 2, 5))
     fully_shard(model)
     model(torch.ones(1, 6, requires_grad=True))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="is at version 1000000000; expected version"):
         kept[0].sum().backward()
-    return str(caught.value)
-
-
-def test_autograd_refuses_what_it_saved_of_a_freed_subclass() -> None:
-    """No gather is started by such a loss, and the memory that autograd saved is gone."""
-    for told in run_ranks(backward_from_a_loss_kept_elsewhere, 2):
-        assert "is at version 1000000000; expected version" in told
 
 
 # What is refused ------------------------------------------------------------------------------
@@ -271,24 +258,6 @@ class Undecided(Wrapped):
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
         return "perhaps"
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (
-            OneInner,
-            "Expected fsdp_post_all_gather of weight to return (tensor, inner tensors) when out is "
-            "None, got (Tensor, Tensor)",
-        ),
-        (Undecided, f"Expected {RELEASE} of weight to return a bool, got str"),
-    ],
-)
-def test_other_results_are_refused_on_all_ranks(kind: type[Wrapped], text: str) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(train, 2, kind, 5, True)
-    failure = caught.value.agreed()
-    assert (failure.type_name, failure.message) == ("ExtensionError", text)
 
 
 class Halves(Wrapped):
@@ -312,30 +281,33 @@ class NotOnOne(Wrapped):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-CUT = "Expected split to return shapes [[2, 6], [2, 6], [2, 6]], got [[3, 6], [3, 6]] of Halves"
-ADVICE = (
-    "; shard it over a number of ranks that its class can be cut for, or pass it in ignored_params"
+CUT = (
+    "Expected parameter 'weight', a {} of shape [6, 6], to be cut into 3 shards along dim 0, got: "
+    "{}; shard it over a number of ranks that its class can be cut for, or pass it in "
+    "ignored_params"
 )
+HALVES = "Expected split to return shapes [[2, 6], [2, 6], [2, 6]], got [[3, 6], [3, 6]] of Halves"
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("kind", "num_ranks", "text"),
     [
         (
-            Halves,
-            "Expected parameter 'weight', a Halves of shape [6, 6], to be cut into 3 shards along "
-            "dim 0, got: " + CUT + ADVICE,
+            OneInner,
+            2,
+            "Expected fsdp_post_all_gather of weight to return (tensor, inner tensors) when out is "
+            "None, got (Tensor, Tensor)",
         ),
-        (
-            NotOnOne,
-            "rank 1: Expected parameter 'weight', a NotOnOne of shape [6, 6], to be cut into 3 "
-            "shards along dim 0, got: ValueError: no" + ADVICE,
-        ),
+        (Undecided, 2, f"Expected {RELEASE} of weight to return a bool, got str"),
+        (Halves, 3, CUT.format("Halves", HALVES)),
+        (NotOnOne, 3, "rank 1: " + CUT.format("NotOnOne", "ValueError: no")),
     ],
 )
-def test_a_class_that_cannot_be_cut_is_refused_on_all_ranks(kind: type[Wrapped], text: str) -> None:
+def test_what_cannot_be_is_refused_on_all_ranks(
+    kind: type[Wrapped], num_ranks: int, text: str
+) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(train, 3, kind, 6, True, timeout=20)
+        run_ranks(train, num_ranks, kind, 6, True, timeout=20)
     failure = caught.value.agreed()
     assert (failure.type_name, failure.message) == ("ExtensionError", text)
 

@@ -33,23 +33,16 @@ RATE = 0.1  # of learning
 
 @dataclass(frozen=True)
 class TowerSpec:
-    """What a tower is.
+    """A tower: its blocks, what of it is a group, and how it runs.
 
-    Attributes:
-        num_blocks: How many blocks it has.
-        is_group: Whether it is sharded itself.
-        has_groups: Whether its blocks are.
-        has_inner_groups: Whether a layer of each of its blocks is.
-        checkpoints: Whether it runs in an activation checkpoint, and in which kind.
-        is_frozen: Whether it is not trained.
-        num_calls: How often it is called in a forward, with sitting out decided for each call.
+    With several calls in a forward, sitting out is decided for each of them.
     """
 
     num_blocks: int
     is_group: bool
-    has_groups: bool
-    has_inner_groups: bool
-    checkpoints: str
+    has_groups: bool  # of its blocks
+    has_inner_groups: bool  # of a layer of each block
+    checkpoints: str  # "", "reentrant" or "non-reentrant"
     is_frozen: bool
     num_calls: int
 
@@ -61,33 +54,20 @@ CLEARS = ("none", "none", "zeros", "not")
 
 @dataclass(frozen=True)
 class Turn:
-    """What the ranks do with one microbatch.
+    """What the ranks do with one microbatch, of each rank."""
 
-    Attributes:
-        runs: For each rank the calls of towers that it computes; ``None`` if it has no batch.
-        adds: For each rank whether it adds the zeros of what it sits out to its loss.
-        weights: What the loss of each rank weighs, where a step is weighed.
-    """
-
-    runs: tuple[tuple[bool, ...] | None, ...]
-    adds: tuple[bool, ...]
-    weights: tuple[float, ...] = ()
+    runs: tuple[tuple[bool, ...] | None, ...]  # calls of towers; None without a batch
+    adds: tuple[bool, ...]  # the zeros of what it sits out to its loss
+    weights: tuple[float, ...] = ()  # of losses, where a step is weighed
 
 
 @dataclass(frozen=True)
 class StepSpec:
     """An iteration: its microbatches, and what is set.
 
-    Attributes:
-        turns: The microbatches.
-        trains: Whether there is a backward.
-        sync: When gradients are reduced, of ``SYNCS``.
-        fails: Where the first microbatch raises on all ranks before all of them are done, of
-            ``FAILURES``.
-        clears: How gradients are cleared after it, of ``CLEARS``.
-        clears_late: Whether that is done before the next backward, and after its forward.
-        clips: Whether gradients are clipped.
-        weighs: Whether gradients are those of the mean by weights; what was there is cleared then.
+    It fails where the first microbatch raises on all ranks before all of them are done. Gradients
+    are cleared after it, or late: before the next backward, and after its forward. Where it weighs,
+    what was there is cleared.
     """
 
     turns: tuple[Turn, ...]
@@ -118,8 +98,6 @@ class Program:
 
 
 class Block(nn.Module):
-    """A layer with a residual."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)

@@ -20,7 +20,7 @@ from composable_shard.train.weighing import Weighing
 from uneven.programs import Program, StepSpec, TowerSpec, Turn, check, programs
 
 NUM_PARTS = 30
-NUM_EXAMPLES = 25 if os.environ.get("BRIEF_EXAMPLES") else 100
+NUM_EXAMPLES = 8 if os.environ.get("BRIEF_EXAMPLES") else 100
 # The same programs in every short run, others in every long one.
 TIMES = int(os.environ.get("PARITY_EXAMPLES", "1"))
 START = 0 if TIMES == 1 else int(time.time())

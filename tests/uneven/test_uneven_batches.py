@@ -140,60 +140,30 @@ def test_any_numbers_of_batches_train_like_one_process(
     run_ranks(check, num_ranks, counts, num_replicas, timeout=60)
 
 
-def turns_of(counts: list[int], num_replicas: int) -> list[tuple[bool, bool]]:
-    model = sharded(Model(), num_replicas)
-    loop = uneven(model, range(1, 1 + counts[dist.get_rank()]))
-    return [(batch is not None, loop.is_last) for batch in loop]
-
-
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (3, 1), (4, 2)])
-def test_who_has_a_batch_and_which_is_the_last(num_ranks: int, num_replicas: int) -> None:
-    counts = [2, 0, 3, 1][:num_ranks]
-    most = max(counts)
-    told = run_ranks(turns_of, num_ranks, counts, num_replicas)
-    assert told == [[(turn < count, turn == most - 1) for turn in range(most)] for count in counts]
-
-
-def collectives() -> list[list[str]]:
-    model = sharded(Model(), 1)
-    told = []
-    loop = iter(uneven(model, range(2 - dist.get_rank())))
+@on_ranks("num_ranks")
+def test_who_has_a_batch_and_which_is_the_last(num_replicas: int) -> None:
+    """In each of several epochs, also after one that all ranks leave early."""
+    counts = [2, 0, 3, 1][: dist.get_world_size()]
+    own, most = counts[dist.get_rank()], max(counts)
+    loop = uneven(sharded(Model(), num_replicas), list(range(1, 1 + own)))
     for _ in range(2):
-        with counted() as launched:
-            next(loop)
-        told.append(list(launched))
-    with counted() as launched:
-        assert next(loop, "end") == "end"
-    return [*told, list(launched)]
+        told = [(batch is not None, loop.is_last) for batch in loop]
+        assert told == [(turn < own, turn == most - 1) for turn in range(most)]
+        next(iter(loop))
 
 
+@on_ranks(2)
 def test_each_turn_costs_one_small_all_reduce_launched_a_turn_ahead() -> None:
     one = "c10d.allreduce_.default"
-    assert run_ranks(collectives, 2) == [[[one, one], [one], []]] * 2
-
-
-def several_epochs() -> list[int]:
-    loop = uneven(sharded(Model(), 1), list(range(dist.get_rank() + 1)))
-    return [sum(1 for _ in loop) for _ in range(3)]
-
-
-def test_each_loop_begins_anew() -> None:
-    assert run_ranks(several_epochs, 2) == [[2, 2, 2]] * 2
-
-
-def stopped_early() -> int:
-    model, seen = sharded(Model(), 1), 0
-    for _ in uneven(model, range(5 + dist.get_rank())):
-        seen += 1
-        if seen == 2:
-            break
-    for _ in uneven(model, range(2)):
-        seen += 1
-    return seen
-
-
-def test_a_loop_that_all_ranks_leave_early_leaves_nothing_behind() -> None:
-    assert run_ranks(stopped_early, 3) == [4] * 3
+    loop = iter(uneven(sharded(Model(), 1), range(2 - dist.get_rank())))
+    for expected in ([one, one], [one]):
+        with counted() as launched:
+            next(loop)
+        assert launched == expected
+    with counted() as launched:
+        assert next(loop, "end") == "end"
+    assert launched == []
 
 
 def failing(bad: str) -> None:

@@ -39,8 +39,6 @@ SUMS = "The gradients are sums; clear them by zero_grad()"
 
 
 class Block(nn.Module):
-    """A layer with a residual."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
@@ -112,27 +110,31 @@ def alone(model: Any, factor: float) -> None:
             module.set_gradient_divide_factor(factor)
 
 
-SETTINGS: dict[str, tuple[tuple[int, ...], Callable[[Any], object]]] = {
-    "plain": ((2,), lambda _: None),
-    "without sync": ((2,), lambda model: model.set_requires_gradient_sync(False)),
-    "replicas": ((2, 2), lambda _: None),
-    "without sync of replicas": ((2, 2), lambda model: model.set_requires_all_reduce(False)),
-    "divide factor": ((2, 2), partial(alone, factor=3.0)),
+SETTINGS: dict[str, tuple[int, Callable[[Any], object]]] = {
+    "plain": (2, lambda _: None),
+    "without sync": (2, lambda model: model.set_requires_gradient_sync(False)),
+    "replicas": (4, lambda _: None),
+    "without sync of replicas": (4, lambda model: model.set_requires_all_reduce(False)),
+    "divide factor": (4, partial(alone, factor=3.0)),
     "divide factor without sync": (
-        (2,),
+        2,
         lambda model: (alone(model, 3.0), model.set_requires_gradient_sync(False)),
     ),
 }
 
 
-def check_mean(extents: tuple[int, ...], set_up: Callable[[Any], object]) -> None:
-    whole = blocks()
+@pytest.mark.parametrize(("name", "num_ranks"), [(name, SETTINGS[name][0]) for name in SETTINGS])
+@on_ranks("num_ranks")
+def test_gradients_are_those_of_the_mean_over_all_tokens(name: str) -> None:
+    """Replicas are ranks like others."""
+    whole, num_ranks = blocks(), dist.get_world_size()
+    extents = (2, 2) if num_ranks == 4 else (num_ranks,)
     names = ("replicate", "shard")[-len(extents) :]
     mesh = init_device_mesh("cpu", extents, mesh_dim_names=names)
     model = sharded(copy.deepcopy(whole), mesh=mesh)
-    set_up(model)
+    SETTINGS[name][1](model)
     for steps in [[(5, 1, 0, 2), (1, 7, 3, 0)], [(3, 0, 0, 4)]]:
-        own = [counts[: dist.get_world_size()] for counts in steps]
+        own = [counts[:num_ranks] for counts in steps]
         weighing = train(model, own)
         loss = train_whole(whole, own)
         expect_gradients(model, whole)
@@ -140,18 +142,6 @@ def check_mean(extents: tuple[int, ...], set_up: Callable[[Any], object]) -> Non
         assert weighing.loss == pytest.approx(loss, rel=1e-12)
         for one in (whole, model):  # zeros are no gradients
             one.zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize("name", [name for name in SETTINGS if len(SETTINGS[name][0]) == 1])
-@on_ranks(2)
-def test_gradients_are_those_of_the_mean_over_all_tokens(name: str) -> None:
-    check_mean(*SETTINGS[name])
-
-
-@pytest.mark.parametrize("name", [name for name in SETTINGS if len(SETTINGS[name][0]) == 2])
-@on_ranks(4)
-def test_replicas_are_ranks_like_others(name: str) -> None:
-    check_mean(*SETTINGS[name])
 
 
 @on_ranks(4)
@@ -259,11 +249,12 @@ def test_powers_of_two_give_bitwise_what_losses_divided_by_hand_do(kind: str) ->
 
 @on_ranks(2)
 def test_numbers_are_those_at_the_call_and_may_be_tensors() -> None:
-    model, count, sums = sharded(blocks()), torch.tensor(0), 0.0
+    """A rank without tokens may have no loss, as a mean over none is NaN; evaluation adds up."""
+    rank, model, count, sums = dist.get_rank(), sharded(blocks()), torch.tensor(0), 0.0
     with weigh(model) as weighing:
         for step, weight in enumerate((3, 4)):
             count.fill_(weight)
-            loss = mean(model, tokens(dist.get_rank(), weight, step))
+            loss = mean(model, tokens(rank, weight, step))
             sums += weight * loss.item()
             summed = weighing.add(count, loss)
             count.fill_(1024)
@@ -272,12 +263,7 @@ def test_numbers_are_those_at_the_call_and_may_be_tensors() -> None:
     dist.all_gather(both, torch.tensor(sums))
     assert weighing.total == 14
     assert weighing.loss == pytest.approx(sum(both).item() / 14, rel=1e-6)
-
-
-@on_ranks(2)
-def test_a_rank_without_tokens_may_have_no_loss_and_evaluation_adds_up_losses() -> None:
-    """A mean over no tokens is NaN."""
-    rank, model = dist.get_rank(), sharded(blocks())
+    model.zero_grad()
     with torch.no_grad(), weigh(model) as weighing:
         weighing.add(torch.tensor(3 * rank), mean(model, tokens(rank, 3 * rank)))
         expected = mean(model, tokens(1, 3)).item()
@@ -313,28 +299,17 @@ def test_gradients_at_the_begin_are_an_error_on_all_ranks() -> None:
     assert train(model, [(3, 3)]).total == 6
 
 
-def step(model: Any, _: Any) -> None:
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
+FINITE = "weights in weigh() that are finite and not negative"
 WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "nan": (
-        lambda _, weighing: weighing.add(math.nan, torch.ones(())),
-        "Expected weights in weigh() that are finite and not negative; got others on some rank. ",
-    ),
-    "negative": (
-        lambda _, weighing: weighing.add(torch.tensor(-1.0), torch.ones(())),
-        "Expected weights in weigh() that are finite and not negative; got others on some rank. ",
-    ),
+    "nan": (lambda _, weighing: weighing.add(math.nan, torch.ones(())), FINITE),
+    "negative": (lambda _, weighing: weighing.add(torch.tensor(-1.0), torch.ones(())), FINITE),
     "step": (
-        step,
-        "Expected no optimizer step inside weigh(), where gradients are sums; got others on some "
-        "rank. ",
+        lambda model, _: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+        "no optimizer step inside weigh(), where gradients are sums",
     ),
     "factor": (
         lambda model, _: model[1].set_gradient_divide_factor(3.0),
-        "Expected the same mesh and divide factor at the begin and at the end of weigh(); got "
-        "others on some rank. ",
+        "the same mesh and divide factor at the begin and at the end of weigh()",
     ),
 }
 
@@ -344,7 +319,8 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 def test_what_one_rank_does_wrong_is_an_error_on_all_at_the_end(name: str) -> None:
     do, expected = WRONG[name]
     rank, model = dist.get_rank(), sharded(blocks())
-    with expect_refusal(expected + SUMS), weigh(model) as weighing:
+    text = f"Expected {expected}; got others on some rank. {SUMS}"
+    with expect_refusal(text), weigh(model) as weighing:
         weighing.add(3, mean(model, tokens(rank, 3))).backward()
         if rank:
             do(model, weighing)
@@ -361,33 +337,21 @@ def test_what_one_rank_does_wrong_is_an_error_on_all_at_the_end(name: str) -> No
 
 
 @on_ranks(2)
-def test_reductions_under_way_and_moves_are_errors_on_all_ranks_at_the_end() -> None:
-    model = sharded(blocks())
+def test_reductions_under_way_moves_and_scopes_without_tokens_are_errors_on_all_ranks() -> None:
+    """At the end; an exception inside says that nothing was divided."""
+    rank, model = dist.get_rank(), sharded(blocks())
     with pytest.raises(ShardError, match=r"^Expected finished reductions at the end of weigh"):
         model.set_is_last_backward(False)
         train(model, [(3, 3)])
     model.set_is_last_backward(True)
     model.reset_iter_state()
     model.zero_grad()
-    expected = r"^Expected the same mesh and divide factor"
-    with pytest.raises(ShardError, match=expected), weigh(model):
-        move(model, (), on_mesh(0))
-
-
-@on_ranks(2)
-def test_a_scope_without_tokens_is_an_error_on_all_ranks() -> None:
-    model = sharded(blocks())
     expected = (
         "Expected a weight above 0 from any rank inside of weigh(), got none: without tokens there "
         f"is no mean. {SUMS}"
     )
     with expect_refusal(expected):
         train(model, [(0, 0)])
-
-
-@on_ranks(2)
-def test_an_exception_inside_says_that_nothing_was_divided() -> None:
-    rank, model = dist.get_rank(), sharded(blocks())
     with pytest.raises(InterruptedError) as caught, weigh(model) as weighing:
         weighing.add(3, mean(model, tokens(rank, 3))).backward()
         raise InterruptedError
@@ -396,6 +360,10 @@ def test_an_exception_inside_says_that_nothing_was_divided() -> None:
         pass
     model.zero_grad()
     assert train(model, [(3, 1)]).total == 4
+    model.zero_grad()
+    expected = r"^Expected the same mesh and divide factor"
+    with pytest.raises(ShardError, match=expected), weigh(model):
+        move(model, (), on_mesh(0))
 
 
 HOOKS: dict[str, tuple[Callable[[Any], object], str]] = {
