@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
-from composable_shard.core.nested import map_tensors, tensors_in
+from composable_shard.core.nested import find_changes, map_tensors, tensors_in
 from composable_shard.core_next.group import ParamGroup
 from composable_shard.core_next.tree import Call
 
@@ -71,9 +71,10 @@ class ModuleHooks:
         adds_markers = bool(group.params) and torch.is_grad_enabled()
         if adds_markers or self._input_dtype is not None:
             prepare = partial(self._prepare_input, call, adds_markers)
-            args = tuple([map_tensors(prepare, value) for value in args])
+            given = call.given
+            args = tuple([map_tensors(prepare, value, given) for value in args])
             if kwargs:
-                kwargs = {name: map_tensors(prepare, value) for name, value in kwargs.items()}
+                kwargs = {name: map_tensors(prepare, kwargs[name], given) for name in kwargs}
         if call.markers:
             group.calls.append(weakref.ref(call, group.calls.remove))
         return args, kwargs
@@ -101,6 +102,7 @@ class ModuleHooks:
             if not call.is_recomputed:
                 self._group.refuse_writes(call.versions)
             output = map_tensors(self._keep_from_free, output)
+        changed = find_changes(call.given, self._group.label) if call.given else ((), None)
         hooks = bool(call.group.params) and torch.is_grad_enabled()
         if hooks and call.markers:
             output = map_tensors(partial(_replace_marker, call.markers), output)
@@ -109,6 +111,8 @@ class ModuleHooks:
         if output_dtype is not None and not has_failed:
             output = map_tensors(partial(_cast, output_dtype), output)
         tree.leave(call, needs_grad=hooked, has_failed=has_failed)
+        if changed[1] is not None and not has_failed:
+            raise changed[1]
         return output
 
     def _keep_from_free(self, tensor: Tensor) -> Tensor:
@@ -132,10 +136,19 @@ class ModuleHooks:
         call.markers.append(node)
         return tensor
 
-    def _on_marker(self, *_: Any) -> None:
+    def _on_marker(self, grads: Sequence[Tensor | None], _: Any) -> None:
         # It must not hold the call: the call holds the marker, which would be a reference cycle.
         group = self._group
-        group.tree.begin_backward().count_marker(group)
+        if torch.is_grad_enabled():  # the gradient of a gradient comes this way
+            for grad in grads:
+                if grad is not None and grad.requires_grad:
+                    grad.register_hook(self._gather_again)
+        with _torch.apart_from_transforms():
+            group.tree.begin_backward().count_marker(group)
+
+    def _gather_again(self, _: Tensor) -> None:
+        group = self._group
+        group.tree.begin_backward().gather_for_backward(group, has_input_markers=True)
 
 
 def _replace_marker(markers: list[Any], tensor: Tensor) -> Tensor:

@@ -198,7 +198,10 @@ class Program:
             ),
         }
         reduce_wait = (reduction.wait_and_average for reduction in reductions)
-        write_grads = (reduction.write_grads for reduction in reductions)
+        write_grads = (
+            one.write_after_autograd if one.waits_for_autograd else one.write_grads
+            for one in reductions
+        )
         self.deliver: tuple[Op, ...] = (
             *ops("await_reduction"),
             *reduce_wait,

@@ -89,6 +89,7 @@ class Reduction:
         reduced: One flat buffer with the reduced shards and flags, from launch to write.
         num_flags: How many elements at its end are flags.
         params: The parameters, in the order of the buffer.
+        waits_for_autograd: Whether to write by :meth:`write_after_autograd`.
     """
 
     reduced: torch.Tensor
@@ -120,6 +121,9 @@ class Reduction:
         self._unsharded = tuple(param.unsharded for param in self.params)
         self._sharded = tuple(param.sharded for param in self.params)
         self._has_model = any(param.placement.model is not None for param in self.params)
+        self.waits_for_autograd = any(
+            p.layout.param.num_nonempty < p.layout.param.num_shards for p in self.params
+        )
         self._is_plain = all(p.layout.dim == 0 and p.layout.order is None for p in self.params)
         self._plan_messages()
         self._plan_results()
@@ -194,7 +198,7 @@ class Reduction:
         """Take the gradients, and add those that earlier backwards left unreduced."""
         self.take_grads()
         for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
-            old_grad: Any = sharded.grad
+            old_grad: Any = settled_grad(param)
             grad = self._grads[index]
             if stage_of(param, old_grad) == "unreduced":
                 local = _torch.local_tensor(old_grad).to(self._mesh.device)
@@ -265,7 +269,7 @@ class Reduction:
         grads, factor = self._grads, self._num_ranks_per_divisor()
         del self._grads
         for param, sharded, grad in zip(self.params, self._sharded, grads, strict=True):
-            old_grad: Any = sharded.grad
+            old_grad: Any = settled_grad(param)
             stage = stage_of(param, old_grad)
             if grad is not None:
                 grad = grad.to(self._dtype)
@@ -334,6 +338,18 @@ class Reduction:
                 sharded.grad = _torch.from_local(shard, spec)
             else:
                 add_grad(sharded, _torch.from_local(shard, spec))
+
+    def write_after_autograd(self) -> None:
+        """Write, but wait for autograd where it is still to write gradients of its own.
+
+        DTensor cannot add the gradient of a penalty to a reduced one if a rank has no rows, but the
+        reduced one can be added to that of the penalty.
+        """
+        nodes = (_torch.accumulate_node(sharded) for sharded in self._sharded)
+        if _torch.current_backward() != -1 and any(map(_torch.will_run, nodes)):
+            _torch.on_backward_end(self.write_grads)
+        else:
+            self.write_grads()
 
     def _write_with_hooks(self) -> None:
         for sharded, shard, spec, _ in self._results():
@@ -449,6 +465,20 @@ def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
         sharded.__dict__[LIFTED] = (False, None) if is_default else (True, asked)
         sharded.grad_dtype = None
     sharded.grad = grad
+
+
+def settled_grad(param: ShardedParam) -> Any:
+    """Return ``.grad`` of a sharded parameter, redistributed if autograd has written it.
+
+    A loss on the sharded parameters, such as a penalty, gives gradients with other placements.
+    """
+    grad: Any = param.sharded.grad
+    place = param.placement
+    if grad is None or grad.placements in (place.sharded, place.unreplicated, place.unreduced):
+        return grad
+    with torch.no_grad():
+        param.sharded.grad = grad.redistribute(placements=place.sharded)
+    return param.sharded.grad
 
 
 def add_grad(sharded: nn.Parameter, grad: Any) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
+from composable_shard.core.nested import Given
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core_next.agreement import agree_on_model
 from composable_shard.core_next.backward import Backward
@@ -37,11 +38,12 @@ class Call:
         is_substituted: Whether it computes with tensors of ``torch.func.functional_call``.
         versions: The versions of the unsharded parameters when it began.
         markers: The autograd nodes of its input markers.
+        given: The containers among its inputs, and their copies with prepared tensors.
     """
 
     __slots__ = (
         *("__weakref__", "exception_on_entry", "group", "is_recomputed", "is_substituted"),
-        *("markers", "versions", "visit"),
+        *("given", "markers", "versions", "visit"),
     )
 
     def __init__(self, group: ParamGroup, *, is_recomputed: bool) -> None:
@@ -50,12 +52,15 @@ class Call:
         self.exception_on_entry = sys.exc_info()[1]
         self.visit: Visit[ParamGroup] | None = None
         self.markers: list[Node] = []
+        self.given: list[Given] = []
         self.is_substituted, self.versions = False, 0
 
     def on_output_gradient(self, _: Any) -> None:
         """Gather the group: an output of this call has a gradient."""
         group = self.group
-        group.tree.begin_backward().gather_for_backward(group, has_input_markers=bool(self.markers))
+        with _torch.apart_from_transforms():
+            backward = group.tree.begin_backward()
+            backward.gather_for_backward(group, has_input_markers=bool(self.markers))
 
 
 class Tree:
