@@ -263,7 +263,16 @@ def test_a_planted_fault_is_seen(name: str) -> None:
 
 
 # The others are programs of ``test_programs.py``, too, on real ranks.
-ON_STREAMS = [name for name, program in PROGRAMS.items() if not program.is_for_any_device]
+MATRIX = (
+    *("gathered beside", "blocks on streams", "blocks on streams, bf16", "branches", "branches, bf16"),
+    *("branches, now and then", "custom, branches", "offload, branches", "custom, blocks on streams"),
+    *("blocks on streams, kept", "gathered beside, bf16", "kept, gathered without waiting"),
+)
+ON_STREAMS = [
+    pytest.param(name, marks=pytest.mark.matrix if name in MATRIX else ())
+    for name, program in PROGRAMS.items()
+    if not program.is_for_any_device
+]
 
 
 @pytest.mark.parametrize("program", ON_STREAMS)
