@@ -94,24 +94,21 @@ FULL: list[Callable[[nn.Module, dict[str, torch.Tensor]], Any]] = [
 ]
 
 
-def call_with_full(index: int, reshard: bool | None, warm: bool) -> int:
-    reference, model = pair(reshard, warm)
-    params = doubled(reference)
-    with record_events(model) as recorded:
-        got = FULL[index](model, params)
-    for name, wanted in FULL[index](reference, params).items():
-        torch.testing.assert_close(got[name], wanted)
-    assert all(isinstance(p, DTensor) for p in model.parameters()) or reshard is not True
-    trains_on(reference, model)
-    return len(recorded)
-
-
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
 def test_functional_call_with_full_tensors(reshard: bool | None, warm: bool) -> None:
     """Computes with what it is given; nothing is gathered."""
-    for index in range(len(FULL)):
-        assert run_ranks(call_with_full, 2, index, reshard, warm) == [0, 0]
+    for call in FULL:
+        reference, model = pair(reshard, warm)
+        params = doubled(reference)
+        with record_events(model) as recorded:
+            got = call(model, params)
+        assert recorded == []
+        for name, wanted in call(reference, params).items():
+            torch.testing.assert_close(got[name], wanted)
+        assert all(isinstance(p, DTensor) for p in model.parameters()) or reshard is not True
+        trains_on(reference, model)
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
@@ -229,17 +226,14 @@ TRANSFORMS: list[Callable[[nn.Module], Any]] = [
 ]
 
 
-def transform(index: int, reshard: bool | None, warm: bool) -> None:
-    reference, model = pair(reshard, warm)
-    torch.testing.assert_close(TRANSFORMS[index](model), TRANSFORMS[index](reference))
-    trains_on(reference, model)
-
-
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
 def test_transforms_of_sharded_modules(reshard: bool | None, warm: bool) -> None:
-    for index in range(len(TRANSFORMS)):
-        run_ranks(transform, 2, index, reshard, warm)
+    for transform in TRANSFORMS:
+        reference, model = pair(reshard, warm)
+        torch.testing.assert_close(transform(model), transform(reference))
+        trains_on(reference, model)
 
 
 def tangent(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -585,7 +585,7 @@ def shard_some(model: Any, **options: Any) -> nn.Module:
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 CHECKPOINTS: Cases = {
     f"{name}{', several' * (loss is several)}": Case(build, loss, {**SUMMED, **options})
-    for loss in (several, with_input_gradient)
+    for loss in (with_input_gradient, several)
     for name, build, options in [
         ("around", Checkpointed, NET),
         ("around, reentrant", Reentrant, NET),
@@ -604,6 +604,7 @@ CHECKPOINTS: Cases = {
 
 
 @RESHARD
+@pytest.mark.brief(12)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_changes_no_number(name: str, ranks: int, reshard: bool | None) -> None:
     check(__name__, "CHECKPOINTS", name, world_size=ranks, reshard_after_forward=reshard)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
+from near import Apart
 
 from composable_shard import MixedPrecisionPolicy
+from composable_shard.testing import training
 from composable_shard.testing.strategies import policies
 from training.cases import Case, cases, reproducible
 
@@ -35,3 +39,12 @@ def test_any_tree_follows_any_program_under_any_policy(
 ) -> None:
     case.options["policy"] = policy
     case.check()
+
+
+@pytest.mark.usefixtures("sharing")
+@reproducible(20)
+@given(cases(), st.sampled_from([None, 1, 2]))
+def test_any_tree_follows_any_program_on_ranks_that_send(case: Case, apart: int | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "_follow", Apart(training._follow, apart))
+        case.check()
