@@ -1,15 +1,18 @@
-"""Gradients of gradients into parameters are refused; those of inputs are in `test_models.py`."""
+"""Gradients of gradients into parameters are refused; `test_models.py` has those of inputs."""
 
 from __future__ import annotations
 
 import copy
 
 import pytest
+import torch
 from nets import Net, assert_parity, own_input, shard_net, train_step
 from on_ranks import on_ranks
 
 from composable_shard import ShardError
-from composable_shard.testing import run_ranks
+from composable_shard.insight.events import record_events
+from composable_shard.testing import fake_ranks, run_ranks
+from training.models import W, shard_energy, sq, with_forces
 
 CREATE_GRAPH = (
     "Expected a backward into the parameters of the root group without create_graph=True, "
@@ -51,3 +54,14 @@ def test_create_graph_of_a_frozen_model_works() -> None:
     model(x).square().sum().backward(create_graph=True)
     assert x.grad is not None and x.grad.requires_grad
     x.grad.sum().backward()
+
+
+def test_gradients_taken_inside_forward_are_reduced_in_backward() -> None:
+    with fake_ranks(2):
+        model = shard_energy(with_forces())
+        for _ in range(3):
+            with record_events(model, "reduce_scatter") as events:
+                energy, forces = model(torch.ones(3, W))
+                assert events == []
+                (energy + sq(forces)).backward()
+            assert len(events) == 3

@@ -13,7 +13,7 @@ from on_ranks import on_ranks
 
 from composable_shard import ShardError, fully_shard
 from composable_shard.testing import run_ranks
-from training.test_models import ELSEWHERE, stored_loss, storing
+from training.models import ELSEWHERE, stored_loss, storing
 
 
 def sharded_pair(place: str, reshard: bool | None) -> tuple[Any, Any]:

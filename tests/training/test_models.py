@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +18,22 @@ from torch.utils.checkpoint import (
 )
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from training.models import Case, Cases, Parts, W, check, linear, shard_all, sq, weight
+from training.models import (
+    PLACES,
+    Case,
+    Cases,
+    Parts,
+    W,
+    check,
+    linear,
+    shard_all,
+    shard_energy,
+    sq,
+    stored_loss,
+    storing,
+    weight,
+    with_forces,
+)
 
 NET = {"shard": shard_net}
 SUMMED = {"tolerance": 5e-6}
@@ -130,49 +144,6 @@ def test_calls_in_unusual_numbers_and_orders(name: str, ranks: int, reshard: boo
 # Losses that do not come from the output ----------------------------------------------------------
 
 
-class Router:
-    """A plain object; with slots, and another object inside."""
-
-    __slots__ = ("inner",)
-
-    def __init__(self) -> None:
-        self.inner = SimpleNamespace(by_layer={}, config=SimpleNamespace(width=4))
-
-
-ELSEWHERE: list[torch.Tensor] = []
-Store, Load = Callable[[Any, torch.Tensor], object], Callable[[Any], torch.Tensor]
-PLACES: dict[str, tuple[Store, Load]] = {
-    "attribute": (lambda m, value: setattr(m, "kept", value), lambda m: m.kept),
-    "list": (lambda m, value: m.many.append(value), lambda m: m.many.pop()),
-    "dict": (lambda m, value: m.named.update(last={"x": value}), lambda m: m.named["last"]["x"]),
-    "object": (
-        lambda m, value: m.router.inner.by_layer.update(last=[value]),
-        lambda m: m.router.inner.by_layer["last"][0],
-    ),
-    "elsewhere": (lambda m, value: ELSEWHERE.append(value), lambda m: ELSEWHERE.pop()),
-}
-
-
-def store(block: Any, x: torch.Tensor) -> torch.Tensor:
-    """Store what parameters were multiplied with, one of them element by element."""
-    hidden = block.linear(x) * block.scale
-    PLACES[block.place][0](block, hidden * block.scale)
-    return block.last(hidden)
-
-
-def storing(place: str) -> nn.Module:
-    values = {"many": [], "named": {}, "router": Router(), "place": place}
-    block = Parts(store, linear=linear(), scale=weight(W), last=linear(), **values)
-    return Parts(lambda m, x: m.head(m.block(m.first(x))), first=linear(), block=block,
-                 head=linear(W, 3))  # fmt: skip
-
-
-def stored_loss(model: Any, x: torch.Tensor, _: int, with_output: bool = False) -> torch.Tensor:
-    output = model(x)
-    loss = sq(PLACES[model.block.place][1](model.block))
-    return loss + sq(output) if with_output else loss
-
-
 CACHED: Cases = {
     f"{place}{', output' * adds}": Case(
         partial(storing, place), partial(stored_loss, with_output=bool(adds))
@@ -229,21 +200,6 @@ def two_forwards(model: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     return penalty(model, x) + penalty_alone(model, x.detach() * 2)
 
 
-def forces_of(model: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An energy and its gradient, taken inside forward, which a loss differentiates once more."""
-    with torch.enable_grad():
-        positions = positions.detach().requires_grad_()
-        energy = model.net(positions * model.scale).tanh().sum()
-        (forces,) = torch.autograd.grad(energy, [positions], create_graph=model.training)
-    return energy, forces * model.scale
-
-
-def shard_energy(model: Any, **options: Any) -> nn.Module:
-    for block in model.net.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
 def energy_loss(model: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     energy, forces = model(x)
     return energy + sq(forces)
@@ -265,7 +221,7 @@ DIFFERENTIATED: Cases = {
     for loss in (penalty, penalty_alone, penalty_by_part, third_order, two_forwards)
 } | {
     "forces inside forward": Case(
-        lambda: Parts(forces_of, net=Net(), scale=weight(W)), energy_loss,
+        with_forces, energy_loss,
         {"shard": shard_energy, **EXACT, "program": ["evaluate", "backward", "step", "backward"]},
     ),
     "vmap": Case(Net, lambda m, x, _: sq(vmap(m)(x.unsqueeze(1))), {**NET, **EXACT}),
@@ -304,7 +260,8 @@ def taking() -> nn.Module:
 
 def nested_leaves(model: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     y = x.clone().requires_grad_()
-    return sq(model(Record(x.requires_grad_()), nested={"terms": [y, x, y]}))
+    loss = sq(model(Record(x.requires_grad_()), nested={"terms": [y, x, y]}))
+    return loss + sum(grad.sum() for grad in torch.autograd.grad(loss, [x, y], retain_graph=True))
 
 
 def one_input_twice(model: Any, x: torch.Tensor, _: int) -> torch.Tensor:
@@ -358,7 +315,8 @@ INPUTS: Cases = {
     "none": Case(taking, lambda m, *_: sq(m())),
     "by name": Case(taking, lambda m, x, _: sq(m(x=x, nested={"terms": [x, x * 2]}))),
     "integers alone": Case(taking, lambda m, *_: sq(m(ids=torch.arange(3)))),
-    "nested leaves": Case(taking, nested_leaves),
+    "a leaf": Case(taking, after_a_gradient_of_the_input),
+    "nested leaves": Case(taking, nested_leaves, SUMMED),
     "one twice": Case(taking, one_input_twice, {"tolerance": 2e-6}),
 } | {
     f"written, {way}, {what} frozen": Case(partial(written, way, is_frozen))
@@ -514,9 +472,9 @@ OUTPUTS: Cases = {
     "a branch for each rank": Case(branches, lambda m, x, rank: sq(m(x)[rank % 2])),
 } | {
     f"{run.__name__}{', frozen' * is_frozen}": Case(
-        partial(layered, run, bool(is_frozen)), with_input_gradient, EXACT
+        partial(layered, run, bool(is_frozen)), loss, EXACT
     )
-    for run in (probe, equilibrium)
+    for run, loss in ((probe, after_a_gradient_of_the_input), (equilibrium, with_input_gradient))
     for is_frozen in (0, 1)
 }
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from near import Apart
+from near import kept_apart
 
 from composable_shard import MixedPrecisionPolicy
-from composable_shard.testing import training
 from composable_shard.testing.strategies import policies
 from training.cases import Case, cases, reproducible
 
@@ -45,6 +46,4 @@ def test_any_tree_follows_any_program_under_any_policy(
 @reproducible(20)
 @given(cases(), st.sampled_from([None, 1, 2]))
 def test_any_tree_follows_any_program_on_ranks_that_send(case: Case, apart: int | None) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "_follow", Apart(training._follow, apart))
-        case.check()
+    case.check(within=partial(kept_apart, apart))
