@@ -36,6 +36,7 @@ def check(
     mesh: tuple[int, ...] = (2,),
     unused: tuple[str, ...] = ("",),
     orders: tuple[str, ...] = ("",),
+    is_bare: bool = False,
     **options: Any,
 ) -> None:
     """Train with a loss that goes past parts of a model.
@@ -48,6 +49,7 @@ def check(
         mesh: The extents.
         unused: The same for parameters that take no part.
         orders: For each step, in which order the first blocks run.
+        is_bare: Whether no layers are around them, so that their input needs no gradient.
         options: Of the case.
     """
     num_ranks = torch.Size(mesh).numel()
@@ -62,8 +64,9 @@ def check(
         order = tuple(orders[place % len(orders)])
         call = Call(order, by_rank(off, place), by_rank(unused, place))
         ops.append(WORDS[word] if word in WORDS else Op("train", (call,), flag=word == "t"))
-    around = Block("first", join="next"), *blocks, Block("last", join="next")
-    case = Case(1, around, tuple(ops), mesh=mesh, checks_registered=True, **options)
+    if not is_bare:
+        blocks = Block("first", join="next"), *blocks, Block("last", join="next")
+    case = Case(1, blocks, tuple(ops), mesh=mesh, checks_registered=True, **options)
     find = run(case, 30.0)
     assert find is None, f"{shown(case)}\n{find.text}"
 
@@ -123,6 +126,23 @@ PROGRAMS = ["toto", "asot", "tasaato"]
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_that_reach_other_parts_train_alike(model: str, program: str, ranks: int) -> None:
     check(MODELS[model], program, ("", "p q r", "q", "p r"), mesh=(ranks,))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("one group of containers", "checkpoint in a group", "frozen in a checkpoint"),
+        "checkpoints twice",
+    ],
+)
+def test_ranks_that_go_past_one_of_two_parts_train_alike(
+    model: str, program: str, ranks: int
+) -> None:
+    """Of the containers the input needs no gradient; reentrant checkpoints would have none then."""
+    is_bare = model == "one group of containers"
+    check(MODELS[model][:2], program, ("q", "", "p"), mesh=(ranks,), is_bare=is_bare)
 
 
 def test_ranks_of_replicas_that_reach_other_scalars_train_alike() -> None:
