@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from unittest import mock
@@ -30,15 +31,23 @@ class Apart(Generic[Result]):
     steps: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        with mock.patch.object(point_to_point, "near_ranks", self._near):
+        with kept_apart(self.steps):
             return self.fn(*args, **kwargs)
 
-    def _near(self, group: dist.ProcessGroup) -> list[int]:
-        rank, count, near = group.rank(), group.size(), near_ranks(group)
-        if self.steps is None:
+
+@contextlib.contextmanager
+def kept_apart(steps: int | None = None) -> Iterator[None]:
+    """Keep a rank from the memory of those at some distance, or of all."""
+
+    def near(group: dist.ProcessGroup) -> list[int]:
+        rank, count = group.rank(), group.size()
+        if steps is None:
             return []
-        apart = {(rank + self.steps) % count, (rank - self.steps) % count}
-        return [peer for peer in near if peer not in apart]
+        apart = {(rank + steps) % count, (rank - steps) % count}
+        return [peer for peer in near_ranks(group) if peer not in apart]
+
+    with mock.patch.object(point_to_point, "near_ranks", near):
+        yield
 
 
 def reasons() -> dict[int, str]:

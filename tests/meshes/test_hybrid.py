@@ -146,7 +146,7 @@ def programs(draw: st.DrawFn) -> Program:
     return Program((*steps, "sync"), (*used, (ALL,) * ranks), extents, reshard)
 
 
-@reproducible(40)
+@reproducible(24)
 @given(programs())
 def test_any_program_on_a_hybrid_mesh_gives_the_gradients_of_the_oracle(program: Program) -> None:
     assert_same(program)

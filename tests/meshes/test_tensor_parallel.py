@@ -206,6 +206,7 @@ def load_full_tensors(hidden: int) -> list[str]:
     return value_differences(model.named_parameters(), oracle)
 
 
-@pytest.mark.parametrize("hidden", [12, 10, 9])
+@pytest.mark.brief(1)
+@pytest.mark.parametrize("hidden", [9, 10, 12])
 def test_full_tensors_load_without_communication(hidden: int) -> None:
     assert run_ranks(load_full_tensors, 4, hidden) == [[]] * 4

@@ -263,7 +263,17 @@ def test_a_planted_fault_is_seen(name: str) -> None:
 
 
 # The others are programs of ``test_programs.py``, too, on real ranks.
-ON_STREAMS = [name for name, program in PROGRAMS.items() if not program.is_for_any_device]
+MATRIX = (
+    *("gathered beside", "gathered beside, bf16", "kept, gathered without waiting"),
+    *("blocks on streams", "blocks on streams, bf16", "blocks on streams, kept"),
+    *("branches", "branches, bf16", "branches, now and then", "custom, branches"),
+    *("offload, branches", "custom, blocks on streams"),
+)
+ON_STREAMS = [
+    pytest.param(name, marks=pytest.mark.matrix if name in MATRIX else ())
+    for name, program in PROGRAMS.items()
+    if not program.is_for_any_device
+]
 
 
 @pytest.mark.parametrize("program", ON_STREAMS)

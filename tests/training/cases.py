@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,21 +10,14 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from composable_shard.testing import Step, TreeLoss, assert_trains_like_unsharded
-from composable_shard.testing import TreeSpec as KitTree
+from composable_shard.testing import Step, TreeLoss, TreeSpec, assert_trains_like_unsharded
 from composable_shard.testing.strategies import (
     meshes,
     module_trees,
-    param_specs,
     reshard_choices,
     training_programs,
     uses,
 )
-from training.trees import TreeSpec
-
-__all__ = ["Case", "cases", "num_params", "param_specs", "reproducible", "trainable", "tree_specs"]
-
-FLOAT32 = (torch.float32,)
 
 
 def reproducible(max_examples: int) -> settings:
@@ -41,22 +33,6 @@ def reproducible(max_examples: int) -> settings:
     return settings(max_examples=max_examples, deadline=None, derandomize=True)
 
 
-def tree_specs(
-    num_ranks: int,
-    dtypes: Sequence[torch.dtype] = FLOAT32,
-    frozen: bool = False,
-    max_depth: int = 2,
-) -> st.SearchStrategy[TreeSpec]:
-    """Trees without scalars and ties, which the oracle here does not know."""
-    return module_trees(num_ranks, dtypes, frozen, max_depth, special=False)
-
-
-def trainable(spec: TreeSpec) -> int:
-    """Count the trainable parameters of a tree."""
-    own = sum(param.trainable for param in spec.params)
-    return own + sum(trainable(child) for child in spec.children)
-
-
 def num_params(spec: TreeSpec) -> int:
     """Count the parameters of a tree."""
     return len(spec.params) + sum(num_params(child) for child in spec.children)
@@ -66,7 +42,7 @@ def num_params(spec: TreeSpec) -> int:
 class Case:
     """The arguments of a call."""
 
-    spec: KitTree
+    spec: TreeSpec
     program: list[Step]
     mesh: tuple[int, ...] = (2,)
     options: dict[str, Any] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -95,26 +95,16 @@ class Comparison:
         """Compare two tensors."""
         self._note(what, difference(got, wanted, self._tolerance(wanted.dtype)))
 
-    def params(self, when: str, inexact: Collection[torch.dtype] = ()) -> None:
-        """Compare this rank's shards of all parameters; those of some dtypes not bit by bit."""
+    def params(self, when: str) -> None:
+        """Compare this rank's shards of all parameters."""
         wanted = dict(self.oracle.model.named_parameters())
         for name, param in self.sharded_params.items():
             assert isinstance(param, DTensor)
             rows = my_rows(param, wanted[name])
-            tolerance = RELATIVE[param.dtype] if param.dtype in inexact else None
-            tolerance = self._tolerance(param.dtype) if tolerance is None else tolerance
+            tolerance = self._tolerance(param.dtype)
             differs = difference(param.to_local(), rows, tolerance, self._largest[name])
             self._note(f"{when}: {name}", differs)
         self._note_sizes()
-
-    def start_anew_from_the_same(self, dtypes: Collection[torch.dtype]) -> None:
-        """Give the oracle the parameters of some dtypes that the sharded model has."""
-        for name, param in self.oracle.model.named_parameters():
-            if param.dtype in dtypes:
-                own = self.sharded_params[name]
-                assert isinstance(own, DTensor)
-                with torch.no_grad():
-                    param.copy_(own.full_tensor())
 
     def grads(self, when: str, placements: bool = True) -> None:
         """Compare all gradients, however far each rank has come with them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from heard import from_all_ranks
 from torch import nn
 
-from composable_shard import MixedPrecisionPolicy, explain
+from composable_shard import MixedPrecisionPolicy
 
 
 class Unsharded:
@@ -50,7 +50,6 @@ class Unsharded:
         self.largest: dict[str, float] = {}
         self.has_folded = False
         self._means: dict[str, torch.Tensor] = {}
-        self._widest: dict[str, torch.dtype] = {}
         self._leaves: dict[str, torch.Tensor] = {}
         for name in groups:
             module = self.model.get_submodule(name)
@@ -101,20 +100,6 @@ class Unsharded:
                 self._leaves[name] = leaf.requires_grad_(param.requires_grad)
         return self._leaves
 
-    def reduce_together(self, sharded: nn.Module) -> None:
-        """Reduce the gradients of each group of a model in the dtype that they promote to."""
-        own = {name: param.dtype for name, param in self.model.named_parameters()}
-        for group in explain(sharded).groups:
-            params = {sharded.get_parameter(param.name) for param in group.parameters}
-            members = [
-                name
-                for name, param in self.model.named_parameters()
-                if param.requires_grad and sharded.get_parameter(name) in params
-            ]
-            dtypes = [self.policy.reduction_dtype(own[name]) for name in members]
-            for name in members:
-                self._widest[name] = reduce(torch.promote_types, dtypes)
-
     # Gradients ------------------------------------------------------------------------------
 
     def after_backward(self, sync: bool = True) -> None:
@@ -131,11 +116,7 @@ class Unsharded:
                 self.has_folded |= not sync and name in self.reduced
             else:
                 self.waiting[name] += grad.to(self.waiting[name].dtype)
-        waiting = {
-            name: grad.to(self._widest.get(name, grad.dtype)) if not alone else grad
-            for name, grad in self.waiting.items()
-        }
-        self._means, largest = means_over_ranks(waiting)
+        self._means, largest = means_over_ranks(self.waiting)
         for name, element in largest.items():
             self.largest[name] = max(element, self.largest.get(name, 0.0))
         if sync or alone:

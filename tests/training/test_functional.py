@@ -94,24 +94,21 @@ FULL: list[Callable[[nn.Module, dict[str, torch.Tensor]], Any]] = [
 ]
 
 
-def call_with_full(index: int, reshard: bool | None, warm: bool) -> int:
-    reference, model = pair(reshard, warm)
-    params = doubled(reference)
-    with record_events(model) as recorded:
-        got = FULL[index](model, params)
-    for name, wanted in FULL[index](reference, params).items():
-        torch.testing.assert_close(got[name], wanted)
-    assert all(isinstance(p, DTensor) for p in model.parameters()) or reshard is not True
-    trains_on(reference, model)
-    return len(recorded)
-
-
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
 def test_functional_call_with_full_tensors(reshard: bool | None, warm: bool) -> None:
     """Computes with what it is given; nothing is gathered."""
-    for index in range(len(FULL)):
-        assert run_ranks(call_with_full, 2, index, reshard, warm) == [0, 0]
+    for call in FULL:
+        reference, model = pair(reshard, warm)
+        params = doubled(reference)
+        with record_events(model) as recorded:
+            got = call(model, params)
+        assert recorded == []
+        for name, wanted in call(reference, params).items():
+            torch.testing.assert_close(got[name], wanted)
+        assert all(isinstance(p, DTensor) for p in model.parameters()) or reshard is not True
+        trains_on(reference, model)
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])
@@ -229,17 +226,14 @@ TRANSFORMS: list[Callable[[nn.Module], Any]] = [
 ]
 
 
-def transform(index: int, reshard: bool | None, warm: bool) -> None:
-    reference, model = pair(reshard, warm)
-    torch.testing.assert_close(TRANSFORMS[index](model), TRANSFORMS[index](reference))
-    trains_on(reference, model)
-
-
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("reshard", [True, False, None])
+@on_ranks(2)
 def test_transforms_of_sharded_modules(reshard: bool | None, warm: bool) -> None:
-    for index in range(len(TRANSFORMS)):
-        run_ranks(transform, 2, index, reshard, warm)
+    for transform in TRANSFORMS:
+        reference, model = pair(reshard, warm)
+        torch.testing.assert_close(transform(model), transform(reference))
+        trains_on(reference, model)
 
 
 def tangent(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -268,80 +262,6 @@ def test_an_input_from_outside_of_a_transform_may_need_a_gradient(reshard: bool 
         average_gradients(reference.parameters())
         model.reshard()
         assert_parity(model, reference)
-
-
-@pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("reshard", [True, False, None])
-@on_ranks(2)
-def test_training_through_vmap(reshard: bool | None, warm: bool) -> None:
-    reference, model = pair(reshard, warm)
-    for step in range(2):
-        for one in (model, reference):
-            vmap(one)(own_input(step).unsqueeze(1)).square().sum().backward()
-        average_gradients(reference.parameters())
-        model.reshard()
-        for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(param.grad), wanted.grad)
-        model.zero_grad()
-        reference.zero_grad()
-    trains_on(reference, model)
-
-
-class Sensitive(nn.Module):
-    """Adds to its output how it changes with its input, by a transform inside forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def of_row(x: torch.Tensor) -> torch.Tensor:
-            return (torch.tanh(self.inner(x)) * self.scale).sum()
-
-        return x + vmap(grad(of_row))(x)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.block = Sensitive()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(self.first(x))
-
-
-def train_sensitive(nested: bool, reshard: bool | None) -> list[int]:
-    torch.manual_seed(0)
-    reference = Model()
-    model = copy.deepcopy(reference)
-    if nested:
-        fully_shard(model.block.inner, reshard_after_forward=reshard)
-    fully_shard(model.block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
-    counts = []
-    for step in range(3):
-        with record_events(model, "reduce_scatter") as recorded:
-            model(own_input(step)).square().sum().backward()
-        reference(own_input(step)).square().sum().backward()
-        average_gradients(reference.parameters())
-        model.reshard()
-        for (name, param), wanted in zip(
-            model.named_parameters(), reference.parameters(), strict=True
-        ):
-            torch.testing.assert_close(full(param.grad), wanted.grad, msg=name)
-        model.zero_grad()
-        reference.zero_grad()
-        counts.append(len(recorded))
-    return counts
-
-
-@pytest.mark.parametrize("reshard", [True, False, None])
-@pytest.mark.parametrize("nested", [False, True])
-def test_transforms_inside_forward(nested: bool, reshard: bool | None) -> None:
-    counts = [2 + nested] * 3
-    assert run_ranks(train_sensitive, 2, nested, reshard) == [counts] * 2
 
 
 @on_ranks(2)

@@ -93,26 +93,3 @@ def test_what_is_passed_through_is_right_and_let_go(kind: str) -> None:
         assert [mark() for mark in marks] == [None] * 3
         model.zero_grad()
         plain.zero_grad()
-
-
-class Positions(nn.Module):
-    """Returns a view of its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.arange(48.0).view(8, WIDTH) / 48)
-
-    def forward(self, length: int) -> torch.Tensor:
-        return self.table[:length]
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@on_ranks(2)
-def test_a_view_of_a_parameter_may_be_returned(reshard: bool) -> None:
-    plain = Positions()
-    model: Any = fully_shard(copy.deepcopy(plain), reshard_after_forward=reshard)
-    for _ in range(2):
-        for one in (model, plain):
-            one(5).square().sum().backward()
-        model.reshard()
-        assert_parity(model, plain)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
+from near import kept_apart
 
 from composable_shard import MixedPrecisionPolicy
 from composable_shard.testing.strategies import policies
@@ -35,3 +40,10 @@ def test_any_tree_follows_any_program_under_any_policy(
 ) -> None:
     case.options["policy"] = policy
     case.check()
+
+
+@pytest.mark.usefixtures("sharing")
+@reproducible(20)
+@given(cases(), st.sampled_from([None, 1, 2]))
+def test_any_tree_follows_any_program_on_ranks_that_send(case: Case, apart: int | None) -> None:
+    case.check(within=partial(kept_apart, apart))

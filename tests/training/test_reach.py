@@ -1,239 +1,326 @@
-"""Ranks whose losses reach other parts of a model, all of which ran on all of them."""
+"""Ranks whose losses reach other parts of a model, and parts that are frozen, tied or recomputed.
+
+The cases are those of the fuzzer, by hand: the oracle has the batches of all ranks, and a rank that
+does not reach a parameter counts as zeros.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from fuzz.compare import run
+from fuzz.model import Block, Call
+from fuzz.program import Case, Op, shown
+from nets import average_gradients, full, own_input
+from on_ranks import on_ranks
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import assert_trains_like_unsharded, fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks, run_ranks
+from training.models import Case as Trained
+from training.models import Cases, Parts, W, linear, shard_all, sq
+from training.models import check as check_trained
 
-WIDTH = 4
-Build = Callable[[], nn.Module]
-
-
-class Scale(nn.Module):
-    """Has a parameter without dims, of which every rank has all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
+WORDS = {"o": Op("step"), "s": Op("sync"), "z": Op("zero", how="optimizer")}
 
 
-class Twice(nn.Module):
-    """Calls its parts one after the other, and all of them again."""
+def check(
+    blocks: tuple[Block, ...],
+    program: str,
+    off: tuple[str, ...] = ("",),
+    *,
+    mesh: tuple[int, ...] = (2,),
+    unused: tuple[str, ...] = ("",),
+    orders: tuple[str, ...] = ("",),
+    is_bare: bool = False,
+    **options: Any,
+) -> None:
+    """Train with a loss that goes past parts of a model.
 
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
+    Args:
+        blocks: What is between the first layer and the last.
+        program: ``t`` trains and reduces, ``a`` trains, ``s`` reduces, ``o`` steps, ``z`` clears.
+        off: Names of blocks, for each rank those whose outputs it detaches; in the next step a
+            rank takes what the next one took.
+        mesh: The extents.
+        unused: The same for parameters that take no part.
+        orders: For each step, in which order the first blocks run.
+        is_bare: Whether no layers are around them, so that their input needs no gradient.
+        options: Of the case.
+    """
+    num_ranks = torch.Size(mesh).numel()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in (*self.parts, *self.parts):
-            x = torch.tanh(part(x))
-        return x
+    def by_rank(names: tuple[str, ...], place: int) -> tuple[frozenset[str], ...]:
+        return tuple(
+            frozenset(names[(place + rank) % len(names)].split()) for rank in range(num_ranks)
+        )
 
-
-class Around(nn.Module):
-    """Has a parameter of its own that it uses after its parts."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(*parts)
-        self.weight = nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.parts(x) * self.weight
-        return output
-
-
-class InPlace(nn.Module):
-    """Changes what its part gives: backward computes it again before it comes to the part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu_(self.part(x))
-
-
-class Recomputed(nn.Module):
-    """Computes its parts again in backward."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(*parts)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(self.parts, x, use_reentrant=False)
-        return output
+    ops = [Op("optimize")]
+    for place, word in enumerate(program):
+        order = tuple(orders[place % len(orders)])
+        call = Call(order, by_rank(off, place), by_rank(unused, place))
+        ops.append(WORDS[word] if word in WORDS else Op("train", (call,), flag=word == "t"))
+    if not is_bare:
+        blocks = Block("first", join="next"), *blocks, Block("last", join="next")
+    case = Case(1, blocks, tuple(ops), mesh=mesh, checks_registered=True, **options)
+    find = run(case, 30.0)
+    assert find is None, f"{shown(case)}\n{find.text}"
 
 
-class Model(nn.Module):
-    """Runs all of its parts; the output of some is used, the gradient of others goes past them."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.parts = nn.ModuleList(parts)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
-        x = self.first(x)
-        for part, goes in zip(self.parts, reached, strict=True):
-            output = part(x)
-            x = output if goes == "+" else x + output.detach()
-        return self.last(x)
+def nest(name: str, *children: Block, own: str = "", **options: Any) -> Block:
+    return Block(name, "nest" + own, children=children, **options)
 
 
-def linear(*, trains: bool = True) -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH).requires_grad_(trains)
+B = Block
+APART, SAVED = {"group": "parent"}, {"recompute": "saved"}
+REENTRANT = {"recompute": "reentrant"}
+MODELS: dict[str, tuple[Block, ...]] = {
+    "plain": (B("p"), B("q"), B("r")),
+    "frozen": (B("p", frozen=True), B("q"), B("r", frozen=True)),
+    "scalars": (B("p", "scalar"), B("q", "scalar"), B("r")),
+    "nested": (
+        nest("p", B("p1"), B("p2"), own="after"),
+        B("q"),
+        nest("r", nest("r1", B("r2"), own="after"), B("r3"), own="after"),
+    ),
+    "called twice": (B("p"), nest("q", B("q1"), B("q2"), calls=2, **APART), B("r", calls=2)),
+    "recomputed": (
+        nest("p", B("p1", "mlp", join="inplace"), **APART, **SAVED),
+        nest("q", B("q1"), B("q2", frozen=True), B("q3"), **APART, **SAVED),
+        B("r"),
+    ),
+    "one group around frozen": (
+        nest("p", B("p1", frozen=True), own="after", group="g"),
+        nest("q", B("q1"), B("q2", frozen=True), own="after", group="g"),
+        B("r"),
+    ),
+    "one group of containers": (
+        nest("p", B("p1"), group="g"),
+        nest("q", B("q1"), own="after", group="g"),
+        B("r"),
+    ),
+    "heads": (B("p", join="out"), B("q", join="out"), B("r", join="out")),
+    "heads of one group": tuple(B(name, join="out", group="g") for name in "pqr"),
+    "a frozen part whose input needs no gradient": (
+        B("p", join="next"),
+        B("q", frozen=True, join="next"),
+        B("r"),
+    ),
+    "checkpoint in a group": (B("p", group="g", **REENTRANT), B("q", group="g"), B("r")),
+    "frozen in a checkpoint": (nest("p", B("p1", frozen=True), **REENTRANT), B("q"), B("r")),
+    "checkpoints twice": (
+        B("p", calls=2, **REENTRANT),
+        B("q", calls=2, **REENTRANT),
+        B("r"),
+    ),
+}
+PROGRAMS = ["toto", "asot", "tasaato"]
 
 
-def plain() -> nn.Module:
-    return Model(linear(), linear(), linear())
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_that_reach_other_parts_train_alike(model: str, program: str, ranks: int) -> None:
+    check(MODELS[model], program, ("", "p q r", "q", "p r"), mesh=(ranks,))
 
 
-def around_frozen() -> nn.Module:
-    return Model(Around(linear(trains=False)), Around(linear(), linear(trains=False)), linear())
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("one group of containers", "checkpoint in a group", "frozen in a checkpoint"),
+        "checkpoints twice",
+    ],
+)
+def test_ranks_that_go_past_one_of_two_parts_train_alike(
+    model: str, program: str, ranks: int
+) -> None:
+    """Of the containers the input needs no gradient; reentrant checkpoints would have none then."""
+    is_bare = model == "one group of containers"
+    check(MODELS[model][:2], program, ("q", "", "p"), mesh=(ranks,), is_bare=is_bare)
 
 
-def frozen() -> nn.Module:
-    return Model(linear(trains=False), linear(), linear(trains=False))
+def test_ranks_of_replicas_that_reach_other_scalars_train_alike() -> None:
+    for program in ("tasaato", "taso"):
+        check(MODELS["scalars"], program, ("", "p q r", "q", "p r"), mesh=(2, 2))
 
 
-def scalars() -> nn.Module:
-    return Model(Scale(), Scale(), linear())
+@pytest.mark.parametrize("model", ["heads", "called twice", "one group around frozen"])
+def test_ranks_that_reach_other_parts_train_alike_in_low_precision(model: str) -> None:
+    check(MODELS[model], "tat", ("", "p q r", "q", "p r"), precision="float32")
 
 
-def nested() -> nn.Module:
-    return Model(Around(linear(), linear()), linear(), Around(Around(linear()), linear()))
-
-
-def called_twice() -> nn.Module:
-    return Model(linear(), Twice(linear(), linear(), linear()), linear())
-
-
-def recomputed() -> nn.Module:
-    return Model(
-        Recomputed(InPlace()), Recomputed(linear(), linear(trains=False), linear()), linear()
-    )
-
-
-def shard_all(model: nn.Module, **options: Any) -> nn.Module:
-    """Make each part with parameters of its own a group."""
-    for module in reversed(list(model.modules())[1:]):
-        if any(True for _ in module.parameters(recurse=False)):
-            fully_shard(module, **options)
-    return fully_shard(model, **options)
-
-
-def shard_together(model: Any, **options: Any) -> nn.Module:
-    """Make the first two parts one group, around groups of their own."""
-    for part in model.parts:
-        for inner in part.parts if isinstance(part, Around) else ():
-            fully_shard(inner, **options)
-    fully_shard(list(model.parts[:2]), **options)
-    return fully_shard(model, **options)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """For each rank, which parts its loss reaches; the next step takes what the next rank took."""
-
-    reached: tuple[str, ...]
-
-    def __call__(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        x = torch.randn(2, WIDTH)
-        output: torch.Tensor = model(x, self.reached[(step + rank) % len(self.reached)])
-        return output.square().mean()
-
-
-PROGRAMS = [
-    ["backward", "step", "backward", "step"],
-    ["accumulate", "sync", "step", "forward", "sync", "backward"],
-    ["backward", "accumulate", "sync", "accumulate", "accumulate", "backward", "step"],
+SEGMENTS = [
+    ("3", ("p1 p2 p3", "")),
+    ("3", ("p2 p3", "p1 p2", "p1 p3")),
+    ("1 4 1", ("q1 q2 q3 q4", "p1 r1", "p1 q1 q2 q4 r1")),
+    ("2 3", ("p1 p2", "q1 q2 q3", "p1 p2 q1 q2 q3")),
 ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("program", PROGRAMS, ids="-".join)
-@pytest.mark.parametrize("build", [plain, frozen, scalars, nested, called_twice, recomputed])
-def test_ranks_that_reach_other_parts_train_alike(
-    build: Build, program: list[str], ranks: int
+@pytest.mark.parametrize("recompute", ["saved", "reentrant"])
+@pytest.mark.parametrize(("sizes", "off"), SEGMENTS)
+def test_ranks_of_which_some_go_past_a_checkpoint_over_several_groups_train_alike(
+    sizes: str, off: tuple[str, ...], recompute: str, ranks: int
 ) -> None:
-    reached = ("+++", "---", "+-+", "-+-")
-    assert_trains_like_unsharded(
-        build, program, world_size=ranks, shard=shard_all, loss=Loss(reached), timeout=20
-    )
-
-
-def test_ranks_of_replicas_that_reach_other_scalars_train_alike() -> None:
-    loss = Loss(("+++", "---", "+-+", "-+-"))
-    for program in (PROGRAMS[-1], ["backward", "accumulate", "sync", "step"]):
-        assert_trains_like_unsharded(
-            scalars, program, mesh=(2, 2), shard=shard_all, loss=loss, timeout=20
+    blocks = tuple(
+        nest(
+            name,
+            *(B(f"{name}{number + 1}") for number in range(int(size))),
+            recompute=recompute,
+            group="parent",
         )
+        for name, size in zip("pqr", sizes.split(), strict=False)
+    )
+    check(blocks, "totatot", off, mesh=(ranks,))
+
+
+TOWERS = [
+    ((*[""] * 2,), ("s", "s.1")),
+    (("p q r s", "", ""), ("", "p.1 q.0 r.1 s.0", "q s r.0")),
+    (("q", "r", "p q"), ("r.0 s.0 s.1", "p.0 p.1 q.0 s.1", "")),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("program", PROGRAMS, ids="-".join)
-def test_ranks_that_reach_other_modules_of_a_group_train_alike(
-    program: list[str], ranks: int
+@pytest.mark.parametrize("detached", ["s", "pqrs", "qs", ""])
+@pytest.mark.parametrize(("off", "unused"), TOWERS)
+def test_ranks_that_use_other_parameters_of_parts_without_an_input_gradient_train_alike(
+    off: tuple[str, ...], unused: tuple[str, ...], detached: str, ranks: int
 ) -> None:
-    loss = Loss(("+++", "-++", "+-+"))
-    assert_trains_like_unsharded(
-        around_frozen, program, world_size=ranks, shard=shard_together, loss=loss, timeout=20
-    )
+    """In other orders, too."""
+    blocks = tuple(B(n, "many", source="detach" if n in detached else "x") for n in "pqrs")
+    orders = ("pqrs", "pqrs", "srqp", "qsp", "rq")
+    check(blocks, "tototatot", off, unused=unused, orders=orders, mesh=(ranks,))
+
+
+# Frozen, thawed and tied --------------------------------------------------------------------------
+
+
+def freeze(names: str, flag: bool = True) -> Op:
+    return Op("freeze", names=tuple(names.split()), flag=not flag)
+
+
+STEP = Op("train", (Call(),)), Op("step")
+LATER = (
+    *STEP,
+    *[freeze("b", False), freeze("a"), *STEP, freeze("a b c", True)],
+    *[freeze("c", False), *STEP, freeze("a b", False), *STEP, freeze("b"), *STEP],
+)
+
+
+@pytest.mark.parametrize("precision", ["", "bfloat16"])
+@pytest.mark.parametrize("group", ["own", "parent"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_parameter_frozen_at_the_first_forward_is_thawed_later(
+    ranks: int, group: str, precision: str
+) -> None:
+    blocks = B("a", "mlp", group=group), B("b", group=group, frozen=True), B("c", group=group)
+    ops = (Op("optimize"), *LATER)
+    case = Case(2, blocks, ops, own="both", mesh=(ranks,), precision=precision)
+    find = run(case, 30.0)
+    assert find is None, find.text
+
+
+TIED = {"tied": True}
+KEPT_MODELS: dict[str, tuple[Block, ...]] = {
+    "adapted": (nest("p", B("p1", frozen=True, **APART), B("p2", "rows", **APART)),) * 1
+    + (nest("q", B("q1", frozen=True), B("q2", "rows")),),
+    "frozen at first": (B("p", frozen=True), B("q", frozen=True), B("r")),
+    "frozen in a group": (B("p", frozen=True, **APART), B("q", **APART), B("r", frozen=True)),
+    "tied in the root": (B("p", **APART, **TIED), B("q", "twice", **APART, **TIED)),
+    "tied in a group": (nest("p", B("p1", **APART), B("p2", **APART, **TIED)), B("r")),
+    "tied in a list": (B("p", group="g"), B("q", group="g", **TIED), B("r", group="g", **TIED)),
+}
+
+
+@pytest.mark.parametrize(("ranks", "reshard"), [(2, True), (2, False), (3, True), (1, None)])
+@pytest.mark.parametrize("model", KEPT_MODELS)
+def test_frozen_and_tied_parts_train_as_unsharded(
+    model: str, ranks: int, reshard: bool | None
+) -> None:
+    check(KEPT_MODELS[model], "toatozt", mesh=(ranks,), reshard=reshard)
+
+
+# Orders that differ between ranks, and what is left -----------------------------------------------
+
+
+def three_heads() -> nn.Module:
+    def run(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        x = model.trunk(x) * model.scale
+        return [head(x) for head in model.heads]
+
+    heads = nn.ModuleList(linear() for _ in range(3))
+    return Parts(run, trunk=linear(), heads=heads, scale=nn.Parameter(torch.randn(W)))
+
+
+def in_another_order(model: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
+    """The order in which a backward comes to the heads differs between ranks."""
+    outputs = model(x)[:: -1 if rank % 2 else 1]
+    return sq(torch.tanh(torch.tanh(outputs[0]) + outputs[1]) + outputs[2])
+
+
+def of_two_forwards(model: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Two forwards, of which one reaches less on some ranks."""
+    first, second = model(x), model(2 * x)
+    return sq(first[rank % 3]) + (sq(second[0] + second[2]) if rank else sq(second[1]))
+
+
+HEADS: Cases = {
+    "another order": Trained(three_heads, in_another_order, {"tolerance": 4e-6}),
+    "two forwards": Trained(three_heads, of_two_forwards, {"tolerance": 4e-6}),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", HEADS)
+def test_ranks_come_to_parts_in_another_order(name: str, ranks: int) -> None:
+    check_trained(__name__, "HEADS", name, world_size=ranks)
 
 
 def test_a_module_that_is_called_twice_is_freed_when_its_first_call_is_over() -> None:
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in (model.first, *model.twice, *model.twice, model.last):
+            x = torch.tanh(layer(x))
+        return x
+
     with fake_ranks(2):
-        model = shard_all(called_twice())
-        loss = model(torch.ones(2, WIDTH), "+++").sum()
-        with record_events(model) as events:  # type: ignore[arg-type]
+        twice = nn.ModuleList(linear() for _ in range(3))
+        model: Any = shard_all(Parts(run, first=linear(), twice=twice, last=linear()))
+        loss = model(torch.ones(2, W)).sum()
+        with record_events(model) as events:
             loss.backward()
     seen = [name for event, name in events if event == "reshard"]
-    assert seen == [
-        "last",
-        "parts.2",
-        "parts.1.parts.2",
-        "parts.1.parts.1",
-        "parts.1.parts.0",
-        "parts.0",
-        "first",
-    ]
+    assert seen == ["last", "twice.2", "twice.1", "twice.0", "first"]
 
 
 def changed_between() -> list[bool]:
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for part in model.parts:
+            x = torch.tanh(part(x))
+        return x
+
     torch.manual_seed(0)
-    model, alone = shard_all(plain()), plain()
-    alone.load_state_dict({name: x.full_tensor() for name, x in model.state_dict().items()})
+    alone = Parts(run, parts=nn.ModuleList(linear() for _ in range(5)))
+    model: Any = shard_all(copy.deepcopy(alone))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
-    x = torch.ones(2, WIDTH)
+    x = torch.ones(2, W)
     for m, optimizer in zip((model, alone), optimizers, strict=True):
-        m(x, "+++").sum().backward()
-        m(x, "+++").sum()  # perhaps it was not finite
+        m(x).sum().backward()
+        m(x).sum()  # perhaps it was not finite
         optimizer.step()
         optimizer.zero_grad()
-        part, m.parts = m.parts[1], nn.ModuleList([m.parts[0], m.parts[2]])
-        m(x, "++").sum().backward()
-        m.parts = nn.ModuleList([m.parts[0], part, m.parts[1]])
+        parts, m.parts = m.parts, nn.ModuleList([*m.parts[:2], *m.parts[3:]])
+        m(x).sum().backward()
+        m.parts = parts
     return [
-        torch.allclose(got.grad.full_tensor(), wanted.grad)
+        torch.allclose(full(got.grad), wanted.grad)
         for got, wanted in zip(model.parameters(), alone.parameters(), strict=True)
         if wanted.grad is not None
     ]
@@ -244,282 +331,32 @@ def test_a_loss_that_was_let_go_does_not_keep_parameters_from_changing() -> None
     assert run_ranks(changed_between, 2) == [[True] * 8] * 2
 
 
-class Pair(nn.Module):
-    """Uses one of its two parameters, both, or none with a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.rand(WIDTH, WIDTH))
-        self.b = nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
-        a = self.a if "a" in used else self.a.detach()
-        b = self.b if "b" in used else self.b.detach()
-        return torch.tanh(x @ a + b)
-
-
-class Towers(nn.Module):
-    """Adds up parts, of which some read their input detached, so that nothing goes on behind them.
-
-    In every step the parts run in another order.
-    """
-
-    def __init__(self, detached: str) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.parts = nn.ModuleDict({name: Pair() for name in "pqrs"})
-        self.detached = detached
-
-    def forward(self, x: torch.Tensor, used: str, order: str) -> torch.Tensor:
-        x = self.first(x)
-        uses = dict(zip("pqrs", used.split(), strict=True))
-        for name in order:
-            output = self.parts[name](x.detach() if name in self.detached else x, uses[name])
-            x = x + (output.detach() if uses[name] == "-" else output)
-        return x
-
-
-@dataclass(frozen=True)
-class TowerLoss:
-    """For each rank, what of each part its loss reaches: ``-`` nothing, ``0`` no parameter."""
-
-    used: tuple[str, ...]
-
-    def __call__(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        used = self.used[(step + rank) % len(self.used)]
-        order = ("pqrs", "pqrs", "srqp", "qsp", "rq")[step % 5]
-        output: torch.Tensor = model(torch.randn(2, WIDTH), used, order)
-        return output.square().mean()
-
-
-TOWERS = [
-    ("ab ab ab -", "ab ab ab a"),
-    ("- - - -", "a b a b", "ab - b 0"),
-    ("a - b 0", "0 b - a", "- - ab ab"),
-]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("detached", ["s", "pqrs", "qs", ""])
-@pytest.mark.parametrize("used", TOWERS, ids=" | ".join)
-def test_ranks_that_use_other_parameters_of_parts_without_an_input_gradient_train_alike(
-    used: tuple[str, ...], detached: str, ranks: int
-) -> None:
-    program = ["backward", "step", "backward", "step", "accumulate", "backward", "step", "backward"]
-    assert_trains_like_unsharded(
-        partial(Towers, detached),
-        program,
-        world_size=ranks,
-        shard=shard_all,
-        loss=TowerLoss(used),
-        timeout=60,
-    )
-
-
-class Recomputing(nn.Module):
-    """Computes segments of layers again in backward; gives what every layer of a segment gives."""
-
-    def __init__(self, sizes: tuple[int, ...], use_reentrant: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.segments = nn.ModuleList(
-            nn.ModuleList(linear() for _ in range(size)) for size in sizes
-        )
-        self.last = nn.Linear(WIDTH, WIDTH)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
-        x = self.first(x)
-        for segment, marks in zip(self.segments, reached.split(), strict=True):
-
-            def layers(x: torch.Tensor, segment: Any = segment) -> tuple[torch.Tensor, ...]:
-                outputs = []
-                for layer in segment:
-                    x = torch.tanh(layer(x))
-                    outputs.append(x)
-                return tuple(outputs)
-
-            outputs = checkpoint(layers, x, use_reentrant=self.use_reentrant)
-            for output, mark in zip(outputs, marks, strict=True):
-                x = x + (output if mark == "+" else output.detach())
-        return self.last(x)
-
-
-SEGMENTS = [
-    ((3,), ("---", "+++")),
-    ((3,), ("+--", "--+", "-+-")),
-    ((1, 4, 1), ("+ ---- +", "- ++++ -", "- --+- -")),
-    ((2, 3), ("-- +++", "++ ---", "-- ---")),
-]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize(("sizes", "reached"), SEGMENTS)
-def test_ranks_of_which_some_go_past_a_checkpoint_over_several_groups_train_alike(
-    sizes: tuple[int, ...], reached: tuple[str, ...], use_reentrant: bool, ranks: int
-) -> None:
-    program = ["backward", "step", "backward", "accumulate", "backward", "step", "backward"]
-    assert_trains_like_unsharded(
-        partial(Recomputing, sizes, use_reentrant),
-        program,
-        world_size=ranks,
-        shard=shard_all,
-        loss=Loss(reached),
-        timeout=60,
-    )
-
-
-class Rescued(nn.Module):
-    """Adds what its parts give, each under a reentrant checkpoint, as often as is said."""
-
-    def __init__(self, *parts: nn.Module, times: int = 1) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-        self.times = times
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in self.parts:
-            y = x
-            for _ in range(self.times):
-                y = torch.tanh(checkpoint(part, y, use_reentrant=True))
-            x = x + y
-        return x
-
-
-class Containers(nn.Module):
-    """Two containers of one group around groups of their own; the second has a weight besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([nn.Sequential(linear()), Around(linear())])
-
-    def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
-        for part, goes in zip(self.parts, reached, strict=True):
-            output = part(x)
-            x = x + (output if goes == "+" else output.detach())
-        return x
-
-
-def shard_containers(model: Any, **options: Any) -> nn.Module:
-    for inner in (model.parts[0][0], model.parts[1].parts[0]):
-        fully_shard(inner, **options)
-    fully_shard(list(model.parts), **options)
-    return fully_shard(model, **options)
-
-
-def shard_first_two(model: Any, **options: Any) -> nn.Module:
-    """Make what is under a checkpoint, and what is not, one group."""
-    fully_shard([model.parts[0].parts[0], model.parts[1]], **options)
-    return fully_shard(model, **options)
-
-
-def shard_parts(model: Any, **options: Any) -> nn.Module:
-    """Make each part a group, and all that lies in it, containers without parameters too."""
-    for part in model.parts:
-        for inner in part.parts if isinstance(part, Rescued) else ():
-            for innermost in inner.children():
-                fully_shard(innermost, **options)
-            fully_shard(inner, **options)
-        fully_shard(part, **options)
-    return fully_shard(model, **options)
-
-
-def recomputed_beside_plain() -> nn.Module:
-    return Model(Rescued(linear()), linear())
-
-
-def recomputed_frozen() -> nn.Module:
-    return Model(Rescued(nn.Sequential(linear(trains=False))), linear())
-
-
-def recomputed_twice() -> nn.Module:
-    return Model(Rescued(linear(), linear(), times=2), linear())
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("program", PROGRAMS, ids="-".join)
-@pytest.mark.parametrize(
-    ("build", "shard"),
-    [
-        (Containers, shard_containers),
-        (recomputed_beside_plain, shard_first_two),
-        (recomputed_frozen, shard_parts),
-        (recomputed_twice, shard_parts),
-    ],
-)
-def test_ranks_that_go_past_parts_of_groups_train_alike(
-    build: Build, shard: Any, program: list[str], ranks: int
-) -> None:
-    """Of a group of several modules, or one that a reentrant checkpoint computes again."""
-    assert_trains_like_unsharded(
-        build,
-        program,
-        world_size=ranks,
-        shard=shard,
-        loss=Loss(("+-", "++", "-+")),
-        timeout=30,
-    )
-
-
-class FrozenBetween(nn.Module):
-    """Has a frozen part whose input needs a gradient, or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = linear()
-        self.frozen = linear(trains=False)
-        self.then = linear()
-        self.last = linear()
-
-    def forward(self, x: torch.Tensor, reached: str) -> torch.Tensor:
-        x = self.first(x)
-        frozen = self.frozen(x if reached[0] == "+" else x.detach())
-        output = self.then(frozen)
-        return self.last(x + (output if reached[1] == "+" else output.detach()))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_of_which_some_need_no_gradient_of_a_frozen_part_train_alike(ranks: int) -> None:
-    assert_trains_like_unsharded(
-        FrozenBetween,
-        ["backward", "step", "backward", "accumulate", "backward", "step"],
-        world_size=ranks,
-        shard=shard_all,
-        loss=Loss(("++", "-+", "+-", "--")),
-        timeout=60,
-    )
-
-
-def mixed_order_of_two_forwards() -> list[float]:
-    """Sum the losses of two forwards; one rank's first loss reaches less than the other's."""
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_unused_parameters_decay_if_they_are_to_be_reduced(accumulates: bool) -> None:
+    """A layer that only the first step uses, and one that none does, get gradients of zeros."""
     torch.manual_seed(0)
-    alone = Towers("")
-    model = shard_all(copy.deepcopy(alone))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    uses = [("- - - -", "ab a b -"), ("a - - ab", "- b - -"), ("ab ab - -", "0 - - -")]
-
-    def loss(m: nn.Module, rank: int) -> torch.Tensor:
-        data = torch.Generator().manual_seed(rank)
-        first, second = torch.randn(2, 2, WIDTH, generator=data)
-        used = uses[rank % len(uses)]
-        return m(first, used[0], "pqrs").sum() + m(second, used[1], "sqp").square().sum()
-
-    for _ in range(3):
-        loss(model, rank).backward()
-    for other in range(ranks):
-        (3 * loss(alone, other) / ranks).backward()
-    return [
-        (torch.zeros(()) if wanted.grad is None else got.grad.full_tensor() - wanted.grad)
-        .abs()
-        .max()
-        .item()
-        for got, wanted in zip(model.parameters(), alone.parameters(), strict=True)
-        if (got.grad is None) == (wanted.grad is None) or pytest.fail("None on one side")
+    plain = Parts(
+        lambda m, x, step: m.used(m.once(x) if step == 0 else x), used=linear(), once=linear(),
+        never=linear(),
+    )  # fmt: skip
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.once)
+    fully_shard(model).set_reduce_scatter_unused_params(True)
+    optimizers = [
+        torch.optim.AdamW(one.parameters(), 0.1, weight_decay=1.0) for one in (model, plain)
     ]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_sum_of_losses_of_several_forwards(num_ranks: int) -> None:
-    for errors in run_ranks(mixed_order_of_two_forwards, num_ranks, timeout=60):
-        assert len(errors) == 10 and max(errors) < 1e-4
+    for step in range(2):
+        for is_last in (False, True) if accumulates else (True,):
+            model.set_requires_gradient_sync(is_last)
+            for one in (model, plain):
+                sq(one(own_input(step), step)).backward()
+        for param in plain.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        average_gradients(plain.parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(full(model.get_parameter(name)), param, msg=name)

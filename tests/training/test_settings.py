@@ -202,24 +202,3 @@ def unsharded_by_hand(async_op: bool) -> list[bool]:
 @pytest.mark.parametrize("async_op", [False, True])
 def test_unshard_gives_the_full_parameters(async_op: bool, ranks: int) -> None:
     assert run_ranks(unsharded_by_hand, ranks, async_op) == [[True] * 5] * ranks
-
-
-def gathered_long_before() -> list[str]:
-    """Groups unsharded by hand before forward stay usable through a step."""
-    model, oracle = sharded_stack()
-    comparison = Comparison(model, oracle, exact=True)
-    params = list(model.parameters())
-    optimizers = [torch.optim.SGD(p, lr=0.1) for p in (params, oracle.model.parameters())]
-    for step in range(3):
-        for name in STACK_GROUPS[:2]:
-            model.get_submodule(name).unshard(async_op=True)  # type: ignore[operator]
-        losses = one_step(model, oracle, step)
-        comparison.tensor(f"step {step}: loss", *losses)
-        oracle.after_backward()
-        comparison.grads(f"step {step}")
-        step_both(optimizers, oracle)
-    return comparison.differences
-
-
-def test_a_gather_by_hand_before_forward_changes_no_number() -> None:
-    assert run_ranks(gathered_long_before, 2) == [[], []]
