@@ -10,6 +10,7 @@ import io
 import json
 import sys
 import tokenize
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +33,7 @@ BLANK = {
 }
 
 
+@cache
 def num_code_lines(path: Path) -> int:
     """Count the lines that are neither blank nor part of a docstring or a comment."""
     source = path.read_text()

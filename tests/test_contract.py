@@ -14,10 +14,10 @@ from composable_shard.testing import run_ranks
 
 HELD_BY: dict[str, list[str]] = {
     "no all-reduce on a hybrid mesh while microbatches use different parameters": [
-        "test_without_all_reduce_microbatches_may_use_different_parameters",
+        "test_without_all_reduce_microbatches_may_use_different_parameters"
     ],
     "ranks use different parameters of one group": [
-        "test_a_group_that_one_ranks_loss_does_not_reach_gets_the_exact_mean",
+        "test_a_group_that_one_ranks_loss_does_not_reach_gets_the_exact_mean"
     ],
     "a rank skips a whole group that others run": [
         "test_ranks_that_diverge_all_name_the_groups",
@@ -28,12 +28,8 @@ HELD_BY: dict[str, list[str]] = {
         "test_reset_before_the_first_forward",
         "test_reset_drops_accumulated_gradients",
     ],
-    "no reshard after backward, then an optimizer step": [
-        "test_optimizer_steps_are_noticed",
-    ],
-    "share_comm_ctx before the first forward of two roots": [
-        "test_two_roots_train_as_unsharded",
-    ],
+    "no reshard after backward, then an optimizer step": ["test_optimizer_steps_are_noticed"],
+    "share_comm_ctx before the first forward of two roots": ["test_two_roots_train_as_unsharded"],
     "int reshard with an inner dim, with DTensors and with extensions": [
         "test_tensor_subclasses_gather_from_fewer_ranks",
         "test_training_with_fewer_ranks_to_gather_from",
@@ -41,7 +37,7 @@ HELD_BY: dict[str, list[str]] = {
     ],
     "grad_dtype of a parameter": ["test_the_grad_dtype_of_a_parameter_is_kept"],
     "setters before and after the first forward": [
-        "test_set_reshard_after_forward_acts_at_any_time",
+        "test_set_reshard_after_forward_acts_at_any_time"
     ],
     "in-place operations on view outputs": ["test_in_place_on_a_view_output"],
     "outputs in dict views and dataclasses": ["test_outputs_in_any_container"],
@@ -54,17 +50,17 @@ HELD_BY: dict[str, list[str]] = {
         "test_scalars_and_other_strides",
     ],
     "a parameter frozen at the first forward and thawed later": [
-        "test_a_parameter_frozen_at_the_first_forward_is_thawed_later",
+        "test_a_parameter_frozen_at_the_first_forward_is_thawed_later"
     ],
     "buffers under a low-precision policy": [
-        "test_batch_norm_and_other_buffers_under_low_precision",
+        "test_batch_norm_and_other_buffers_under_low_precision"
     ],
     "deepcopy": [
         "test_a_copy_and_its_source_train_independently",
         "test_an_exponential_moving_average",
     ],
     "tied parameters across groups": [
-        "test_tied_across_groups_trains_as_the_oracle_with_one_gradient",
+        "test_tied_across_groups_trains_as_the_oracle_with_one_gradient"
     ],
     "optimizer, attributes and hooks on the original parameter": [
         "test_an_optimizer_built_before_is_refused_at_its_next_step",
@@ -77,7 +73,7 @@ HELD_BY: dict[str, list[str]] = {
         "test_a_slice_of_a_mesh_beside_the_whole",
     ],
     "a custom divide factor on gloo": [
-        "test_a_custom_divide_factor_divides_the_sum_over_all_ranks",
+        "test_a_custom_divide_factor_divides_the_sum_over_all_ranks"
     ],
     "an exception or no memory in forward or backward": [
         "test_the_next_iteration_is_as_if_none_had_failed",

@@ -159,11 +159,7 @@ def test_this_machine_is_seen_as_it_is() -> None:
             2,
             ["there are GPUs, but torch has no nccl: install a CUDA build"],
         ),
-        (
-            GPUS,
-            4,
-            ["4 ranks need as many devices, there are 2: pass --ranks or --device cpu"],
-        ),
+        (GPUS, 4, ["4 ranks need as many devices, there are 2: pass --ranks or --device cpu"]),
     ],
 )
 def test_problems(of: Machine, num_ranks: int, problems: list[str]) -> None:
@@ -442,10 +438,7 @@ def test_one_gpu_is_well_and_has_nothing_to_measure(
     ids=["wrong", "failed"],
 )
 def test_what_is_wrong_exits_with_1(
-    given: dict[str, Any],
-    measured: Any,
-    problem: str,
-    capsys: pytest.CaptureFixture[str],
+    given: dict[str, Any], measured: Any, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given["measured"] = measured
     assert cli.main(["doctor", "--json"]) == 1

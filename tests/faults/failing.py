@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import (
-    Net,
-    assert_parity,
-    own_input,
-    train_step,
-    two_nets,
-)
+from nets import Net, assert_parity, own_input, train_step, two_nets
 
 from composable_shard.insight.events import record_events
 from faults.raising import Break, after_root

@@ -9,14 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from nets import (
-    Net,
-    assert_parity,
-    average_gradients,
-    own_input,
-    train_step,
-    two_nets,
-)
+from nets import Net, assert_parity, average_gradients, own_input, train_step, two_nets
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint

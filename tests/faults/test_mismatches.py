@@ -77,11 +77,7 @@ TEXTS = [ALIKE]
         (other_policy, GROUP.format(None), GROUP.format(torch.bfloat16)),
         (other_requires_grad, WEIGHT.replace("trainable", "frozen"), WEIGHT),
         (other_names, PARAMETER.format("0.bias", [6]), "nothing more"),
-        (
-            other_groups,
-            PARAMETER.format("1.weight", [4, 4]),
-            PARAMETER.format("0.weight", [4, 4]),
-        ),
+        (other_groups, PARAMETER.format("1.weight", [4, 4]), PARAMETER.format("0.weight", [4, 4])),
         (other_extension, f"{WEIGHT}, with its own all-gather", WEIGHT),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

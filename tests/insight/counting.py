@@ -49,11 +49,7 @@ def count_step(model: nn.Module) -> Sent:
         loss.backward()
     counts = copies.counts
     return Sent(
-        counts.collectives,
-        counts.messages,
-        counts.sent,
-        sum(reduced),
-        sum(counts.moved.values()),
+        counts.collectives, counts.messages, counts.sent, sum(reduced), sum(counts.moved.values())
     )
 
 

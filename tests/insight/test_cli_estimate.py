@@ -193,10 +193,7 @@ WRONG: list[tuple[str, str]] = [
         (f"model = {said}\n[batch]", f"Expected 'model' to be 'module:attribute', got {said}")
         for said in ("'tests'", "':Net'", "'.models:Net'", "'tests:'", "3", "['tests:Net']")
     ),
-    (
-        f"{MODEL}:Nothing'\n[batch]",
-        "Expected 'Nothing' in module 'tests.insight.models', got none",
-    ),
+    (f"{MODEL}:Nothing'\n[batch]", "Expected 'Nothing' in module 'tests.insight.models', got none"),
     (
         f"{MODEL}:__name__'\n[batch]",
         "Expected 'model' to name a function or a class, got 'tests.insight.models'",
@@ -239,19 +236,13 @@ WRONG: list[tuple[str, str]] = [
     ),
     (f"{STACK}device = 'tpu'\n[batch]", "Expected 'device' to be a device of torch, got 'tpu'"),
     *(
-        (
-            f"{STACK}{key} = {said}\n[batch]",
-            f"Expected '{key}' to be a positive number, got {said}",
-        )
+        (f"{STACK}{key} = {said}\n[batch]", f"Expected '{key}' to be a positive number, got {said}")
         for key, said in (
             *(("flops", said) for said in ("'many'", "nan", "0", "-1.5")),
             *(("bandwidth", "'x'"), ("replica_bandwidth", "nan")),
         )
     ),
-    (
-        f"{STACK}latency = nan\n[batch]",
-        "Expected 'latency' to be a number of at least 0, got nan",
-    ),
+    (f"{STACK}latency = nan\n[batch]", "Expected 'latency' to be a number of at least 0, got nan"),
     (f"{STACK}fully_shard = 3\n[batch]", "Expected 'fully_shard' to be a table, got 3"),
     (
         f"{SHARDED}polcy = 1",

@@ -206,11 +206,6 @@ def test_small_parameters_are_copied_without_those_of_ranks_that_have_none(
     copied = staging._unpacked if fuses else staging._into
     assert sum(tensor.numel() for tensor in copied) == numel
     plan = GatherPlan(
-        ("a", "b"),
-        bucket,
-        torch.float32,
-        is_away=False,
-        fuses=fuses,
-        stored_dtype=torch.float32,
+        ("a", "b"), bucket, torch.float32, is_away=False, fuses=fuses, stored_dtype=torch.float32
     )
     assert plan.packed_nbytes == 4 * numel

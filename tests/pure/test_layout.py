@@ -140,9 +140,7 @@ def test_what_has_no_elements_needs_no_message_of_its_own(layout: ParamLayout) -
 
 @settings(max_examples=200)
 @given(buckets())
-def test_shards_do_not_overlap_in_the_sharded_bucket(
-    planned: tuple[BucketLayout, int],
-) -> None:
+def test_shards_do_not_overlap_in_the_sharded_bucket(planned: tuple[BucketLayout, int]) -> None:
     bucket, _ = planned
     ranges = [
         (start, start + param.shard_numel)

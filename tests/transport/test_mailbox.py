@@ -433,10 +433,7 @@ def launched_by_one_first() -> list[object]:
 
 def test_what_was_published_stays_until_the_others_have_launched_theirs() -> None:
     exact: list[object] = [True] * 3
-    assert run_ranks(launched_by_one_first, 2) == [
-        [exact, 1, exact, 0],
-        [exact, 1, exact, 0],
-    ]
+    assert run_ranks(launched_by_one_first, 2) == [[exact, 1, exact, 0], [exact, 1, exact, 0]]
 
 
 # Interrupts -----------------------------------------------------------------------------------

@@ -29,11 +29,7 @@ from composable_shard._torch import can_adopt_memory, free
 from composable_shard.core.transport import mailbox, shared_memory
 from composable_shard.core.transport.common_gather import CommonGather
 from composable_shard.core.transport.exchange import Exchange, HostCollective
-from composable_shard.core.transport.mailbox import (
-    mailbox_of,
-    near_ranks,
-    why_apart,
-)
+from composable_shard.core.transport.mailbox import mailbox_of, near_ranks, why_apart
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
 from composable_shard.core.transport.shared_memory import (
