@@ -102,9 +102,6 @@ def functions(
             yield f"{module}:{node.lineno} {node.name}", node, owners.get(node)
 
 
-# Imports -------------------------------------------------------------------------------------
-
-
 def test_every_module_has_a_layer() -> None:
     for module in MODULES:
         assert layer_of(name_of(module)) in LAYERS, module
@@ -250,7 +247,6 @@ def third_party(names: set[str]) -> set[str]:
 
 
 def test_the_runtime_needs_torch_and_einops_alone() -> None:
-    """Others are imported where they are used, and are extras."""
     mine = [module for module in MODULES if module.parts[0] != "testing"]
     at_once = {name for module in mine for name in imports_at_once(module)}
     assert third_party(at_once) == {PACKAGE, "torch", "einops"}
@@ -259,9 +255,6 @@ def test_the_runtime_needs_torch_and_einops_alone() -> None:
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in project["dependencies"]]
     assert sorted(names) == ["einops", "torch"]
-
-
-# Private names -------------------------------------------------------------------------------
 
 
 def is_private(part: str) -> bool:
@@ -275,7 +268,6 @@ SHARED_NAMES |= {"_exit"}  # of os, and documented
 
 
 def test_private_names_stay_where_they_are() -> None:
-    """Those of torch in ``_torch``, those of a class in its methods."""
     strangers = []
     for module in MODULES:
         if module.parts[0] == "_torch":
@@ -298,7 +290,6 @@ COMES_AND_GOES = {"empty", "empty_like", "empty_strided", "new_empty", "resize_"
 
 
 def test_memory_comes_and_goes_in_one_place() -> None:
-    """There it can be poisoned; see ``_torch/memory.py``."""
     for module in MODULES:
         if module.parts[0] not in ("core", "train"):
             continue
@@ -314,9 +305,6 @@ def test_memory_comes_and_goes_in_one_place() -> None:
         calls = [call for call in calls if not call.startswith("torch.empty(0,")]
         poisoned = "_torch.without_values(torch.empty_like("
         assert not calls or poisoned in ast.unparse(tree(module)), module
-
-
-# Budgets -------------------------------------------------------------------------------------
 
 
 def test_nothing_exceeds_the_budget() -> None:
@@ -356,9 +344,6 @@ def test_functions_take_few_parameters() -> None:
             is_given = owner is not None and (str(module), owner.name, function.name) in GIVEN
             if not is_public and not is_given:
                 assert len(names) <= MAX_PRIVATE_PARAMETERS, f"{where}: {names}"
-
-
-# Words ---------------------------------------------------------------------------------------
 
 
 def test_nothing_is_left_to_do() -> None:

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import torch
+from on_ranks import on_ranks
 from torch import nn
 from training.programs import NUM_PARAMS, Program, assert_same
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks
 
 HELD_BY: dict[str, list[str]] = {
     "no all-reduce on a hybrid mesh while microbatches use different parameters": [
@@ -100,18 +100,14 @@ def test_every_row_of_the_contract_has_its_tests() -> None:
 
 
 def test_a_parameter_that_is_first_used_when_others_have_accumulated() -> None:
-    """In bf16, with gradients that are accumulated in fp32."""
     every, first = (True,) * NUM_PARAMS, (True,) + (False,) * (NUM_PARAMS - 1)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     used = ((first,) * 2, (every,) * 2, (every,) * 2)
     assert_same(Program(("no_sync", "no_sync", "sync"), used, policy=policy), 2)
 
 
+@on_ranks(2)
 def test_a_setter_acts_on_a_child_before_the_first_forward() -> None:
-    assert run_ranks(setter_on_a_child, 2) == [[True, False]] * 2
-
-
-def setter_on_a_child() -> list[bool]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer in model:
         fully_shard(layer)
@@ -119,4 +115,4 @@ def setter_on_a_child() -> list[bool]:
     model[0].set_requires_gradient_sync(False)  # type: ignore[operator]
     model(torch.ones(2, 4)).sum().backward()
     grads = [layer.weight.grad for layer in model]
-    return [any(p.is_partial() for p in grad.placements) for grad in grads]  # type: ignore[union-attr]
+    assert ([any(p.is_partial() for p in grad.placements) for grad in grads]) == ([True, False])

@@ -512,8 +512,6 @@ def test_every_field_names_its_field() -> None:
         assert str(caught.value) == f"Expected {field} to be a torch.dtype or None, got int: 16"
 
 
-# Completeness ------------------------------------------------------------------------------------
-
 ROOT = Path(composable_shard.__file__).parent
 
 

@@ -356,9 +356,9 @@ def test_fake_ranks_shard_as_real_ones_would() -> None:
 
 def workers() -> list[int]:
     """Count the workers of gloo before and after a process group is made, and use them."""
-    found = [num_workers()]
+    found = [num_workers(1)]
     group = dist.new_group([0, 1])
-    found.append(num_workers())
+    found.append(num_workers(2))
     mesh = init_device_mesh("cpu", (2,))
     total = distribute_tensor(torch.ones(3, 1), mesh, [Shard(0)]).full_tensor()
     dist.all_reduce(total, group=group)
@@ -370,14 +370,19 @@ def workers() -> list[int]:
     return found
 
 
-def num_workers() -> int:
-    time.sleep(1.0)  # threads name themselves
-    threads = Path("/proc/self/task").iterdir()
-    return sum((thread / "comm").read_text() == "pt_gloo_runloop\n" for thread in threads)
+def num_workers(least: int) -> int:
+    """Count them once there are as many: they name themselves, which takes a while."""
+
+    def count() -> int:
+        threads = Path("/proc/self/task").iterdir()
+        return sum((thread / "comm").read_text() == "pt_gloo_runloop\n" for thread in threads)
+
+    wait_until(lambda: count() >= least, 20)
+    time.sleep(0.1)
+    return count()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux names the threads of a process")
 def test_process_groups_of_gloo_have_one_worker() -> None:
-    """Two free the same string now and then: torch writes it without a lock."""
     stop_ranks()
     assert run_ranks(workers, 2) == [[1, 2]] * 2

@@ -69,9 +69,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-# Measuring ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.matrix
 def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -125,9 +122,6 @@ def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
         *(Collective("X", 2.0, 8, False), Collective("X", 2.0, 8, True)),
     )
     assert merged.pairs_by_way() == {"a": "0-1, 1-2", "b": "0-2"}
-
-
-# Judging -----------------------------------------------------------------------------------------
 
 
 def test_this_machine_is_seen_as_it_is() -> None:
@@ -268,7 +262,6 @@ def test_threads(num_threads: int, measured: Measurement | None, expected: Findi
 
 @pytest.mark.parametrize(("load", "is_busy"), [(2.4, False), (2.6, True), (9.0, True)])
 def test_a_busy_machine_is_no_fault(load: float, is_busy: bool) -> None:
-    """Two of four cores are left to the ranks, or not."""
     found = Findings()
     judge_threads(replace(HERE, load=load), 2, measured_with(1, 2e9, 0.1e9), found)
     assert bool(found.problems) is not is_busy
@@ -337,8 +330,6 @@ def test_ranks_that_could_share_memory_and_do_not(
     doctor.judge_transports(replace(MEASURED, transports=transports), found)
     assert found == Findings(warnings=warnings)
 
-
-# Printing and exit codes -------------------------------------------------------------------------
 
 REPORT = """\
 torch           2.13.0, built for cpu

@@ -62,9 +62,6 @@ def test_what_was_saved_is_read_on_any_number_of_ranks(tmp_path: Path, ranks: in
         assert run_ranks(load, others, tmp_path) == [2.0] * others
 
 
-# Killed while it is written -------------------------------------------------------------------
-
-
 def dies_before_it_writes(*_: Any, **__: Any) -> None:
     kill_this_rank()
 
@@ -127,9 +124,6 @@ def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
     assert run_ranks(load, 2, tmp_path) == [2.0] * 2
 
 
-# Errors that all ranks hear of ----------------------------------------------------------------
-
-
 FULL_DISK = {
     "no space to write": ("torch.distributed.checkpoint.FileSystemWriter.write_data", BAD),
     "no space to publish": ("json.dump", 0),
@@ -173,9 +167,6 @@ def test_no_space_to_publish_is_an_error_on_all(tmp_path: Path) -> None:
     )
     assert run_ranks(refused, 2, tmp_path, "no space to publish") == [("ShardError", text)] * 2
     assert names(tmp_path) == []
-
-
-# Files that were cut ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata", "files.json"])

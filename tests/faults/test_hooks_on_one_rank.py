@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from near import Apart, sharing
+from near import Apart
 from subclasses.lossless import Lossless, as_type
 from torch import nn
 
 from composable_shard import AllGather, CommunicationError, ReduceScatter, fully_shard
 from composable_shard.testing import run_ranks
 from faults.breaking import BAD, WIDTH, mesh_over, step
-
-__all__ = ["sharing"]
 
 pytestmark = pytest.mark.usefixtures("sharing")
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import _torch, fully_shard
@@ -70,8 +71,9 @@ def test_a_gather_gets_all_its_memory_or_none(
     assert run_ranks(run_out, ranks, in_backward, kept) == [[{0}, True]] * ranks
 
 
-def run_out_of_buffers() -> bool:
-    """Fail for the second of two reductions of a group, before an iteration that does not."""
+@on_ranks(2, timeout=30)
+def test_no_reduction_of_a_group_is_launched_if_another_has_no_memory() -> None:
+    """One that was would be waited for by nobody, and met by the next iteration."""
     model = fully_shard(TwoKinds())
     reference = TwoKinds()
     reference.load_state_dict({n: t.full_tensor() for n, t in model.state_dict().items()})
@@ -90,12 +92,7 @@ def run_out_of_buffers() -> bool:
         loss.backward()
     for each in (model, reference):
         each(x).sum().backward()
-    return all(
+    assert all(
         torch.equal(param.grad.full_tensor(), other.grad)  # type: ignore[union-attr, arg-type]
         for param, other in zip(model.parameters(), reference.parameters(), strict=True)
     )
-
-
-def test_no_reduction_of_a_group_is_launched_if_another_has_no_memory() -> None:
-    """One that was would be waited for by nobody, and met by the next iteration."""
-    assert run_ranks(run_out_of_buffers, 2, timeout=30) == [True, True]

@@ -15,20 +15,8 @@ from on_ranks import on_ranks
 from composable_shard import _torch
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-from faults.failing import events_after_failure, train_with_failure
-from faults.raising import BACKWARD, FORWARD, Break
 
 OOM = torch.OutOfMemoryError
-
-
-@pytest.mark.parametrize("break_at", FORWARD + BACKWARD)
-def test_out_of_memory_in_forward_or_backward(break_at: Break) -> None:
-    for fail_in in (0, 1):
-        run_ranks(train_with_failure, 2, break_at, OOM, fail_in)
-    run_ranks(events_after_failure, 2, break_at, OOM)
-
-
-# Hooks of the user's that fail in backward ------------------------------------------------------
 
 
 def fail(*_: object) -> None:

@@ -11,7 +11,6 @@ from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
 from composable_shard.insight.events import record_events
-from composable_shard.testing import run_ranks
 
 
 @pytest.mark.parametrize("of_block", [False, True])
@@ -34,7 +33,6 @@ def test_reset_before_the_first_forward(of_block: bool) -> None:
 
 @on_ranks(2)
 def test_reset_keeps_reduced_gradients() -> None:
-    """Reduced gradients stay; a reset after each iteration changes nothing."""
     reference, model = two_nets(2)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
     for step in range(3):
@@ -122,7 +120,6 @@ def test_a_failed_microbatch_leaves_what_others_accumulated() -> None:
 
 @on_ranks(2)
 def test_reset_waits_for_what_is_under_way() -> None:
-    """A gather and a reduction that are under way are waited for and dropped."""
     reference, model = two_nets(2)
     model.set_is_last_backward(False)
     train_step(model, 5, None)
@@ -137,14 +134,11 @@ def test_reset_waits_for_what_is_under_way() -> None:
     assert_parity(model, reference)
 
 
-def reset_of_unsharded_root() -> list[str]:
+@on_ranks(2)
+def test_reset_frees_the_root() -> None:
     model = shard_net(Net(1))
     model(own_input())
     with record_events(model) as recorded:
         model.reset_iter_state()
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    return [f"{event} {name}" for event, name in recorded]
-
-
-def test_reset_frees_the_root() -> None:
-    assert run_ranks(reset_of_unsharded_root, 2) == [["reshard "]] * 2
+    assert ([f"{event} {name}" for event, name in recorded]) == (["reshard "])

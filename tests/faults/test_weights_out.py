@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -62,7 +63,6 @@ EXPECTED = "Expected all ranks to go through iter_full() to its end, got on rank
 
 @pytest.mark.parametrize("by", ["break", "raise"])
 def test_one_rank_leaves(by: str) -> None:
-    """The others are told when they want another bucket."""
     left = f"{EXPECTED}1: it was left after '1.weight'"
     said = "'consumer'" if by == "raise" else None
     assert run_ranks(leave, 3, {1: 2}, by, timeout=60) == [
@@ -126,8 +126,8 @@ def test_a_rank_without_memory_is_an_error_on_all() -> None:
     assert run_ranks(runs_out_of_memory, 2, timeout=60) == [(1, said, True)] * 2
 
 
-def communicates_in_between() -> bool:
-    """Use the same process group for every tensor, one rank being slow."""
+@on_ranks(3, timeout=60)
+def test_a_consumer_communicates_in_between() -> None:
     model, same = build(), []
     for index, (_, full) in enumerate(iter_full(model, bucket_bytes=2 * ONE)):
         if dist.get_rank() == index % 3:
@@ -136,11 +136,7 @@ def communicates_in_between() -> bool:
         dist.all_reduce(summed)
         dist.barrier()
         same.append(torch.equal(summed, full + full + full))
-    return len(same) == NUM_LAYERS and all(same)
-
-
-def test_a_consumer_communicates_in_between() -> None:
-    assert run_ranks(communicates_in_between, 3, timeout=60) == [True] * 3
+    assert len(same) == NUM_LAYERS and all(same)
 
 
 def is_killed(folder: str) -> None:
@@ -166,9 +162,6 @@ def test_a_rank_is_killed_in_the_middle(tmp_path) -> None:
         assert int(count) in (2, 3) and int(seconds) < 30
         assert kind == "CommunicationError"
         assert " ".join(said).startswith(f"Rank {rank} failed while gathering full weights: ")
-
-
-# Full parameters on the first rank ----------------------------------------------------------------
 
 
 def leave_unsharded(leaving: int, mesh_shape: tuple[int, ...]) -> tuple[str | None, bool]:

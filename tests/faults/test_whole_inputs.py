@@ -86,9 +86,6 @@ class Inputs:
             yield
 
 
-# Programs ---------------------------------------------------------------------------------------
-
-
 def train(model: nn.Module, batches: Callable[[int], torch.Tensor], *args: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(2):
@@ -190,9 +187,6 @@ def test_all_that_collectives_are_given_has_values(program: str) -> None:
 def test_gaps_that_are_not_cleared_are_seen(program: str, kind: str) -> None:
     ranks = run_ranks(inputs_of, PROGRAMS[program][0], program, clears=False)
     assert {unwritten for inputs in ranks for unwritten in +inputs.unwritten} == {kind}
-
-
-# Gradients that are copied ----------------------------------------------------------------------
 
 
 def calls_and_survivors() -> tuple[list[tuple[str, int]], int]:

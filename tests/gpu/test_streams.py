@@ -116,7 +116,6 @@ def test_offloaded_shards_are_copied_beside_compute(nccl_rank: None) -> None:
 def test_offloaded_training_is_that_on_the_device(
     nccl_rank: None, policy: MixedPrecisionPolicy | None
 ) -> None:
-    """Steps of one half: on a device and on the host they are rounded once."""
     there = blocks(mp_policy=policy)
     here: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in there))
     with torch.no_grad():

@@ -219,9 +219,6 @@ def test_reasons() -> None:
         )
 
 
-# Advice ------------------------------------------------------------------------------------------
-
-
 def advice(model: nn.Module) -> dict[str, tuple[tuple[str, ...], str, str]]:
     return {one.kind: (one.about, one.problem, one.remedy) for one in explain(model).advice}
 

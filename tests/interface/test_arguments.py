@@ -38,8 +38,6 @@ def error_of(call: Callable[[], object]) -> tuple[type[Exception], str]:
     return type(caught.value), str(caught.value)
 
 
-# Every flag of every method ----------------------------------------------------------------------
-
 FLAGS = [
     (method, flag.name)
     for method, function in vars(FSDPModule).items()
@@ -108,9 +106,6 @@ def test_there_are_flags() -> None:
     assert ("unsharded", "with_grads") in FUNCTION_FLAGS
     assert ("set_requires_gradient_sync", "recurse") in FLAGS
     assert ("unshard", "async_op") in FLAGS
-
-
-# What is right ----------------------------------------------------------------------------------
 
 
 def test_what_torch_takes_is_taken() -> None:

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_shard.core.layout import (
@@ -47,9 +47,6 @@ def buckets(draw: st.DrawFn) -> tuple[BucketLayout, int]:
 def ranges_do_not_overlap(ranges: list[tuple[int, int]]) -> bool:
     filled = sorted(r for r in ranges if r[0] < r[1])
     return all(end <= start for (_, end), (start, _) in pairwise(filled))
-
-
-# One parameter ------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 200), st.integers(1, 40))
@@ -105,9 +102,6 @@ def test_a_layout_that_cannot_be_is_refused(
     assert str(caught.value) == message
 
 
-# Packed or not ------------------------------------------------------------------------------
-
-
 @given(st.integers(2, 64), ITEMSIZES, st.sampled_from(PACKINGS))
 def test_a_parameter_travels_packed_up_to_the_bytes_that_messages_are_worth(
     num_shards: int, itemsize: int, packing: Packing
@@ -135,10 +129,6 @@ def test_what_has_no_elements_needs_no_message_of_its_own(layout: ParamLayout) -
         assert all(travels_packed(layout, 4, packing) for packing in PACKINGS)
 
 
-# One bucket ---------------------------------------------------------------------------------
-
-
-@settings(max_examples=200)
 @given(buckets())
 def test_shards_do_not_overlap_in_the_sharded_bucket(planned: tuple[BucketLayout, int]) -> None:
     bucket, _ = planned
@@ -150,7 +140,6 @@ def test_shards_do_not_overlap_in_the_sharded_bucket(planned: tuple[BucketLayout
     assert all(start >= 0 and end <= bucket.shard_numel for start, end in ranges)
 
 
-@settings(max_examples=200)
 @given(buckets())
 def test_parameters_do_not_overlap_in_the_unsharded_bucket(
     planned: tuple[BucketLayout, int],
@@ -167,7 +156,6 @@ def test_parameters_do_not_overlap_in_the_unsharded_bucket(
     assert all(start * itemsize % ALIGNMENT_NBYTES == 0 for start, _ in ranges)
 
 
-@settings(max_examples=200)
 @given(buckets())
 def test_messages_cover_the_sharded_bucket_once(planned: tuple[BucketLayout, int]) -> None:
     bucket, itemsize = planned
@@ -182,7 +170,6 @@ def test_messages_cover_the_sharded_bucket_once(planned: tuple[BucketLayout, int
     assert num_idle * itemsize < ALIGNMENT_NBYTES * max(1, len(bucket.messages))
 
 
-@settings(max_examples=200)
 @given(buckets())
 def test_there_is_one_message_for_each_big_parameter_and_one_for_all_small_ones(
     planned: tuple[BucketLayout, int],
@@ -198,7 +185,6 @@ def test_there_is_one_message_for_each_big_parameter_and_one_for_all_small_ones(
         assert bucket.packed_offset + bucket.packed_numel == bucket.shard_numel
 
 
-@settings(max_examples=200)
 @given(buckets())
 def test_only_what_lies_in_order_gathers_into_place(planned: tuple[BucketLayout, int]) -> None:
     bucket, _ = planned
@@ -218,10 +204,6 @@ def test_only_what_lies_in_order_gathers_into_place(planned: tuple[BucketLayout,
         assert bucket.staging_numel == staged
 
 
-# Alignment ----------------------------------------------------------------------------------
-
-
-@settings(max_examples=200)
 @given(buckets(), ITEMSIZES)
 def test_what_is_packed_is_aligned_in_the_wire_dtype_and_in_a_narrower_one(
     planned: tuple[BucketLayout, int], num_flags: int
@@ -236,7 +218,6 @@ def test_what_is_packed_is_aligned_in_the_wire_dtype_and_in_a_narrower_one(
 
 
 def test_a_packed_message_by_hand() -> None:
-    """Three and five elements of a rank: 12 and 20 bytes, padded to 16 and 32."""
     params = (ParamLayout((6,), 0, 2), ParamLayout((9,), 0, 2))
     bucket = plan_bucket(params, 2, 4, NCCL)
     assert bucket.shard_offsets == (0, 4)
@@ -248,7 +229,6 @@ def test_a_packed_message_by_hand() -> None:
     assert (plain.shard_offsets, plain.packed_numel, plain.staging_numel) == ((0, 3), 8, 16)
 
 
-@settings(max_examples=200)
 @given(buckets())
 def test_gathers_write_all_but_what_is_called_unwritten(planned: tuple[BucketLayout, int]) -> None:
     bucket, _ = planned

@@ -140,10 +140,16 @@ def test_custom_communication_acts_on_its_own_group_alone() -> None:
         assert seen == expected
 
 
-# Hooks on the reduction ----------------------------------------------------------------------
+@on_ranks(1)
+def test_a_hook_on_a_stream_of_the_cpu_runs_in_place() -> None:
+    model = fully_shard(nn.Linear(2, 1, bias=False))
+    model.set_all_reduce_hook(lambda grads: grads.mul_(3), stream=torch.cpu.Stream())
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[3.0, 6.0]]
 
 
-def replicas_by_hand() -> list[str]:
+@on_ranks(4)
+def test_an_all_reduce_hook_makes_replicas() -> None:
     """Shard over pairs of ranks; reduce between the pairs by a hook instead of a hybrid mesh."""
     model = build(TREE)
     oracle = Oracle(model)
@@ -162,22 +168,11 @@ def replicas_by_hand() -> list[str]:
         either(inputs_for(0, dist.get_rank())).square().mean().backward()
     oracle.take()
     oracle.reduce()
-    return gradient_differences(dict(model.named_parameters()), oracle)
+    assert (gradient_differences(dict(model.named_parameters()), oracle)) == ([])
 
 
-@on_ranks(1)
-def test_a_hook_on_a_stream_of_the_cpu_runs_in_place() -> None:
-    model = fully_shard(nn.Linear(2, 1, bias=False))
-    model.set_all_reduce_hook(lambda grads: grads.mul_(3), stream=torch.cpu.Stream())
-    model(torch.tensor([[1.0, 2.0]])).sum().backward()
-    assert model.weight.grad.full_tensor().tolist() == [[3.0, 6.0]]
-
-
-def test_an_all_reduce_hook_makes_replicas() -> None:
-    assert run_ranks(replicas_by_hand, 4) == [[]] * 4
-
-
-def hook_on_unused() -> list[object]:
+@on_ranks(4)
+def test_a_hook_may_bring_gradients_that_no_rank_here_has() -> None:
     """Pairs that use different parameters: the hook brings gradients from the other pair."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -195,14 +190,7 @@ def hook_on_unused() -> list[object]:
     either.set_all_reduce_hook(lambda g: dist.all_reduce(g, group=mesh.get_group("replicate")))
     name = "ab"[mesh["replicate"].get_local_rank()]
     either(torch.ones(2, 4), name).sum().backward()
-    return [param.grad is not None for param in either.parameters()]
-
-
-def test_a_hook_may_bring_gradients_that_no_rank_here_has() -> None:
-    assert run_ranks(hook_on_unused, 4) == [[True] * 4] * 4
-
-
-# Buffers in flight ---------------------------------------------------------------------------
+    assert ([param.grad is not None for param in either.parameters()]) == ([True] * 4)
 
 
 def reductions_in_flight(max_input_buffers: int) -> list[str]:
@@ -269,8 +257,10 @@ class OneWhoseWaitFails:
         raise RuntimeError("the optimizer has failed")
 
 
-def steps_beside(reshard: bool) -> list[object]:
-    """Let the event's ``wait`` change the shard, as the end of an optimizer on a thread does."""
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_gather_waits_for_the_event_after_the_optimizer(reshard: bool) -> None:
     model: Any = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=reshard)
     x, weight = torch.ones(2, 4), model.weight
 
@@ -284,14 +274,7 @@ def steps_beside(reshard: bool) -> list[object]:
         model.set_post_optim_event(event)
         before = list(event.waits)
         outputs = [model(x).sum().item(), model(x).sum().item()]
-    return [before, event.waits, *outputs]
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_gather_waits_for_the_event_after_the_optimizer(ranks: int, reshard: bool) -> None:
-    """Once, without an argument, before anything of the parameters is sent."""
-    assert run_ranks(steps_beside, ranks, reshard) == [[[], [()], 64.0, 64.0]] * ranks
+    assert ([before, event.waits, *outputs]) == ([[], [()], 64.0, 64.0])
 
 
 def with_events() -> list[object]:
@@ -323,13 +306,10 @@ def test_whatever_can_be_waited_for_is_an_event() -> None:
     assert run_ranks(with_events, 2) == [expected] * 2
 
 
-def deprecated_name() -> float:
+@on_ranks(2)
+def test_the_older_name_of_the_divide_factor() -> None:
     model: Any = fully_shard(nn.Linear(4, 1, bias=False))
     with pytest.warns(FutureWarning, match="call set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(0.5)
     model(torch.ones(1, 4)).sum().backward()
-    return float(model.weight.grad.full_tensor()[0, 0])
-
-
-def test_the_older_name_of_the_divide_factor() -> None:
-    assert run_ranks(deprecated_name, 2) == [4.0, 4.0]
+    assert (float(model.weight.grad.full_tensor()[0, 0])) == (4.0)

@@ -72,13 +72,9 @@ def note(group: Any, names: set[str], name: str, real: Any, *args: Any, **kwargs
 
 
 def test_gloo_launches_no_coalesced_all_gather() -> None:
-    """Two of them in flight on one process group corrupt memory."""
     for found in run_ranks(launched, 2):
         assert not any("coalesced" in name for names in found for name in names)
         assert found[1:] == [{"_allgather_base"}] * 2  # the first sends from rank to rank
-
-
-# Custom communication -------------------------------------------------------------------------
 
 
 class Work:
@@ -138,9 +134,6 @@ def test_what_a_custom_collective_sends_lives_until_it_has_been_waited_for() -> 
     assert run_ranks(train_late, 2) == expected
 
 
-# Scalars between host and device ---------------------------------------------------------------
-
-
 class Scalar:
     """Says how it was moved."""
 
@@ -152,9 +145,6 @@ class Scalar:
 def test_what_comes_to_the_host_is_waited_for(device: str, waits: bool) -> None:
     there = torch.device(device)
     assert _torch.carried(Scalar(), there) == (there, not waits)  # type: ignore[arg-type]
-
-
-# Inputs ---------------------------------------------------------------------------------------
 
 
 class Input(torch.Tensor):
@@ -178,9 +168,6 @@ def test_a_forward_waits_until_its_pinned_inputs_may_be_overwritten(pinned: bool
     with fake_ranks(2), SimulatedDevice():
         fully_shard(nn.Linear(4, 4))(value)
     assert value.blocks == pinned
-
-
-# Streams from one iteration to the next -------------------------------------------------------
 
 
 def train_on(streams: list[int]) -> list[list[bool]]:
