@@ -25,7 +25,7 @@ def modules_after(*statements: str) -> list[set[str]]:
     """Return the modules that there are in a new process after each of the statements."""
     source = "import sys\n"
     for statement in statements:
-        source += f"{statement}\nprint("modules:", *sys.modules)\n"
+        source += f"{statement}\nprint('modules:', *sys.modules)\n"
     done = subprocess.run(
         [sys.executable, "-c", source], cwd=ROOT, check=True, capture_output=True, text=True
     )

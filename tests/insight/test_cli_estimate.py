@@ -352,29 +352,27 @@ def test_null_in_json_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert said[0] == said[1]
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_config(tmp_path / "none.toml", {})
-    path = tmp_path / "none.toml"
-    assert str(caught.value) == (
-        f"Expected a config to read, got [Errno 2] No such file or directory: '{path}'"
-    )
-    with pytest.raises(ConfigError) as caught:
-        read_config(written(tmp_path, "{", "a.json"), {})
-    path = tmp_path / "a.json"
-    assert str(caught.value) == (
-        f"Expected TOML or JSON in {path}, got Expecting property name enclosed in double quotes: "
-        "line 1 column 2 (char 1)"
-    )
-    path = tmp_path / "c.json"
-    path.write_bytes(b"\xff\xfe")
+UNREADABLE: dict[str, tuple[bytes | None, str]] = {
+    "none.toml": (None, "a config to read, got [Errno 2] No such file or directory: '{}'"),
+    "a.json": (
+        b"{",
+        "TOML or JSON in {}, got Expecting property name enclosed in double quotes: line 1 column "
+        "2 (char 1)",
+    ),
+    "b.json": (b"[1]", "keys and values in {}, got list"),
+    "c.json": (
+        b"\xff\xfe",
+        "TOML or JSON in {}, got 'utf-8' codec can't decode byte 0xff in position 0: invalid start "
+        "byte",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    path, (content, said) = tmp_path / name, UNREADABLE[name]
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         read_config(path, {})
-    assert str(caught.value) == (
-        f"Expected TOML or JSON in {path}, got 'utf-8' codec can't decode byte 0xff in position "
-        "0: invalid start byte"
-    )
-    with pytest.raises(ConfigError) as caught:
-        read_config(written(tmp_path, "[1]", "b.json"), {})
-    path = tmp_path / "b.json"
-    assert str(caught.value) == f"Expected keys and values in {path}, got list"
+    assert str(caught.value) == f"Expected {said.format(path)}"

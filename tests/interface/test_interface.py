@@ -232,19 +232,6 @@ def test_reduced_gradients_are_cleared(set_to_none: bool) -> None:
     assert_parity(model, reference)
 
 
-@on_ranks(2)
-def test_gradients_under_way_are_cleared() -> None:
-    reference, model = two_nets(2)
-    model.set_is_last_backward(False)
-    train_step(model, 5, None)
-    model.zero_grad()
-    model.set_is_last_backward(True)
-    assert all(param.grad is None for param in model.parameters())
-    train_step(model, 0, None)
-    train_step(reference, 0, None)
-    assert_parity(model, reference)
-
-
 def accumulated(reduce_dtype: torch.dtype | None) -> None:
     """An accumulated gradient is this rank's sum, whose mean over the ranks is the gradient."""
     reference, model = two_nets(1, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))

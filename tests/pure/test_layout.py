@@ -130,21 +130,16 @@ def test_what_has_no_elements_needs_no_message_of_its_own(layout: ParamLayout) -
 
 
 @given(buckets())
-def test_shards_do_not_overlap_in_the_sharded_bucket(planned: tuple[BucketLayout, int]) -> None:
-    bucket, _ = planned
+def test_a_bucket(planned: tuple[BucketLayout, int]) -> None:
+    bucket, itemsize = planned
+    # Shards do not overlap in the sharded bucket.
     ranges = [
         (start, start + param.shard_numel)
         for start, param in zip(bucket.shard_offsets, bucket.params, strict=True)
     ]
     assert ranges_do_not_overlap(ranges)
     assert all(start >= 0 and end <= bucket.shard_numel for start, end in ranges)
-
-
-@given(buckets())
-def test_parameters_do_not_overlap_in_the_unsharded_bucket(
-    planned: tuple[BucketLayout, int],
-) -> None:
-    bucket, itemsize = planned
+    # Nor do parameters in the unsharded one.
     ranges = [
         (start, start + (param.numel if index in bucket.permuted else param.gathered_numel))
         for index, (start, param) in enumerate(
@@ -154,11 +149,7 @@ def test_parameters_do_not_overlap_in_the_unsharded_bucket(
     assert ranges_do_not_overlap(ranges)
     assert all(start >= 0 and end <= bucket.unsharded_numel for start, end in ranges)
     assert all(start * itemsize % ALIGNMENT_NBYTES == 0 for start, _ in ranges)
-
-
-@given(buckets())
-def test_messages_cover_the_sharded_bucket_once(planned: tuple[BucketLayout, int]) -> None:
-    bucket, itemsize = planned
+    # Messages cover the sharded bucket once.
     times_sent = torch.zeros(bucket.shard_numel, dtype=torch.int64)
     for offset, numel in bucket.messages:
         assert offset >= 0 and offset + numel <= bucket.shard_numel
@@ -168,13 +159,7 @@ def test_messages_cover_the_sharded_bucket_once(planned: tuple[BucketLayout, int
     num_idle = int((times_sent == 0).sum())
     assert int(times_sent.sum()) + num_idle == bucket.shard_numel
     assert num_idle * itemsize < ALIGNMENT_NBYTES * max(1, len(bucket.messages))
-
-
-@given(buckets())
-def test_there_is_one_message_for_each_big_parameter_and_one_for_all_small_ones(
-    planned: tuple[BucketLayout, int],
-) -> None:
-    bucket, itemsize = planned
+    # There is one message for each big parameter, and one for all small ones.
     small = [travels_packed(param, itemsize, bucket.packing) for param in bucket.params]
     assert len(bucket.messages) == small.count(False) + (bucket.packed_numel > 0)
     assert set(bucket.packed) == {index for index, is_small in enumerate(small) if is_small}
@@ -183,11 +168,7 @@ def test_there_is_one_message_for_each_big_parameter_and_one_for_all_small_ones(
     if bucket.packed_numel:
         assert bucket.messages[-1] == (bucket.packed_offset, bucket.packed_numel)
         assert bucket.packed_offset + bucket.packed_numel == bucket.shard_numel
-
-
-@given(buckets())
-def test_only_what_lies_in_order_gathers_into_place(planned: tuple[BucketLayout, int]) -> None:
-    bucket, _ = planned
+    # Only what lies in order gathers into place.
     indices = sorted(bucket.direct + bucket.permuted + bucket.packed)
     assert indices == list(range(len(bucket.params)))
     for index in bucket.direct + bucket.packed:
@@ -202,6 +183,22 @@ def test_only_what_lies_in_order_gathers_into_place(planned: tuple[BucketLayout,
     ]
     if bucket.alignment == 1:
         assert bucket.staging_numel == staged
+    # Gathers write all but what is called unwritten.
+    written = torch.zeros(bucket.unsharded_numel, dtype=torch.bool)
+    for index, (start, param) in enumerate(
+        zip(bucket.unsharded_offsets, bucket.params, strict=True)
+    ):
+        numel = param.gathered_numel
+        if index in bucket.permuted:
+            numel = param.numel
+        elif index in bucket.packed:
+            numel = param.num_nonempty_shards * param.shard_numel
+        written[start : start + numel] = True
+        assert numel >= param.numel
+    for start, end in bucket.unwritten:
+        assert not written[start:end].any()
+        written[start:end] = True
+    assert written.all()
 
 
 @given(buckets(), ITEMSIZES)
@@ -227,26 +224,6 @@ def test_a_packed_message_by_hand() -> None:
     assert (narrow.shard_offsets, narrow.packed_numel) == ((0, 8), 16)
     plain = plan_bucket(params, 2, 4, GLOO)
     assert (plain.shard_offsets, plain.packed_numel, plain.staging_numel) == ((0, 3), 8, 16)
-
-
-@given(buckets())
-def test_gathers_write_all_but_what_is_called_unwritten(planned: tuple[BucketLayout, int]) -> None:
-    bucket, _ = planned
-    written = torch.zeros(bucket.unsharded_numel, dtype=torch.bool)
-    for index, (start, param) in enumerate(
-        zip(bucket.unsharded_offsets, bucket.params, strict=True)
-    ):
-        numel = param.gathered_numel
-        if index in bucket.permuted:
-            numel = param.numel
-        elif index in bucket.packed:
-            numel = param.num_nonempty_shards * param.shard_numel
-        written[start : start + numel] = True
-        assert numel >= param.numel
-    for start, end in bucket.unwritten:
-        assert not written[start:end].any()
-        written[start:end] = True
-    assert written.all()
 
 
 @given(st.lists(st.integers(0, 9), max_size=5), st.sampled_from([1, 4, 16]))
