@@ -272,7 +272,10 @@ def test_an_optimizer_step_before_the_sync_is_right() -> None:
         torch.testing.assert_close(param.full_tensor(), expected)
 
 
-def sync_of_one_block(after_forward: bool, recurse: bool) -> list[list[str]]:
+@pytest.mark.parametrize("after_forward", [False, True])
+@pytest.mark.parametrize("recurse", [False, True])
+@on_ranks(2)
+def test_sync_may_be_set_before_and_after_forward(after_forward: bool, recurse: bool) -> None:
     """Switch sync off for the root (and all below, if ``recurse``) before or after forward."""
     model = shard_net(Net(2))
     loss = None
@@ -284,18 +287,12 @@ def sync_of_one_block(after_forward: bool, recurse: bool) -> list[list[str]]:
     model.set_requires_gradient_sync(True, recurse=recurse)
     with record_events(model, "accumulate", "reduce_scatter") as second:
         model(own_input()).sum().backward()
-    return [[f"{event} {name}" for event, name in part] for part in (first, second)]
-
-
-@pytest.mark.parametrize("after_forward", [False, True])
-@pytest.mark.parametrize("recurse", [False, True])
-def test_sync_may_be_set_before_and_after_forward(after_forward: bool, recurse: bool) -> None:
     below = "accumulate" if recurse else "reduce_scatter"
     expected = [
         [f"{below} blocks.1", f"{below} blocks.0", "accumulate "],
         ["reduce_scatter blocks.1", "reduce_scatter blocks.0", "reduce_scatter "],
     ]
-    assert run_ranks(sync_of_one_block, 2, after_forward, recurse) == [expected] * 2
+    assert ([[f"{event} {name}" for event, name in part] for part in (first, second)]) == (expected)
 
 
 @on_ranks(2)

@@ -99,7 +99,8 @@ def test_training_on_a_hybrid_mesh_equals_that_of_the_oracle(choice: str) -> Non
     assert run_ranks(train, 4, choice, 0, True, timeout=30) == [[]] * 4
 
 
-def what_custom_ones_get() -> list[object]:
+@on_ranks(2)
+def test_custom_communication_acts_on_its_own_group_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     gather, reduce = CopyingAllGather(), SummingReduceScatter()
     fully_shard(model[0])
@@ -107,14 +108,10 @@ def what_custom_ones_get() -> list[object]:
     model[0].set_custom_all_gather(gather)  # type: ignore[operator]
     model[0].set_custom_reduce_scatter(reduce)  # type: ignore[operator]
     model(torch.ones(2, 8)).sum().backward()
-    return [gather.allocated, reduce.ops]
-
-
-def test_custom_communication_acts_on_its_own_group_alone() -> None:
     own = (8 * 8 + 8) // 2
     expected = [[own, 2 * own, own, 2 * own], [dist.ReduceOp.SUM]]
-    for seen in run_ranks(what_custom_ones_get, 2):
-        assert seen == expected
+    seen = [gather.allocated, reduce.ops]
+    assert seen == expected
 
 
 @on_ranks(1)
@@ -190,7 +187,8 @@ def test_so_many_reductions_are_under_way_at_once() -> None:
     ]
 
 
-def without_unsharding_in_backward() -> list[object]:
+@on_ranks(2)
+def test_a_group_that_backward_does_not_read_is_not_gathered_for_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
     oracle = Oracle(model)
@@ -208,13 +206,8 @@ def without_unsharding_in_backward() -> list[object]:
         oracle.reduce()
         found += gradient_differences(dict(model.named_parameters()), oracle)
         found.append([name for _, name in events])
-    return found
-
-
-def test_a_group_that_backward_does_not_read_is_not_gathered_for_it() -> None:
-    # The last layer stays from its forward to its backward once the order is known.
     expected = [["0", "1", "1"], ["0", "1"]]
-    assert run_ranks(without_unsharding_in_backward, 2) == [expected] * 2
+    assert (found) == (expected)
 
 
 class StandIn:
@@ -254,7 +247,8 @@ def test_a_gather_waits_for_the_event_after_the_optimizer(reshard: bool) -> None
     assert ([before, event.waits, *outputs]) == ([[], [()], 64.0, 64.0])
 
 
-def with_events() -> list[object]:
+@on_ranks(2)
+def test_whatever_can_be_waited_for_is_an_event() -> None:
     model: Any = fully_shard(nn.Linear(4, 4))
     done = threading.Event()
     done.set()
@@ -274,13 +268,9 @@ def with_events() -> list[object]:
     with pytest.raises(RuntimeError, match="the optimizer has failed"):
         model(torch.ones(2, 4))
     model(torch.ones(2, 4)).sum().backward()
-    return [*seen, event.waits, model.weight.grad.full_tensor().sum().item()]
-
-
-def test_whatever_can_be_waited_for_is_an_event() -> None:
     shape = torch.Size([2, 4])
     expected = [*[shape] * 4, [], [()], [()], 32.0]
-    assert run_ranks(with_events, 2) == [expected] * 2
+    assert ([*seen, event.waits, model.weight.grad.full_tensor().sum().item()]) == (expected)
 
 
 @on_ranks(2)

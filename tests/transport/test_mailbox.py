@@ -542,7 +542,8 @@ def test_a_rank_that_is_interrupted_before_it_publishes_is_missed_at_once(name: 
     )
 
 
-def one_keeps_its_exception() -> list[object]:
+@on_ranks(2)
+def test_a_rank_does_not_wait_for_one_that_keeps_its_exception() -> None:
     kept: list[BaseException] = []
     before = unread()
     pending = gather(10.0)[1]
@@ -558,12 +559,8 @@ def one_keeps_its_exception() -> list[object]:
     seen: list[object] = [complete(gather)]
     kept.clear()
     gc.collect()
-    return [*seen, complete(gather), unread() - before]
-
-
-def test_a_rank_does_not_wait_for_one_that_keeps_its_exception() -> None:
     exact = [True] * 3
-    assert run_ranks(one_keeps_its_exception, 2) == [[exact, exact, 0]] * 2
+    assert ([*seen, complete(gather), unread() - before]) == ([exact, exact, 0])
 
 
 @on_ranks(2)

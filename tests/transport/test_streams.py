@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import assert_parity, average_gradients, own_input, two_nets
+from on_ranks import on_ranks
 from support.simulated_device import SimulatedDevice, Stream
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,16 +30,15 @@ from composable_shard.testing import fake_ranks, run_ranks
 CUDA = torch.device("cuda", 0)
 
 
-def chosen() -> list[list[str]]:
+@on_ranks(2)
+def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
     mesh = resolve_mesh(init_device_mesh("cpu", (2,)))
     on_device = dataclasses.replace(mesh, device=CUDA)
     channels = [Channel(one) for one in (mesh, on_device)]
-    return [[type(c).__name__ for c in (one.all_gather, one.reduce_scatter)] for one in channels]
-
-
-def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
     direct = ["DirectAllGather", "DirectReduceScatter"]
-    assert run_ranks(chosen, 2) == [[direct, ["EachAllGather", "CoalescedReduceScatter"]]] * 2
+    assert (
+        [[type(c).__name__ for c in (one.all_gather, one.reduce_scatter)] for one in channels]
+    ) == ([direct, ["EachAllGather", "CoalescedReduceScatter"]])
 
 
 def launched() -> list[set[str]]:
@@ -170,8 +170,10 @@ def test_a_forward_waits_until_its_pinned_inputs_may_be_overwritten(pinned: bool
     assert value.blocks == pinned
 
 
-def train_on(streams: list[int]) -> list[list[bool]]:
+@on_ranks(2)
+def test_on_another_stream_gradients_are_accumulated_by_other_nodes() -> None:
     """Train a step on each stream; return which gradients were accumulated by new nodes."""
+    streams = [0, 0, 1, 1, 0]
     renewed: list[list[bool]] = []
 
     def look(layer: nn.Module, _: object) -> None:
@@ -192,12 +194,8 @@ def train_on(streams: list[int]) -> list[list[bool]]:
             reference(own_input(step)).square().sum().backward()
             average_gradients(reference.parameters())
             assert_parity(model, reference)
-    return renewed
-
-
-def test_on_another_stream_gradients_are_accumulated_by_other_nodes() -> None:
     expected = [[is_new] * 2 for is_new in (True, False, True, False, True)]
-    assert run_ranks(train_on, 2, [0, 0, 1, 1, 0]) == [expected] * 2
+    assert (renewed) == (expected)
 
 
 def test_the_stream_of_a_host_is_always_the_same() -> None:
