@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import said_of_calls
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import fsdp
@@ -477,12 +478,6 @@ sharded().set_symm_mem_for_comm('NVSHMEM')
 """
 
 
-def said_of_calls(table: str) -> dict[str, str]:
-    """Return what a table says of each call, without its line breaks."""
-    found = re.findall(r"^(\S.*)\n((?:    .+\n)+)", table, re.MULTILINE)
-    return {call: " ".join(map(str.strip, said.splitlines())) for call, said in found}
-
-
 CASES = [(2, *case) for case in said_of_calls(OF_TWO).items()]
 CASES += [(4, *case) for case in said_of_calls(OF_FOUR).items()]
 
@@ -538,21 +533,20 @@ def _pattern(text: ast.expr) -> str:
     return ".*"
 
 
-def _without_types(said: dict[str, str]) -> list[str]:
-    return [text.partition("Error: ")[2] for text in said.values()]
-
-
 def texts_in_tests() -> set[str]:
-    """Find each string that a test holds; what is formatted into it stands as ``{}``."""
+    """Find each string that a test holds, also behind the name of an error.
+
+    What is formatted into it stands as ``{}``.
+    """
     texts = set()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts |= {node.value, *_without_types(said_of_calls(node.value))}
+                texts |= {node.value, *said_of_calls(node.value).values()}
             elif isinstance(node, ast.JoinedStr):
                 parts = [v.value if isinstance(v, ast.Constant) else "{}" for v in node.values]
                 texts.add("".join(map(str, parts)))
-    return texts
+    return texts | {text.partition("Error: ")[2] for text in texts}
 
 
 def test_every_raise_has_a_test_of_its_text() -> None:

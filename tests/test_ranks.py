@@ -80,10 +80,6 @@ def die_on(dying: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def random_number() -> float:
-    return torch.rand(()).item()
-
-
 def surroundings() -> tuple[int, str, str]:
     return torch.get_num_threads(), os.environ["RANK"], os.environ["WORLD_SIZE"]
 
@@ -132,14 +128,16 @@ def test_processes_are_kept_between_calls() -> None:
     assert os.getpid() not in first
 
 
-def test_every_call_starts_from_the_same_random_state() -> None:
-    numbers = run_ranks(random_number, 2) + run_ranks(random_number, 2)
+def surroundings_and_number() -> tuple[int, str, str, float]:
+    return (*surroundings(), torch.rand(()).item())
+
+
+def test_a_rank_has_one_thread_knows_its_place_and_starts_from_the_same_random_state() -> None:
     torch.manual_seed(0)
-    assert numbers == [torch.rand(()).item()] * 4
-
-
-def test_a_rank_has_one_thread_and_knows_its_place() -> None:
-    assert run_ranks(surroundings, 2) == [(1, "0", "2"), (1, "1", "2")]
+    number = torch.rand(()).item()
+    for _ in range(2):
+        found = run_ranks(surroundings_and_number, 2)
+        assert found == [(1, "0", "2", number), (1, "1", "2", number)]
 
 
 def test_stopped_ranks_are_gone_and_start_again() -> None:
@@ -240,21 +238,18 @@ def test_groups_left_behind_do_not_pile_up() -> None:
     assert set(run_ranks(os.getpid, 2)).isdisjoint(before)
 
 
-def test_ranks_whose_group_is_lost_are_not_used_again() -> None:
-    first = run_ranks(lose_the_group, 2)
-    assert not {*first} & {*run_ranks(os.getpid, 2)}
-
-
 def lose_the_group_and_fail() -> None:
     lose_the_group()
     raise ValueError("alike")
 
 
-def test_nor_if_the_call_failed_alike_on_all() -> None:
-    first = run_ranks(os.getpid, 2)
+def test_ranks_whose_group_is_lost_are_not_used_again_nor_if_the_call_failed_alike() -> None:
+    first = run_ranks(lose_the_group, 2)
+    second = run_ranks(os.getpid, 2)
+    assert not {*first} & {*second}
     with pytest.raises(RankError, match="alike"):
         run_ranks(lose_the_group_and_fail, 2)
-    assert not {*first} & {*run_ranks(os.getpid, 2)}
+    assert not {*second} & {*run_ranks(os.getpid, 2)}
 
 
 def test_what_cannot_be_sent_is_refused() -> None:

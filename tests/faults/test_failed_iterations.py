@@ -22,7 +22,6 @@ from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
 from composable_shard.testing import run_ranks
-from faults.failing import events_after_failure, train_with_failure
 from faults.raising import (
     BACKWARD,
     FORWARD,
@@ -34,7 +33,9 @@ from faults.raising import (
     before_block,
     before_root,
     between_blocks,
+    events_after_failure,
     fail,
+    train_with_failure,
     within_block,
 )
 

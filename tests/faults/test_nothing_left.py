@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -27,13 +28,20 @@ class Mark:
     """Lives as long as the autograd node that it hangs on."""
 
 
-def marks_of(model: Net, fails: bool, num_forwards: int) -> list[weakref.ref[Mark]]:
-    """Run forwards whose results are dropped; return marks on their graphs."""
-    alive: list[weakref.ref[Mark]] = []
+def marking(alive: list[weakref.ref[Mark]]) -> Callable[..., None]:
+    """Return a hook that hangs a mark on what a module returns."""
 
     def note(module: Any, args: Any, output: torch.Tensor) -> None:
         mark = output.grad_fn.metadata["mark"] = Mark()
         alive.append(weakref.ref(mark))
+
+    return note
+
+
+def marks_of(model: Net, fails: bool, num_forwards: int) -> list[weakref.ref[Mark]]:
+    """Run forwards whose results are dropped; return marks on their graphs."""
+    alive: list[weakref.ref[Mark]] = []
+    note = marking(alive)
 
     def fail(module: Any, args: Any) -> None:
         raise RuntimeError
@@ -69,12 +77,8 @@ def test_forwards_without_backward_keep_no_graph(fails: bool) -> None:
 @on_ranks(2)
 def test_interrupted_forwards_keep_no_graph_beyond_the_next_iteration() -> None:
     """Count the graphs of interrupted forwards after an iteration that went well."""
-    model, alive = shard_net(Net(2)), []
-
-    def note(module: Any, args: Any, output: torch.Tensor) -> None:
-        mark = output.grad_fn.metadata["mark"] = Mark()
-        alive.append(weakref.ref(mark))
-
+    model, alive = shard_net(Net(2)), list[weakref.ref[Mark]]()
+    note = marking(alive)
     handles = [
         model.inp.register_forward_hook(note),
         model.blocks[0].register_forward_hook(note),

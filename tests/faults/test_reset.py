@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from nets import Net, assert_parity, own_input, shard_net, train_step, two_nets
@@ -11,6 +9,7 @@ from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
 from composable_shard.insight.events import record_events
+from faults.raising import Break, Failure, after_block, between_blocks
 
 
 @pytest.mark.parametrize("of_block", [False, True])
@@ -61,39 +60,21 @@ def test_reset_drops_accumulated_gradients() -> None:
     assert_parity(model, reference)
 
 
-class Failure(Exception):
-    pass
-
-
-def fail(*_: object) -> None:
-    raise Failure
-
-
-def fail_in_forward(model: Net) -> None:
-    handle = model.blocks[1].register_forward_pre_hook(fail)
+def fail_at(model: Net, break_at: Break) -> None:
+    handle = break_at(model, Failure)
     with pytest.raises(Failure):
-        model(own_input(7))
+        model(own_input(7)).square().sum().backward()
     handle.remove()
 
 
-def fail_in_backward(model: Net) -> None:
-    middle: list[torch.Tensor] = []
-    handle = model.blocks[0].register_forward_hook(lambda m, a, output: middle.append(output))
-    out = model(own_input(7))
-    middle[0].register_hook(fail)
-    with pytest.raises(Failure):
-        out.square().sum().backward()
-    handle.remove()
-
-
-@pytest.mark.parametrize("break_it", [fail_in_forward, fail_in_backward])
+@pytest.mark.parametrize("break_at", [after_block, between_blocks], ids=str)
 @on_ranks(2)
-def test_reset_after_a_failure_drops_what_is_not_reduced(break_it: Callable[[Net], None]) -> None:
+def test_reset_after_a_failure_drops_what_is_not_reduced(break_at: Break) -> None:
     """A failure amid accumulation, then a reset: all that is not reduced is gone."""
     reference, model = two_nets(2)
     with model.no_sync():
         model(own_input(5)).square().sum().backward()
-    break_it(model)
+    fail_at(model, break_at)
     model.reset_iter_state()
     for param in model.parameters():
         assert isinstance(param, DTensor)
@@ -110,7 +91,7 @@ def test_a_failed_microbatch_leaves_what_others_accumulated() -> None:
     reference, model = two_nets(2)
     with model.no_sync():
         model(own_input(0)).square().sum().backward()
-    fail_in_forward(model)
+    fail_at(model, after_block)
     reference(own_input(0)).square().sum().backward()
     train_step(model, 1, None)
     train_step(reference, 1, None)

@@ -44,7 +44,7 @@ def is_usable(model: nn.Module) -> bool:
 
 
 def stream(on_arrival: Callable[[int], bool], rank0_only: bool = False) -> Left:
-    """Return how many tensors came until one was not wanted, what was raised, and if all is well."""
+    """Return how many tensors came, what was raised, and whether all is well afterwards."""
     model, count, said = build(), 0, None
     arriving = iter_full(model, bucket_bytes=ONE, rank0_only=rank0_only)
     try:

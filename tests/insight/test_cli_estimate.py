@@ -353,17 +353,17 @@ def test_null_in_json_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 UNREADABLE: dict[str, tuple[bytes | None, str]] = {
-    "none.toml": (None, "a config to read, got [Errno 2] No such file or directory: '{}'"),
+    "none.toml": (None, "Expected a config to read, got [Errno 2] No such file or directory: '{}'"),
     "a.json": (
         b"{",
-        "TOML or JSON in {}, got Expecting property name enclosed in double quotes: line 1 column "
-        "2 (char 1)",
+        "Expected TOML or JSON in {}, got Expecting property name enclosed in double quotes: line 1 "
+        "column 2 (char 1)",
     ),
-    "b.json": (b"[1]", "keys and values in {}, got list"),
+    "b.json": (b"[1]", "Expected keys and values in {}, got list"),
     "c.json": (
         b"\xff\xfe",
-        "TOML or JSON in {}, got 'utf-8' codec can't decode byte 0xff in position 0: invalid start "
-        "byte",
+        "Expected TOML or JSON in {}, got 'utf-8' codec can't decode byte 0xff in position 0: "
+        "invalid start byte",
     ),
 }
 
@@ -375,4 +375,4 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
         path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         read_config(path, {})
-    assert str(caught.value) == f"Expected {said.format(path)}"
+    assert str(caught.value) == said.format(path)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import said_of_calls
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
@@ -352,80 +353,56 @@ class Asking(Stack):
         return y * y.sum().item()
 
 
-REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (
-        lambda: told((2, 2, 2)),  # type: ignore[arg-type]
-        ValueError,
-        "Expected mesh_shape to be a number of ranks or (replicas, shards), got (2, 2, 2)",
-    ),
-    (
-        lambda: told(0),
-        ValueError,
-        "Expected mesh_shape to be a number of ranks or (replicas, shards), got 0",
-    ),
-    (
-        lambda: told(8, reshard_after_forward=3),
-        ValueError,
-        "Expected reshard_after_forward to divide the number of shards, got 3 for 8 shards",
-    ),
-    (
-        lambda: told(8, flops=1e12),
-        ValueError,
-        "Expected both flops and bandwidth, or neither, got flops=1000000000000.0 and "
-        "bandwidth=None",
-    ),
-    (
-        lambda: told(8, flops=1.0, bandwidth=0.0),
-        ValueError,
-        "Expected positive speeds and a latency of at least 0, got flops=1.0, bandwidth=0.0, "
-        "replica_bandwidth=0.0, latency=0.0",
-    ),
-    (
-        lambda: estimate(Stack, 2),
-        TypeError,
-        "Expected batch to be what one rank's forward takes, got None",
-    ),
-    (
-        lambda: told(2, shard=lambda model, mesh: None, mp_policy=MixedPrecisionPolicy()),
-        ValueError,
-        "Expected either shard or policy and arguments of fully_shard, got shard and ['mp_policy']",
-    ),
-    (
-        lambda: estimate(lambda: None, 2, batch=BATCH),  # type: ignore[arg-type, return-value]
-        TypeError,
-        "Expected build_model to return an nn.Module, got NoneType",
-    ),
-    (
-        lambda: told(2, shard=lambda model, mesh: None),
-        ValueError,
-        "Expected shard to apply fully_shard to Stack, got no sharded module",
-    ),
-    (
-        lambda: estimate(Listing, 2, batch=BATCH),
-        TypeError,
-        "Expected forward to return a tensor, or an output with a loss, got list; pass loss=, "
-        "a function of the output and the batch",
-    ),
-    (
-        lambda: told(2, optimizer=torch.optim.Adafactor),
-        ValueError,
-        "Expected an optimizer whose step reads no values, got Adafactor; pass another one with "
-        "as much state, or optimizer=None to leave it out",
-    ),
-    (
-        lambda: estimate(two_tensor_mlp, 2, batch=torch.empty(2, 8)),
-        ValueError,
-        "Expected plain parameters, which can be laid out for any number of ranks, got a tensor "
-        "subclass; estimate the model before its parameters are converted",
-    ),
-]
+def over_own_mesh(model: nn.Module, mesh: Any) -> None:
+    with unset_fake_temporarily():
+        own = init_device_mesh("cpu", (2,), mesh_dim_names=("own",))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: ShardPlacementResult(mesh=own))
 
 
-@pytest.mark.parametrize(("call", "error", "text"), REFUSED, ids=[c[2][9:50] for c in REFUSED])
-def test_message(call: Callable[[], object], error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == text
+REFUSED = """\
+told((2, 2, 2))
+    ValueError: Expected mesh_shape to be a number of ranks or (replicas, shards), got (2, 2, 2)
+told(0)
+    ValueError: Expected mesh_shape to be a number of ranks or (replicas, shards), got 0
+told(8, reshard_after_forward=3)
+    ValueError: Expected reshard_after_forward to divide the number of shards, got 3 for 8 shards
+told(8, flops=1e12)
+    ValueError: Expected both flops and bandwidth, or neither, got flops=1000000000000.0 and
+    bandwidth=None
+told(8, flops=1.0, bandwidth=0.0)
+    ValueError: Expected positive speeds and a latency of at least 0, got flops=1.0,
+    bandwidth=0.0, replica_bandwidth=0.0, latency=0.0
+estimate(Stack, 2)
+    TypeError: Expected batch to be what one rank's forward takes, got None
+told(2, shard=lambda model, mesh: None, mp_policy=MixedPrecisionPolicy())
+    ValueError: Expected either shard or policy and arguments of fully_shard, got shard and
+    ['mp_policy']
+estimate(lambda: None, 2, batch=BATCH)
+    TypeError: Expected build_model to return an nn.Module, got NoneType
+told(2, shard=lambda model, mesh: None)
+    ValueError: Expected shard to apply fully_shard to Stack, got no sharded module
+estimate(Listing, 2, batch=BATCH)
+    TypeError: Expected forward to return a tensor, or an output with a loss, got list; pass loss=,
+    a function of the output and the batch
+told(2, optimizer=torch.optim.Adafactor)
+    ValueError: Expected an optimizer whose step reads no values, got Adafactor; pass another one
+    with as much state, or optimizer=None to leave it out
+estimate(two_tensor_mlp, 2, batch=torch.empty(2, 8))
+    ValueError: Expected plain parameters, which can be laid out for any number of ranks, got a
+    tensor subclass; estimate the model before its parameters are converted
+told(2, shard=over_own_mesh)
+    ValueError: Expected parameters over the shards of the mesh, or over all of it, got
+    'before.weight' over others; estimate knows one axis of shards and one of replicas
+"""
+
+
+@pytest.mark.parametrize("call", said_of_calls(REFUSED))
+def test_message(call: str) -> None:
+    names = {**globals(), "two_tensor_mlp": two_tensor_mlp, "policy": MixedPrecisionPolicy}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        eval(call, names)
+    said = f"{type(caught.value).__name__}: {caught.value}"
+    assert said == said_of_calls(REFUSED)[call]
     assert not dist.is_initialized()
 
 
@@ -436,18 +413,3 @@ def test_code_that_asks_for_values_is_told_so() -> None:
         "estimate runs the model on tensors without values, and something in it, or in the loss, "
         "asks one for its value"
     ]
-
-
-def over_own_mesh(model: nn.Module, mesh: Any) -> None:
-    with unset_fake_temporarily():
-        own = init_device_mesh("cpu", (2,), mesh_dim_names=("own",))
-    fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: ShardPlacementResult(mesh=own))
-
-
-def test_other_meshes_are_refused() -> None:
-    with pytest.raises(ValueError) as caught:
-        told(2, shard=over_own_mesh)
-    assert str(caught.value) == (
-        "Expected parameters over the shards of the mesh, or over all of it, got "
-        "'before.weight' over others; estimate knows one axis of shards and one of replicas"
-    )

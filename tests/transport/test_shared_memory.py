@@ -275,33 +275,22 @@ def test_processes_that_may_not_look_into_each_other_share_all_the_same(
 
 
 @pytest.mark.usefixtures("sharing")
-def test_a_visitor_who_does_not_know_the_secret_is_sent_away() -> None:
+@pytest.mark.parametrize("knows", [False, True], ids=["no secret", "too little"])
+def test_a_visitor_who_does_not_know_the_secret_or_brings_too_little_is_sent_away(
+    knows: bool,
+) -> None:
     host, guest = (shared_memory._Door(rank, 2, 8) for rank in range(2))
-    stranger_file, its_end = os.pipe()
     with shared_memory._new_socket() as stranger:
         stranger.connect(shared_memory._name_of(host.card))
-        socket.send_fds(stranger, [b"x" * 32], [stranger_file, its_end])
+        if knows:
+            stranger.send(shared_memory._secret_of(host.card, 1))
+        else:
+            socket.send_fds(stranger, [b"x" * 32], [guest.own.file, guest.own.file])
     guest.own.words[3] = 41
     assert guest.pass_to(host.card, 1) is None
     shared = Shared(host.own, on_this_host=[1])
     host.take_in(shared, 8)
-    assert (shared.reasons, shared.files[1].words[3]) == ({}, 41)
-    for door in (host, guest):
-        door.close()
-    for file in (stranger_file, its_end):
-        os.close(file)
-
-
-@pytest.mark.usefixtures("sharing")
-def test_a_visitor_who_brings_too_little_is_sent_away() -> None:
-    host, guest = (shared_memory._Door(rank, 2, 8) for rank in range(2))
-    with shared_memory._new_socket() as visit:
-        visit.connect(shared_memory._name_of(host.card))
-        visit.send(shared_memory._secret_of(host.card, 1))
-    assert guest.pass_to(host.card, 1) is None
-    shared = Shared(host.own, on_this_host=[1])
-    host.take_in(shared, 8)
-    assert list(shared.files) == [1]
+    assert (shared.reasons, list(shared.files), shared.files[1].words[3]) == ({}, [1], 41)
     for door in (host, guest):
         door.close()
 
