@@ -356,8 +356,8 @@ UNREADABLE: dict[str, tuple[bytes | None, str]] = {
     "none.toml": (None, "Expected a config to read, got [Errno 2] No such file or directory: '{}'"),
     "a.json": (
         b"{",
-        "Expected TOML or JSON in {}, got Expecting property name enclosed in double quotes: line 1 "
-        "column 2 (char 1)",
+        "Expected TOML or JSON in {}, got Expecting property name enclosed in double quotes: line "
+        "1 column 2 (char 1)",
     ),
     "b.json": (b"[1]", "Expected keys and values in {}, got list"),
     "c.json": (
