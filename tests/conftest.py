@@ -17,10 +17,11 @@ from hypothesis import settings
 os.environ.setdefault("COMPOSABLE_SHARD_POISON_MEMORY", "1")
 
 from near import sharing
+from warm import warm
 
 from composable_shard.testing import stop_ranks
 
-__all__ = ["sharing"]
+__all__ = ["sharing", "warm"]
 
 # These are programs: they import each other by name, and ranks import them from there too.
 for folder in ("benchmarks", "examples"):

@@ -10,6 +10,7 @@ import io
 import json
 import sys
 import tokenize
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +33,7 @@ BLANK = {
 }
 
 
+@cache
 def num_code_lines(path: Path) -> int:
     """Count the lines that are neither blank nor part of a docstring or a comment."""
     source = path.read_text()
@@ -60,7 +62,8 @@ def sizes() -> dict[str, int]:
         "core": [path for path in core if path not in transport],
         "transport": transport,
         "package": package,
-        "next_core": next_core,
+        # Its surface will replace that of the package, which is not part of the core.
+        "next_core": [path for path in next_core if path.name not in ("api.py", "module.py")],
     }
     figures = {}
     for name, paths in parts.items():

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from measured import num_code_lines
+from measured import num_code_lines, sizes, steady_step
 
 import composable_shard
+from composable_shard._torch import poisoned_memory
 
 ROOT = Path(composable_shard.__file__).parent
 PACKAGE = ROOT.name
@@ -23,18 +21,8 @@ TESTS = Path(__file__).parent
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # From the top down; a module may import what stands below its own layer, and its own layer.
-LAYERS = [
-    "commands",
-    "api",
-    "core_next",
-    "insight",
-    "compat",
-    "train",
-    "optim",
-    "testing",
-    "core",
-    "bottom",
-]
+LAYERS = ["commands", "api", "core_next", "insight", "compat", "train", "optim", "testing"]
+LAYERS += ["core", "bottom"]
 COMMANDS = {"cli", "run", "__main__"}
 API = {"api", "module"}
 BOTTOM = {"mesh", "policy", "errors", "arguments", "_torch"}
@@ -53,9 +41,14 @@ def tree(module: Path) -> ast.Module:
     return ast.parse((ROOT / module).read_text())
 
 
+@cache
+def nodes(module: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(module)))
+
+
 def imports(module: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each imported module with the names taken from it, wherever the import stands."""
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, ()
@@ -81,19 +74,17 @@ def own_imports(module: Path) -> set[str]:
     for name, members in imports(module):
         if name.split(".")[0] != PACKAGE:
             continue
-        inner = {f"{name}.{member}" for member in members if is_module(f"{name}.{member}")}
+        inner = {f"{name}.{member}" for member in members if f"{name}.{member}" in NAMES}
         found |= inner or {name}
     return found
-
-
-def is_module(dotted: str) -> bool:
-    path = ROOT.parent.joinpath(*dotted.split("."))
-    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
 def name_of(module: Path) -> str:
     parts = [PACKAGE, *module.with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(module) for module in MODULES}
 
 
 def functions(
@@ -102,16 +93,13 @@ def functions(
     """Yield ``(where, function, class it is a method of)``; nested functions too."""
     owners = {
         child: owner
-        for owner in ast.walk(tree(module))
+        for owner in nodes(module)
         if isinstance(owner, ast.ClassDef)
         for child in owner.body
     }
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield f"{module}:{node.lineno} {node.name}", node, owners.get(node)
-
-
-# Imports -------------------------------------------------------------------------------------
 
 
 def test_every_module_has_a_layer() -> None:
@@ -161,14 +149,7 @@ CORE = [
         "finalization",
         "backward",
     ),
-    *(
-        "forward",
-        "tree_reductions",
-        "substituted",
-        "optimizers",
-        "ties",
-        "not_sharded",
-    ),
+    *("forward", "tree_reductions", "substituted", "optimizers", "ties", "not_sharded"),
     *("agreement", "group", "calls", "tree", "order", "reduction", "reduction_plan"),
     *("gradient_extension", "gradient_bucket", "gradient", "units", "gather_extension"),
     *("bucket", "param", "nested", "codec", "placement", "layout", "transport.channel"),
@@ -218,7 +199,7 @@ def runtime_imports(module: Path) -> set[str]:
     for node in tree(module).body:
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == PACKAGE:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name for name in names if is_module(name)} or {str(node.module)}
+            found |= names & NAMES or {str(node.module)}
     return found
 
 
@@ -239,8 +220,9 @@ def test_only_the_class_to_inherit_from_comes_from_the_fsdp_of_torch() -> None:
     }
     inherited = ("torch.distributed.fsdp", ("FSDPModule",))
     assert taken == {("api", *inherited), ("core_next", *inherited)}
-    for module in MODULES:
-        for node in ast.walk(tree(module)):
+    named = [module for module in MODULES if "distributed.fsdp" in (ROOT / module).read_text()]
+    for module in named:
+        for node in nodes(module):
             text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             assert "distributed.fsdp" not in text, f"{module}: {text}"
 
@@ -265,7 +247,6 @@ def third_party(names: set[str]) -> set[str]:
 
 
 def test_the_runtime_needs_torch_and_einops_alone() -> None:
-    """Others are imported where they are used, and are extras."""
     mine = [module for module in MODULES if module.parts[0] != "testing"]
     at_once = {name for module in mine for name in imports_at_once(module)}
     assert third_party(at_once) == {PACKAGE, "torch", "einops"}
@@ -274,9 +255,6 @@ def test_the_runtime_needs_torch_and_einops_alone() -> None:
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in project["dependencies"]]
     assert sorted(names) == ["einops", "torch"]
-
-
-# Private names -------------------------------------------------------------------------------
 
 
 def is_private(part: str) -> bool:
@@ -290,7 +268,6 @@ SHARED_NAMES |= {"_exit"}  # of os, and documented
 
 
 def test_private_names_stay_where_they_are() -> None:
-    """Those of torch in ``_torch``, those of a class in its methods."""
     strangers = []
     for module in MODULES:
         if module.parts[0] == "_torch":
@@ -299,7 +276,7 @@ def test_private_names_stay_where_they_are() -> None:
             if name.split(".")[0] == "torch":
                 parts = [*name.split("."), *members]
                 assert not any(map(is_private, parts)), f"{module} imports {name} {members}"
-        for node in ast.walk(tree(module)):
+        for node in nodes(module):
             if not isinstance(node, ast.Attribute) or not is_private(node.attr):
                 continue
             owner = ast.unparse(node.value)
@@ -313,45 +290,27 @@ COMES_AND_GOES = {"empty", "empty_like", "empty_strided", "new_empty", "resize_"
 
 
 def test_memory_comes_and_goes_in_one_place() -> None:
-    """There it can be poisoned; see ``_torch/memory.py``."""
     for module in MODULES:
         if module.parts[0] not in ("core", "train"):
             continue
         calls = [
             ast.unparse(node)
-            for node in ast.walk(tree(module))
+            for node in nodes(module)
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and node.func.attr in COMES_AND_GOES
             and ast.unparse(node.func.value) != "_torch"
         ]
+        calls = [call for call in calls if "device='meta'" not in call]
+        calls = [call for call in calls if not call.startswith("torch.empty(0,")]
         poisoned = "_torch.without_values(torch.empty_like("
-        text = ast.unparse(tree(module))
-        assert [
-            call
-            for call in calls
-            if "device='meta'" not in call
-            and not call.startswith("torch.empty(0,")
-            and poisoned not in text
-        ] == [], module
-
-
-# Budgets -------------------------------------------------------------------------------------
+        assert not calls or poisoned in ast.unparse(tree(module)), module
 
 
 def test_nothing_exceeds_the_budget() -> None:
     """The figures of ``budget.toml`` only fall: whoever lowers one lowers its limit with it."""
-    # Poisoned memory, which the tests ask for, would add calls to the step.
-    environment = {**os.environ, "COMPOSABLE_SHARD_POISON_MEMORY": "0", "OMP_NUM_THREADS": "1"}
-    printed = subprocess.run(
-        [sys.executable, str(TESTS / "measured.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    ).stdout
-    figures = json.loads(printed)
+    with poisoned_memory(False):  # which would add calls to the step
+        figures = sizes() | steady_step()
     limits = tomllib.loads((TESTS / "budget.toml").read_text())
     assert figures.keys() == limits.keys()
     assert {name: n for name, n in figures.items() if n > limits[name]} == {}, limits
@@ -385,9 +344,6 @@ def test_functions_take_few_parameters() -> None:
             is_given = owner is not None and (str(module), owner.name, function.name) in GIVEN
             if not is_public and not is_given:
                 assert len(names) <= MAX_PRIVATE_PARAMETERS, f"{where}: {names}"
-
-
-# Words ---------------------------------------------------------------------------------------
 
 
 def test_nothing_is_left_to_do() -> None:
@@ -433,16 +389,11 @@ def test_the_public_names_exist_and_are_sorted() -> None:
         assert getattr(composable_shard, name).__module__.startswith(PACKAGE)
 
 
+IMPORT = re.compile(r"^ *(?:from (\S+) import|import (.+))", re.MULTILINE)
+
+
 def test_no_test_module_is_borrowed_by_another() -> None:
-    borrowed = []
     for path in sorted(TESTS.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            else:
-                continue
-            if any(name.split(".")[-1].startswith("test_") for name in names):
-                borrowed.append(f"{path.relative_to(TESTS)}:{node.lineno}")
-    assert borrowed == []
+        for source, names in IMPORT.findall(path.read_text()):
+            for name in [source, *names.split(", ")]:
+                assert not name.split(".")[-1].startswith("test_"), f"{path}: {name}"

@@ -25,9 +25,6 @@ PATIENCE = 180.0  # seconds: files are written through to the disk, which others
 State = dict[str, torch.Tensor]
 
 
-# What is loaded -------------------------------------------------------------------------------
-
-
 def full_state(name: str) -> State:
     """Return all parameters and optimizer states in full. Collective: gathers each."""
     from checkpoint_acts import _BUILT
@@ -135,9 +132,6 @@ def test_a_load_that_does_nothing_would_be_noticed() -> None:
     assert run_ranks(with_acts_that_do_nothing, 2) == [[True] * 3] * 2
 
 
-# What lies on disk ----------------------------------------------------------------------------
-
-
 def files(name: str, folder: Path) -> dict[str, int]:
     run_ranks(save, 2, name, "save_sharded", folder / name, timeout=PATIENCE)
     return {path.name: path.stat().st_size for path in (folder / name).iterdir()}
@@ -155,9 +149,6 @@ def test_each_rank_writes_its_bytes_and_no_others(tmp_path: Path) -> None:
     written = sum(ours[shard] for shard in shards)
     # Around each tensor of each rank lies a zip container.
     assert tensors < written < tensors + 2 * len(saved) * 2500
-
-
-# The program ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from on_ranks import on_ranks
 
 from composable_shard import explain, fully_shard
 from composable_shard._torch import poisoned_memory
@@ -64,9 +65,6 @@ def packed_parameters() -> list[bool]:
         return [travels[name] == "packed" for name, _ in model.named_parameters()]
 
 
-# A step -----------------------------------------------------------------------------------------
-
-
 def walls(turns: dict[str, list[list[float]]], name: str) -> list[float]:
     if name == "limit":
         pairs = zip(walls(turns, "compute"), walls(turns, "transfer"), strict=True)
@@ -101,6 +99,7 @@ def test_a_step_is_compared_with_the_limit(
     assert "load average" in printed
 
 
+@pytest.mark.matrix
 def test_a_sweep_has_one_row_for_each_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,9 +165,6 @@ def counted(name: str, spec: Any) -> Any:
     return watched.counts
 
 
-# Copies -----------------------------------------------------------------------------------------
-
-
 def beyond_floor(name: str, policy: str) -> tuple[dict[str, float], Any]:
     spec = contestants.Spec(layers=2, width=128, batch=1, context=8, dtype_policy=policy)
     counts, floor = (run_ranks(counted_late, 2, each, spec)[0] for each in (name, "floor"))
@@ -223,6 +219,7 @@ def test_ddp_writes_every_gradient_once_and_the_plain_module_is_the_floor() -> N
     assert beyond_floor("single", "fp32")[0] == none
 
 
+@pytest.mark.matrix
 def test_copies_prints_bytes_over_the_parameters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,9 +229,6 @@ def test_copies_prints_bytes_over_the_parameters(
     assert [row[0] for row in rows] == ["torch FSDP2", "FSDP2 by arithmetic"]
     assert rows[0][:5] == ["torch FSDP2", *rows[1][1:5]]
     assert list(figures["counts"]["fp32"]) == ["fsdp2", "floor"]
-
-
-# Memory -----------------------------------------------------------------------------------------
 
 
 def test_live_storage_follows_views_resizes_and_frees() -> None:
@@ -306,9 +300,6 @@ def test_a_ratio_to_a_growth_of_nothing(ours: int, other: int, cell: str) -> Non
     assert memory.ratio_cell({"ours": ours, "other": other}, "other", "ours") == cell
 
 
-# Host time --------------------------------------------------------------------------------------
-
-
 @pytest.mark.matrix
 def test_host_time_is_shown_raw_and_beyond_the_plain_module(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -332,9 +323,6 @@ def test_host_time_is_shown_raw_and_beyond_the_plain_module(
 def test_host_time_shards_twelve_parameters_in_every_group() -> None:
     names = [name for name, _ in host.build("single", 3, 8).named_parameters()]
     assert len(names) == 3 * 12
-
-
-# Packing ----------------------------------------------------------------------------------------
 
 
 def test_both_ways_to_send_small_parameters_are_timed(
@@ -368,9 +356,6 @@ def test_one_group_is_packed_and_the_other_is_not() -> None:
     assert run_ranks(groups_sent, 2, 3, 1 << 20) == [[1, 3, 1]] * 2
 
 
-# Muon --------------------------------------------------------------------------------------------
-
-
 def test_ways_to_step_whole_matrices_are_timed_and_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -380,9 +365,6 @@ def test_ways_to_step_whole_matrices_are_timed_and_equal(
     assert figures["difference"] == 0 and "differ by 0.0" in printed
     assert {len(sample) for sample in figures["seconds"].values()} == {2}
     assert [row[0] for row in rows_of(printed)][-4:] == list(muon.NAMES)
-
-
-# What they share --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["limit", "live_storage", "muon", "packing", "report", "rounds"])
@@ -398,9 +380,7 @@ def test_a_table_without_rich_is_laid_out_with_spaces() -> None:
     assert table == "t\nname      ms\na       10.0\nlonger     5"
 
 
-# Weights out ------------------------------------------------------------------------------------
-
-
+@pytest.mark.matrix
 def test_full_weights_beside_those_of_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -421,16 +401,15 @@ def test_full_weights_beside_those_of_torch(
         assert f"ours: {share:.2f} of the time" in line
 
 
+@on_ranks(2)
 def test_all_contestants_give_the_same_weights() -> None:
-    assert run_ranks(weights_of_all, 2) == [[True, True]] * 2
-
-
-def weights_of_all() -> list[bool]:
     weights_out = importlib.import_module("weights_out")
     torch.manual_seed(1)
     model = weights_out.build(16, 2)
     ours = list(weights_out.ours(model, 1))
-    return [
-        len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-        for theirs in (list(weights_out.each(model)), list(weights_out.at_once(model)))
-    ]
+    assert (
+        [
+            len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+            for theirs in (list(weights_out.each(model)), list(weights_out.at_once(model)))
+        ]
+    ) == ([True, True])

@@ -1,87 +1,93 @@
 """The text of every error: exact, and the same on all ranks where ranks could differ.
 
-Those that need real ranks are in ``parameters/test_state.py``, ``faults`` and
-``subclasses/test_errors.py``; those of what a training loop calls are in ``train``. The last test
-finds every ``raise`` of the package in one of them.
+A call stands here as a user writes it. Those that need real ranks are in
+``parameters/test_state.py``, ``faults`` and ``subclasses/test_errors.py``; those of what a training
+loop calls are in ``train``. The last test finds every ``raise`` of the package in one of them.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calls import said_of_calls
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transport.own_collectives import CopyingAllGather
 
 import composable_shard
 from composable_shard import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
     FSDPModule,
     MaterializationError,
     MixedPrecisionPolicy,
     ShardError,
-    ShardPlacementResult,
     StaleParameterError,
+    estimate,
     fully_shard,
+    iter_full,
+    optim,
+    weigh,
 )
-from composable_shard.errors import TorchStateError
-from composable_shard.insight.events import EVENTS, record_events
+from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks
 
 
-def linear() -> nn.Linear:
+def plain() -> nn.Linear:
     return nn.Linear(4, 4)
 
 
 def sharded() -> Any:
-    return fully_shard(linear())
+    return fully_shard(plain())
 
 
-def with_dtensor() -> nn.Module:
-    module = linear()
-    weight = distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (2,)), [Replicate()])
+def with_gradients() -> Any:
+    module = sharded()
+    module(torch.ones(2, 4)).sum().backward()
+    return module
+
+
+def with_weight(weight: torch.Tensor) -> nn.Module:
+    module = nn.Linear(4, 4, bias=False)
     module.weight = nn.Parameter(weight)
     return module
+
+
+def replicated() -> nn.Module:
+    return with_weight(distribute_tensor(torch.zeros(4, 4), mesh(2), [Replicate()]))
 
 
 def on_cuda() -> nn.Module:
-    module, device = linear(), torch.device("cuda:0")
-    weight = FakeTensor(FakeTensorMode(), torch.empty(4, 4, device="meta"), device)
-    module.weight = nn.Parameter(weight)
-    return module
+    empty = torch.empty(4, 4, device="meta")
+    return with_weight(FakeTensor(FakeTensorMode(), empty, torch.device("cuda:0")))
+
+
+def on_mesh(over: DeviceMesh, placement: Any) -> nn.Module:
+    return with_weight(distribute_tensor(torch.zeros(4, 4), over, [placement, Replicate()]))
+
+
+def on_another_device() -> nn.Module:
+    over = DeviceMesh("meta", torch.arange(4), _init_backend=False)
+    weight = torch.empty(4, 4, device="meta")
+    return with_weight(DTensor.from_local(weight, over, [Replicate()], run_check=False))
+
+
+def mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
 
 
 def square(*names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names or ("replicate", "shard"))
 
 
-def on_mesh(mesh: DeviceMesh, placement: Any) -> nn.Linear:
-    module = nn.Linear(4, 4, bias=False)
-    weight = distribute_tensor(torch.zeros(4, 4), mesh, [placement, Replicate()])
-    module.weight = nn.Parameter(weight)
-    return module
-
-
-def on_another_device() -> nn.Linear:
-    module = nn.Linear(4, 4, bias=False, device="meta")
-    mesh = DeviceMesh("meta", torch.arange(4), _init_backend=False)
-    weight = DTensor.from_local(module.weight.data, mesh, [Replicate()], run_check=False)
-    module.weight = nn.Parameter(weight)
-    return module
-
-
-def by_names(mesh: DeviceMesh, module: nn.Module) -> None:
-    fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+def by_names(over: DeviceMesh, module: nn.Module) -> None:
+    fully_shard(module, mesh=over, dp_mesh_dims=composable_shard.DataParallelMeshDims(shard="dp"))
 
 
 def custom_then_memory() -> None:
@@ -90,419 +96,406 @@ def custom_then_memory() -> None:
     module.set_allocate_memory_from_process_group_for_comm(True)
 
 
-def open_trace(module: nn.Module, *events: str) -> None:
-    with record_events(module, *events):
+def enter(context: Any) -> None:
+    with context:
         raise AssertionError("must not get here")
 
 
-CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
-    # What is sharded
-    (
-        lambda: fully_shard("layer"),  # type: ignore[type-var]
-        TypeError,
-        "Expected module to be an nn.Module or a list of them, got str",
-    ),
-    (lambda: fully_shard([]), ValueError, "Expected at least one module, got an empty list"),
-    (
-        lambda: fully_shard([linear(), None]),  # type: ignore[list-item]
-        TypeError,
-        "Expected a list of nn.Module, got NoneType at index 1",
-    ),
-    (
-        lambda: fully_shard(nn.ModuleList([linear()])),
-        ValueError,
-        "Expected a module with a forward, got the container ModuleList; "
-        "call fully_shard on its children, or on a list of them",
-    ),
-    (
-        lambda: fully_shard(sharded()),
-        ValueError,
-        "Expected a module that is not sharded, got FSDPLinear, which fully_shard was applied "
-        "to before; shard what was added to it, such as new adapters, alone",
-    ),
-    # How it is sharded
-    (
-        lambda: fully_shard(linear(), mesh=2),  # type: ignore[arg-type]
-        TypeError,
-        "Expected mesh to be a DeviceMesh, got int: 2",
-    ),
-    (
-        lambda: fully_shard(linear(), mesh=init_device_mesh("xpu", (2,))),
-        ValueError,
-        "Expected a mesh of devices that this process can use, got one of xpu devices, of which "
-        "none is available; make the mesh for the device type of the machine, such as "
-        "init_device_mesh('cpu', ...)",
-    ),
-    (
-        lambda: fully_shard(linear(), reshard_after_forward="no"),  # type: ignore[arg-type]
-        ValueError,
-        "Expected reshard_after_forward to be True, False, a number of ranks or None, "
-        "got str: 'no'",
-    ),
-    (
-        lambda: fully_shard(linear(), mp_policy=TorchPolicy()),  # type: ignore[arg-type]
-        TypeError,
-        "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got "
-        "torch.distributed.fsdp.MixedPrecisionPolicy",
-    ),
-    (
-        lambda: fully_shard(linear(), offload_policy=True),  # type: ignore[arg-type]
-        TypeError,
-        "Expected offload_policy to be a composable_shard.OffloadPolicy, got builtins.bool",
-    ),
-    (
-        lambda: fully_shard(linear(), ignored_params=[]),  # type: ignore[arg-type]
-        TypeError,
-        "Expected ignored_params to be a set, got list",
-    ),
-    (
-        lambda: fully_shard(linear(), ignored_params={"weight"}),  # type: ignore[arg-type]
-        TypeError,
-        "Expected ignored_params to hold parameters, got str; pass the parameters themselves, "
-        "such as {module.weight}",
-    ),
-    (
-        lambda: fully_shard(linear(), ignored_params={torch.ones(2)}),  # type: ignore[arg-type]
-        TypeError,
-        "Expected ignored_params to hold parameters, got Tensor; pass the parameters themselves, "
-        "such as {module.weight}",
-    ),
-    (
-        lambda: fully_shard(linear(), ignored_params=nn.Linear(2, 2).parameters()),  # type: ignore[arg-type]
-        TypeError,
-        "Expected ignored_params to be a set, got generator",
-    ),
-    (
-        lambda: fully_shard(linear(), shard_placement_fn=lambda _: 1),  # type: ignore[arg-type]
-        ValueError,
-        "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
-        "for parameter 'weight', got int: 1",
-    ),
-    (
-        lambda: fully_shard(linear(), shard_placement_fn=lambda _: Shard(-3)),
-        ValueError,
-        "Expected shard_placement_fn to return a dim within the 2 dims of parameter 'weight', "
-        "got S(-3)",
-    ),
-    # Which parameters are sharded
-    (
-        lambda: fully_shard(with_dtensor()),
-        ValueError,
-        "Expected the mesh of the DTensor parameter 'weight' and the data-parallel mesh to be "
-        "parts of one mesh with named axes, got DeviceMesh((2,), 'cpu', stride=(1,)) and "
-        "DeviceMesh((2,), 'cpu', stride=(1,)); pass the axes of that mesh over which data is "
-        "parallel, such as mesh['data']",
-    ),
-    (
-        lambda: fully_shard(on_cuda()),
-        ValueError,
-        "Expected parameter 'weight' on cpu, on the CPU or on the meta device, got cuda:0",
-    ),
-    # Policies
-    (
-        lambda: MixedPrecisionPolicy(param_dtype="bf16"),  # type: ignore[arg-type]
-        TypeError,
-        "Expected param_dtype to be a torch.dtype or None, got str: 'bf16'",
-    ),
-    (
-        lambda: MixedPrecisionPolicy(buffer_dtype=torch.int64),
-        ValueError,
-        "Expected buffer_dtype to be a floating-point dtype, got torch.int64",
-    ),
-    (
-        lambda: MixedPrecisionPolicy(cast_forward_inputs=1),  # type: ignore[arg-type]
-        TypeError,
-        "Expected cast_forward_inputs to be a bool, got int: 1",
-    ),
-    # Methods
-    (
-        lambda: sharded().set_requires_gradient_sync(1),
-        ValueError,
-        "Expected requires_gradient_sync to be a bool, got int: 1",
-    ),
-    (
-        lambda: sharded().set_is_last_backward(None),
-        ValueError,
-        "Expected is_last_backward to be a bool, got NoneType: None",
-    ),
-    (
-        lambda: sharded().set_reshard_after_forward(3),
-        ValueError,
-        "Expected reshard_after_forward to divide the number of shards, got 3 for 2 shards",
-    ),
-    (
-        lambda: sharded().set_reshard_after_backward("yes"),
-        ValueError,
-        "Expected reshard_after_backward to be a bool, got str: 'yes'",
-    ),
-    (
-        lambda: sharded().set_modules_to_forward_prefetch([linear()]),
-        ValueError,
-        "Expected sharded modules, got Linear; apply fully_shard to it",
-    ),
-    (
-        lambda: sharded().set_modules_to_backward_prefetch(["layer"]),
-        ValueError,
-        "Expected sharded modules, got str; apply fully_shard to it",
-    ),
-    (
-        lambda: sharded()._set_unshard_async_op(True),
-        TorchStateError,
-        "Expected to read _training_state, _reshard_after_forward, is_unsharded alone of torch's "
-        "private state of the root group, got unshard_async_op; use the methods of "
-        "composable_shard.FSDPModule",
-    ),
-    # Tracing
-    (
-        lambda: open_trace(linear()),
-        ValueError,
-        "Expected a sharded module, got Linear; apply fully_shard to it",
-    ),
-    (
-        lambda: open_trace(sharded(), "reshard", "resharded"),
-        ValueError,
-        f"Expected events out of {EVENTS}, got ['resharded']",
-    ),
-]
+def stream(**kwargs: Any) -> None:
+    next(iter_full(**{"model": plain(), **kwargs}))
 
 
-# Of one of four ranks: meshes, placements, policies and settings.
-CASES_OF_FOUR: list[tuple[Callable[[], object], type[Exception], str]] = [
-    # Meshes
-    (
-        lambda: fully_shard(linear(), mesh=init_device_mesh("cpu", (2, 2))),
-        ValueError,
-        "Expected a 2-D mesh to name its axes (replicate, shard), got none: DeviceMesh((2, 2), "
-        "'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh",
-    ),
-    *(
-        (
-            lambda names=names: fully_shard(linear(), mesh=square(*names)),
-            ValueError,
-            "Expected a mesh of the axes (replicate, shard), or of one that shards, got axes named "
-            f"{names}; pass the axes in this order, or name what each is for by "
-            "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)",
-        )
-        for names in (("shard", "replicate"), ("dp_shard", "tp"), ("data", "dp_replicate"))
-    ),
-    (
-        lambda: fully_shard(linear(), mesh=square()["replicate"]),
-        ValueError,
-        "Expected a mesh of the axes (replicate, shard), or of one that shards, got axes named "
-        "('replicate',); pass the axes in this order, or name what each is for by "
-        "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)",
-    ),
-    (
-        lambda: fully_shard(nn.Sequential(nn.LazyLinear(4))),
-        ValueError,
-        "Expected parameter '0.weight' of LazyLinear to have a shape, got an uninitialized one; "
-        "run a forward of the model before fully_shard",
-    ),
-    (
-        lambda: fully_shard(linear(), mesh=square(), dp_mesh_dims="shard"),  # type: ignore[arg-type]
-        TypeError,
-        "Expected dp_mesh_dims to be a DataParallelMeshDims, got str: 'shard'",
-    ),
-    (
-        lambda: by_names(square(), linear()),
-        ValueError,
-        "Expected dp_mesh_dims to name axes out of ('replicate', 'shard'), got 'dp'",
-    ),
-    (
-        DataParallelMeshDims,
-        ValueError,
-        "Expected shard or replicate to name a mesh axis, got neither",
-    ),
-    (
-        lambda: DataParallelMeshDims(shard=("dp", 1)),  # type: ignore[arg-type]
-        TypeError,
-        "Expected names of mesh axes, got int: 1",
-    ),
-    (
-        lambda: DataParallelMeshDims(shard="dp", replicate="dp"),
-        ValueError,
-        "Expected each mesh axis to be named once, got ('dp', 'dp')",
-    ),
-    # Placements
-    (
-        lambda: fully_shard(on_another_device()),
-        ValueError,
-        "Expected the DTensor parameter 'weight' on a mesh of cpu devices, got "
-        "DeviceMesh((4,), 'meta', stride=(1,))",
-    ),
-    (
-        lambda: by_names(square("dp", "tp"), linear()),
-        ValueError,
-        "Expected parameter 'weight' to be a DTensor on the mesh that dp_mesh_dims describes, got "
-        "a plain Parameter; distribute it first",
-    ),
-    (
-        lambda: by_names(square("dp", "tp"), on_mesh(square("dp", "cp"), Replicate())),
-        ValueError,
-        "Expected parameter 'weight' on the mesh that was passed to fully_shard, "
-        "DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)), got one on "
-        "DeviceMesh((dp=2, cp=2), 'cpu', stride=(2, 1)); for a parameter on some of its axes pass "
-        "the data-parallel ones alone, such as mesh['data'], without dp_mesh_dims",
-    ),
-    (
-        lambda: by_names(square("dp", "tp"), on_mesh(square("dp", "tp"), Shard(0))),
-        ValueError,
-        "Expected parameter 'weight' to be replicated over the data-parallel axis 'dp', got S(0)",
-    ),
-    (
-        lambda: fully_shard(
-            linear(),
-            shard_placement_fn=lambda _: ShardPlacementResult("rows"),  # type: ignore[arg-type]
-        ),
-        ValueError,
-        "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
-        "for parameter 'weight', got ShardPlacementResult: ShardPlacementResult(placement='rows', "
-        "mesh=None)",
-    ),
-    (
-        lambda: fully_shard(
-            linear(),
-            shard_placement_fn=lambda _: ShardPlacementResult(mesh=init_device_mesh("cpu", (2, 2))),
-        ),
-        ValueError,
-        "Expected a 2-D mesh to name its axes (replicate, shard), got none: DeviceMesh((2, 2), "
-        "'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh, from shard_placement_fn "
-        "for parameter 'weight'",
-    ),
-    (
-        lambda: fully_shard(linear(), mesh=DeviceMesh("cpu", [1, 2])),
-        ValueError,
-        "Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); ranks that "
-        "are to have no part of a module leave it as it is",
-    ),
-    (
-        lambda: fully_shard(
-            linear(),
-            shard_placement_fn=lambda _: ShardPlacementResult(mesh=DeviceMesh("cpu", [1, 2])),
-        ),
-        ValueError,
-        "Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); ranks that "
-        "are to have no part of a module leave it as it is, from shard_placement_fn for parameter "
-        "'weight'",
-    ),
-    # Resharding
-    (
-        lambda: fully_shard(linear(), reshard_after_forward=3),
-        ValueError,
-        "Expected reshard_after_forward to divide the number of shards, got 3 for 4 shards",
-    ),
-    (
-        lambda: sharded().set_reshard_after_forward(None.__class__),
-        ValueError,
-        "Expected reshard_after_forward to be True, False, a number of ranks or None, got type: "
-        "<class 'NoneType'>",
-    ),
-    # Offloading
-    (
-        lambda: CPUOffloadPolicy(pin_memory="yes"),  # type: ignore[arg-type]
-        TypeError,
-        "Expected pin_memory to be a bool, got str: 'yes'",
-    ),
-    (
-        lambda: fully_shard(linear(), offload_policy={"weight": "cpu"}),  # type: ignore[dict-item]
-        TypeError,
-        "Expected offload_policy to be a composable_shard.OffloadPolicy for 'weight', got "
-        "builtins.str",
-    ),
-    (
-        lambda: fully_shard(linear(), offload_policy={"weigth": CPUOffloadPolicy()}),
-        ValueError,
-        "Expected offload_policy to name parameters of the module, got ['weigth']; there are "
-        "['bias', 'weight']",
-    ),
-    # Reductions
-    (
-        lambda: sharded().set_gradient_divide_factor(0),
-        ValueError,
-        "Expected factor to be a positive number, got 0",
-    ),
-    (
-        lambda: sharded().set_reduce_scatter_max_input_buffers(True),
-        TypeError,
-        "Expected max_input_buffers to be an int, got bool: True",
-    ),
-    (
-        lambda: sharded().set_reduce_scatter_max_input_buffers(0),
-        ValueError,
-        "Expected max_input_buffers of at least 1, got 0",
-    ),
-    (
-        lambda: sharded().set_all_reduce_hook("hook"),
-        TypeError,
-        "Expected hook to be callable, got str: 'hook'",
-    ),
-    (
-        lambda: fully_shard(linear(), mesh=square()).set_all_reduce_hook(  # type: ignore[operator]
-            print, stream=torch.Stream("cpu")
-        ),
-        ValueError,
-        "Expected no stream for the root group, which has replicas: their all-reduce decides when "
-        "the hook runs",
-    ),
-    (
-        lambda: sharded().set_post_optim_event("event"),
-        TypeError,
-        "Expected event to have a method wait, as a torch.Event has, got str",
-    ),
-    # Communication
-    (
-        lambda: sharded().set_custom_all_gather(print),
-        TypeError,
-        "Expected a custom all-gather with allocate and __call__, got builtin_function_or_method",
-    ),
-    (
-        lambda: sharded().set_custom_reduce_scatter(None),
-        TypeError,
-        "Expected a custom reduce-scatter with allocate and __call__, got NoneType",
-    ),
-    (
-        lambda: sharded().set_allocate_memory_from_process_group_for_comm(True),
-        ShardError,
-        "Expected a backend that allocates memory for the root group, got fake, which does not",
-    ),
-    (
-        lambda: sharded().set_symm_mem_for_comm(),
-        ShardError,
-        "Expected the root group on NCCL, whose symmetric memory collectives can use, got fake",
-    ),
-    (
-        lambda: sharded().set_symm_mem_for_comm("NVSHMEM"),
-        ValueError,
-        "Expected the symmetric memory of 'NCCL', got 'NVSHMEM'",
-    ),
-    (
-        custom_then_memory,
-        ShardError,
-        "Expected built-in collectives to choose the memory of, got custom ones, which allocate "
-        "their own",
-    ),
-]
+def weighed(*args: Any) -> None:
+    with weigh(sharded()) as weighing:
+        weighing.add(*args)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "call", "error", "text"),
-    [(2, *case) for case in CASES] + [(4, *case) for case in CASES_OF_FOUR],
-    ids=[case[2][9:50] for case in CASES + CASES_OF_FOUR],
-)
-def test_message(ranks: int, call: Callable[[], object], error: type[Exception], text: str) -> None:
+def told(**kwargs: Any) -> None:
+    estimate(**{"build_model": nn.Identity, "mesh_shape": 2, "batch": torch.ones(1), **kwargs})
+
+
+NAMES: dict[str, Any] = {
+    **{name: getattr(composable_shard, name) for name in composable_shard.__all__},
+    **{"Shard": Shard, "Replicate": Replicate, "optim": optim, "record_events": record_events},
+    **globals(),
+}
+
+# Each call, and indented what is raised: of one of two ranks, of one of four.
+OF_TWO = r"""\
+fully_shard('layer')
+    TypeError: Expected module to be an nn.Module or a list of them, got str
+fully_shard([plain(), None])
+    TypeError: Expected a list of nn.Module, got NoneType at index 1
+fully_shard(plain(), mesh=2)
+    TypeError: Expected mesh to be a DeviceMesh, got int: 2
+fully_shard(plain(), mp_policy=fsdp.MixedPrecisionPolicy())
+    TypeError: Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got
+    torch.distributed.fsdp.MixedPrecisionPolicy
+fully_shard(plain(), offload_policy=True)
+    TypeError: Expected offload_policy to be a composable_shard.OffloadPolicy, got builtins.bool
+fully_shard(plain(), ignored_params=[])
+    TypeError: Expected ignored_params to be a set, got list
+fully_shard(plain(), ignored_params={'weight'})
+    TypeError: Expected ignored_params to hold parameters, got str; pass the parameters themselves,
+    such as {module.weight}
+fully_shard(plain(), ignored_params={torch.ones(2)})
+    TypeError: Expected ignored_params to hold parameters, got Tensor; pass the parameters
+    themselves, such as {module.weight}
+fully_shard(plain(), ignored_params=nn.Linear(2, 2).parameters())
+    TypeError: Expected ignored_params to be a set, got generator
+fully_shard(plain(), shard_placement_fn=Shard(0))
+    TypeError: Expected shard_placement_fn to be a function of a parameter or None, got Shard:
+    Shard(dim=0); pass lambda param: Shard(1), say
+MixedPrecisionPolicy(param_dtype='bf16')
+    TypeError: Expected param_dtype to be a torch.dtype or None, got str: 'bf16'
+MixedPrecisionPolicy(cast_forward_inputs=1)
+    TypeError: Expected cast_forward_inputs to be a bool, got int: 1
+DataParallelMeshDims(shard=3)
+    TypeError: Expected shard to be the name of a mesh axis, a tuple of names or None, got int: 3
+DataParallelMeshDims('dp', replicate={'a': 1})
+    TypeError: Expected replicate to be the name of a mesh axis, a tuple of names or None, got dict:
+    {'a': 1}
+sharded().set_modules_to_forward_prefetch(sharded())
+    TypeError: Expected modules to be sharded modules, got FSDPLinear; pass a list, also of one
+sharded().set_modules_to_backward_prefetch(None)
+    TypeError: Expected modules to be sharded modules, got NoneType: None; pass a list, also of one
+share_comm_ctx(sharded())
+    TypeError: Expected modules to be sharded modules, got FSDPLinear; pass a list, also of one
+share_comm_ctx(torch.tensor(1.0))
+    TypeError: Expected modules to be sharded modules, got Tensor: tensor(1.); pass a list, also of
+    one
+sharded().set_all_reduce_hook(print, stream='s')
+    TypeError: Expected stream to be a torch.Stream or None, got str: 's'
+sharded().set_prefetch_depth(1.5)
+    TypeError: Expected depth to be an int, got float: 1.5
+register_fsdp_forward_method([], 'forward')
+    TypeError: Expected module to be an nn.Module, got list: []; call it for each
+register_fsdp_forward_method(sharded(), 3)
+    TypeError: Expected method_name to be the name of a method, got int: 3
+clip_grad_norm_(sharded(), 1.0)
+    TypeError: Expected parameters to be tensors, got FSDPLinear; pass its parameters()
+clip_grad_norm_([('weight', 3)], 1.0)
+    TypeError: Expected parameters to be tensors, got tuple: ('weight', 3); pass its parameters()
+with_gradients().clip_grad_norm_('x')
+    TypeError: Expected max_norm to be a number, got str: 'x'
+sharded().clip_grad_norm_(None)
+    TypeError: Expected max_norm to be a number, got NoneType: None
+sharded().clip_grad_norm_(torch.ones(2))
+    TypeError: Expected max_norm to be a number, got Tensor: tensor([1., 1.])
+clip_grad_norm_(sharded().parameters(), 1.0, 'two')
+    TypeError: Expected norm_type to be a number, got str: 'two'
+enter(weigh('model'))
+    TypeError: Expected model to be an nn.Module, got str: 'model'
+weighed('x', torch.ones(()))
+    TypeError: Expected num_tokens to be a number, got str: 'x'
+weighed(3, 0.5)
+    TypeError: Expected loss to be a tensor, got float: 0.5
+uneven(None, [])
+    TypeError: Expected model to be an nn.Module, got NoneType: None
+uneven(sharded(), 3)
+    TypeError: Expected batches to be iterable, got int: 3
+ShardedGradScaler(init_scale='x')
+    TypeError: Expected init_scale to be a number, got str: 'x'
+ShardedGradScaler(growth_factor=None)
+    TypeError: Expected growth_factor to be a number, got NoneType: None
+ShardedGradScaler(backoff_factor=True)
+    TypeError: Expected backoff_factor to be a number, got bool: True
+ShardedGradScaler(growth_interval=3.5)
+    TypeError: Expected growth_interval to be an int, got float: 3.5
+ShardedGradScaler(device=3)
+    TypeError: Expected device to be the type of a device, such as 'cuda', or None, got int: 3
+ShardedGradScaler(process_group=mesh(2))
+    TypeError: Expected process_group to be a ProcessGroup that this rank is in, got DeviceMesh:
+    DeviceMesh((2,), 'cpu', stride=(1,)); pass its mesh.get_group()
+sync_module_states([])
+    TypeError: Expected module to be an nn.Module, got list: []; call it for each
+sync_module_states(plain(), src_rank=0.0)
+    TypeError: Expected src_rank to be an int, got float: 0.0
+sync_module_states(plain(), bucket_nbytes='1MB')
+    TypeError: Expected bucket_nbytes to be an int, got str: '1MB'
+sync_module_states(plain(), process_group='x')
+    TypeError: Expected process_group to be a ProcessGroup that this rank is in, got str: 'x'
+sync_module_states(plain(), process_group=[])
+    TypeError: Expected process_group to be a ProcessGroup that this rank is in, got list: []
+stream(model={})
+    TypeError: Expected model to be an nn.Module, got dict: {}
+stream(bucket_bytes='64MB')
+    TypeError: Expected bucket_bytes to be an int, got str: '64MB'
+stream(dtype='bfloat16')
+    TypeError: Expected dtype to be a torch.dtype or None, got str: 'bfloat16'
+stream(rename={'a': 'b'})
+    TypeError: Expected rename to be a function or None, got dict: {'a': 'b'}
+stream(device=1.0)
+    TypeError: Expected device to be a device or its name, got float: 1.0
+save_full(plain(), 3)
+    TypeError: Expected target to be a path, got int: 3
+save_full(plain(), 'x', dtype=float)
+    TypeError: Expected dtype to be a torch.dtype or None, got type: <class 'float'>
+save_full(plain(), 'x', rename='y')
+    TypeError: Expected rename to be a function or None, got str: 'y'
+load_sharded(plain(), None)
+    TypeError: Expected source to be a path, got NoneType: None
+load_sharded(plain(), 'x', rename={})
+    TypeError: Expected rename to be a function or None, got dict: {}
+enter(unsharded(3))
+    TypeError: Expected module to be an nn.Module, got int: 3
+enter(parked(3))
+    TypeError: Expected model to be an nn.Module, got int: 3
+enter(parked(sharded(), None))
+    TypeError: Expected optimizer to be a torch.optim.Optimizer or several, got NoneType: None
+enter(parked(sharded(), [3]))
+    TypeError: Expected optimizer to be a torch.optim.Optimizer or several, got int: 3
+move(3, (), mesh(2))
+    TypeError: Expected model to be an nn.Module, got int: 3
+move(sharded(), (), 'cpu')
+    TypeError: Expected mesh to be a DeviceMesh, got str: 'cpu'
+move(sharded(), (), mesh(2), bucket_nbytes=True)
+    TypeError: Expected bucket_nbytes to be an int, got bool: True
+next(local_shards(3))
+    TypeError: Expected model to be an nn.Module, got int: 3
+changed_since([], {})
+    TypeError: Expected model to be an nn.Module, got list: []; call it for each
+changed_since(plain(), ['weight'])
+    TypeError: Expected versions to be a mapping from names to versions, got list: ['weight']
+apply_fully_shard(None, nn.Linear)
+    TypeError: Expected module to be an nn.Module, got NoneType: None
+sit_out('tower')
+    TypeError: Expected module to be an nn.Module, got str: 'tower'
+explain(3)
+    TypeError: Expected model to be an nn.Module, got int: 3
+explain(sharded(), torch.optim.SGD)
+    TypeError: Expected optimizer to be a torch.optim.Optimizer or None, got type: <class
+    'torch.optim.sgd.SGD'>
+explain(sharded(), bucket_bytes='x')
+    TypeError: Expected bucket_bytes to be an int, got str: 'x'
+enter(trace(3))
+    TypeError: Expected module to be an nn.Module, got int: 3
+enter(trace(sharded(), folder=3))
+    TypeError: Expected folder to be a path or None, got int: 3
+enter(trace(sharded(), skip=None))
+    TypeError: Expected skip to be an int, got NoneType: None
+enter(trace(sharded(), steps=2.0))
+    TypeError: Expected steps to be an int, got float: 2.0
+enter(record_events([]))
+    TypeError: Expected module to be an nn.Module, got list: []; call it for each
+told(build_model=3)
+    TypeError: Expected build_model to be a function that makes a module, got int: 3
+told(shard=3)
+    TypeError: Expected shard to be a function or None, got int: 3
+told(loss=None)
+    TypeError: Expected loss to be a function of output and batch, got NoneType: None
+told(optimizer='adam')
+    TypeError: Expected optimizer to be a function of parameters, a mapping or None, got str: 'adam'
+told(device=3)
+    TypeError: Expected device to be a device or its name, got int: 3
+told(flops='many', bandwidth=1.0)
+    TypeError: Expected flops to be a number, got str: 'many'
+optim.flat(3)
+    TypeError: Expected optimizer to be a torch.optim.Optimizer, got int: 3
+optim.with_layout(3, {})
+    TypeError: Expected model to be an nn.Module, got int: 3
+optim.with_layout(sharded(), 3)
+    TypeError: Expected layouts to be a mapping from names to layouts, got int: 3
+fully_shard([])
+    ValueError: Expected at least one module, got an empty list
+fully_shard(nn.ModuleList([plain()]))
+    ValueError: Expected a module with a forward, got the container ModuleList; call fully_shard on
+    its children, or on a list of them
+fully_shard(sharded())
+    ValueError: Expected a module that is not sharded, got FSDPLinear, which fully_shard was applied
+    to before; shard what was added to it, such as new adapters, alone
+fully_shard(plain(), mesh=init_device_mesh('xpu', (2,)))
+    ValueError: Expected a mesh of devices that this process can use, got one of xpu devices, of
+    which none is available; make the mesh for the device type of the machine, such as
+    init_device_mesh('cpu', ...)
+fully_shard(plain(), reshard_after_forward='no')
+    ValueError: Expected reshard_after_forward to be True, False, a number of ranks or None, got
+    str: 'no'
+fully_shard(plain(), shard_placement_fn=lambda _: 1)
+    ValueError: Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or
+    None for parameter 'weight', got int: 1
+fully_shard(plain(), shard_placement_fn=lambda _: Shard(-3))
+    ValueError: Expected shard_placement_fn to return a dim within the 2 dims of parameter 'weight',
+    got S(-3)
+fully_shard(replicated())
+    ValueError: Expected the mesh of the DTensor parameter 'weight' and the data-parallel mesh to be
+    parts of one mesh with named axes, got DeviceMesh((2,), 'cpu', stride=(1,)) and DeviceMesh((2,),
+    'cpu', stride=(1,)); pass the axes of that mesh over which data is parallel, such as
+    mesh['data']
+fully_shard(on_cuda())
+    ValueError: Expected parameter 'weight' on cpu, on the CPU or on the meta device, got cuda:0
+MixedPrecisionPolicy(buffer_dtype=torch.int64)
+    ValueError: Expected buffer_dtype to be a floating-point dtype, got torch.int64
+sharded().set_is_last_backward(None)
+    ValueError: Expected is_last_backward to be a bool, got NoneType: None
+sharded().set_reshard_after_forward(3)
+    ValueError: Expected reshard_after_forward to divide the number of shards, got 3 for 2 shards
+sharded().set_reshard_after_forward(None)
+    ValueError: Expected reshard_after_forward to be True, False or a number of ranks, got None
+sharded().set_modules_to_forward_prefetch([plain()])
+    ValueError: Expected sharded modules, got Linear; apply fully_shard to it
+sharded().set_modules_to_backward_prefetch(['layer'])
+    ValueError: Expected sharded modules, got str; apply fully_shard to it
+enter(record_events(plain()))
+    ValueError: Expected a sharded module, got Linear; apply fully_shard to it
+enter(record_events(sharded(), 'reshard', 'resharded'))
+    ValueError: Expected events out of ('pre_forward', 'post_forward', 'pre_backward',
+    'post_backward', 'all_gather', 'wait_for_all_gather', 'reshard', 'accumulate', 'reduce_scatter',
+    'wait_for_reduce_scatter', 'all_reduce', 'wait_for_all_reduce'), got ['resharded']
+stream(dtype=torch.int8)
+    ValueError: Expected dtype to be a floating-point dtype, got torch.int8
+save_full(plain(), 'x', dtype=torch.int8)
+    ValueError: Expected dtype to be a floating-point dtype, got torch.int8
+move(sharded(), (), mesh(2), bucket_nbytes=0)
+    ValueError: Expected bucket_nbytes of at least 1, got 0
+sharded().clip_grad_norm_(-1.0)
+    ValueError: Expected max_norm of at least 0, got -1.0
+sharded().clip_grad_norm_(float('nan'))
+    ValueError: Expected max_norm of at least 0, got nan
+sharded().clip_grad_norm_(1.0, foreach=1)
+    ValueError: Expected foreach to be a bool, got int: 1
+explain(sharded(), bucket_bytes=-1)
+    ValueError: Expected bucket_bytes of at least 1, got -1
+optim.flat(torch.optim.SGD(sharded().parameters()), elementwise='False')
+    ValueError: Expected elementwise to be a bool, got str: 'False'
+optim.with_layout(sharded(), {}, bucket_nbytes=0)
+    ValueError: Expected bucket_nbytes of at least 1, got 0
+told(flops=float('nan'), bandwidth=1.0)
+    ValueError: Expected positive speeds and a latency of at least 0, got flops=nan, bandwidth=1.0,
+    replica_bandwidth=1.0, latency=0.0
+told(flops=1.0, bandwidth=float('nan'))
+    ValueError: Expected positive speeds and a latency of at least 0, got flops=1.0, bandwidth=nan,
+    replica_bandwidth=nan, latency=0.0
+sharded().set_allocate_memory_from_process_group_for_comm(True)
+    ShardError: Expected a backend that allocates memory for the root group, got fake, which does
+    not
+sharded().set_symm_mem_for_comm()
+    ShardError: Expected the root group on NCCL, whose symmetric memory collectives can use, got
+    fake
+custom_then_memory()
+    ShardError: Expected built-in collectives to choose the memory of, got custom ones, which
+    allocate their own
+sharded()._set_unshard_async_op(True)
+    TorchStateError: Expected to read _training_state, _reshard_after_forward, is_unsharded alone of
+    torch's private state of the root group, got unshard_async_op; use the methods of
+    composable_shard.FSDPModule
+"""
+OF_FOUR = r"""\
+fully_shard(plain(), mesh=square(), dp_mesh_dims='shard')
+    TypeError: Expected dp_mesh_dims to be a DataParallelMeshDims, got str: 'shard'
+DataParallelMeshDims(shard=('dp', 1))
+    TypeError: Expected names of mesh axes, got int: 1
+CPUOffloadPolicy(pin_memory='yes')
+    TypeError: Expected pin_memory to be a bool, got str: 'yes'
+fully_shard(plain(), offload_policy={'weight': 'cpu'})
+    TypeError: Expected offload_policy to be a composable_shard.OffloadPolicy for 'weight', got
+    builtins.str
+sharded().set_reduce_scatter_max_input_buffers(True)
+    TypeError: Expected max_input_buffers to be an int, got bool: True
+sharded().set_all_reduce_hook('hook')
+    TypeError: Expected hook to be callable, got str: 'hook'
+sharded().set_post_optim_event('event')
+    TypeError: Expected event to have a method wait, as a torch.Event has, got str
+sharded().set_custom_all_gather(print)
+    TypeError: Expected a custom all-gather with allocate and __call__, got
+    builtin_function_or_method
+sharded().set_custom_reduce_scatter(None)
+    TypeError: Expected a custom reduce-scatter with allocate and __call__, got NoneType
+fully_shard(plain(), mesh=mesh(2, 2))
+    ValueError: Expected a 2-D mesh to name its axes (replicate, shard), got none: DeviceMesh((2,
+    2), 'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh
+fully_shard(plain(), shard_placement_fn=lambda _: ShardPlacementResult(mesh=mesh(2, 2)))
+    ValueError: Expected a 2-D mesh to name its axes (replicate, shard), got none: DeviceMesh((2,
+    2), 'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh, from shard_placement_fn for
+    parameter 'weight'
+fully_shard(plain(), mesh=square('shard', 'replicate'))
+    ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
+    named ('shard', 'replicate'); pass the axes in this order, or name what each is for by
+    dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)
+fully_shard(plain(), mesh=square('dp_shard', 'tp'))
+    ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
+    named ('dp_shard', 'tp'); pass the axes in this order, or name what each is for by
+    dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)
+fully_shard(plain(), mesh=square('data', 'dp_replicate'))
+    ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
+    named ('data', 'dp_replicate'); pass the axes in this order, or name what each is for by
+    dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)
+fully_shard(plain(), mesh=square()['replicate'])
+    ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
+    named ('replicate',); pass the axes in this order, or name what each is for by
+    dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)
+fully_shard(nn.Sequential(nn.LazyLinear(4)))
+    ValueError: Expected parameter '0.weight' of LazyLinear to have a shape, got an uninitialized
+    one; run a forward of the model before fully_shard
+by_names(square(), plain())
+    ValueError: Expected dp_mesh_dims to name axes out of ('replicate', 'shard'), got 'dp'
+DataParallelMeshDims()
+    ValueError: Expected shard or replicate to name a mesh axis, got neither
+DataParallelMeshDims(shard='dp', replicate='dp')
+    ValueError: Expected each mesh axis to be named once, got ('dp', 'dp')
+fully_shard(on_another_device())
+    ValueError: Expected the DTensor parameter 'weight' on a mesh of cpu devices, got
+    DeviceMesh((4,), 'meta', stride=(1,))
+by_names(square('dp', 'tp'), plain())
+    ValueError: Expected parameter 'weight' to be a DTensor on the mesh that dp_mesh_dims describes,
+    got a plain Parameter; distribute it first
+by_names(square('dp', 'tp'), on_mesh(square('dp', 'cp'), Replicate()))
+    ValueError: Expected parameter 'weight' on the mesh that was passed to fully_shard,
+    DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)), got one on DeviceMesh((dp=2, cp=2), 'cpu',
+    stride=(2, 1)); for a parameter on some of its axes pass the data-parallel ones alone, such as
+    mesh['data'], without dp_mesh_dims
+by_names(square('dp', 'tp'), on_mesh(square('dp', 'tp'), Shard(0)))
+    ValueError: Expected parameter 'weight' to be replicated over the data-parallel axis 'dp', got
+    S(0)
+fully_shard(plain(), shard_placement_fn=lambda _: ShardPlacementResult('rows'))
+    ValueError: Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or
+    None for parameter 'weight', got ShardPlacementResult: ShardPlacementResult(placement='rows',
+    mesh=None)
+fully_shard(plain(), mesh=DeviceMesh('cpu', [1, 2]))
+    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); ranks
+    that are to have no part of a module leave it as it is
+fully_shard(plain(), shard_placement_fn=lambda _: DeviceMesh('cpu', [1, 2]))
+    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); ranks
+    that are to have no part of a module leave it as it is, from shard_placement_fn for parameter
+    'weight'
+fully_shard(plain(), reshard_after_forward=3)
+    ValueError: Expected reshard_after_forward to divide the number of shards, got 3 for 4 shards
+sharded().set_reshard_after_forward(type(None))
+    ValueError: Expected reshard_after_forward to be True, False, a number of ranks or None, got
+    type: <class 'NoneType'>
+fully_shard(plain(), offload_policy={'weigth': CPUOffloadPolicy()})
+    ValueError: Expected offload_policy to name parameters of the module, got ['weigth']; there are
+    ['bias', 'weight']
+sharded().set_gradient_divide_factor(0)
+    ValueError: Expected factor to be a positive number, got 0
+sharded().set_reduce_scatter_max_input_buffers(0)
+    ValueError: Expected max_input_buffers of at least 1, got 0
+fully_shard(plain(), mesh=square()).set_all_reduce_hook(print, stream=torch.Stream('cpu'))
+    ValueError: Expected no stream for the root group, which has replicas: their all-reduce decides
+    when the hook runs
+sharded().set_symm_mem_for_comm('NVSHMEM')
+    ValueError: Expected the symmetric memory of 'NCCL', got 'NVSHMEM'
+"""
+
+
+CASES = [(2, *case) for case in said_of_calls(OF_TWO).items()]
+CASES += [(4, *case) for case in said_of_calls(OF_FOUR).items()]
+
+
+@pytest.mark.parametrize(("ranks", "call", "said"), CASES, ids=[call for _, call, _ in CASES])
+def test_message(ranks: int, call: str, said: str) -> None:
     with fake_ranks(ranks), pytest.raises(Exception) as caught:
-        call()
-    assert type(caught.value) is error
-    assert str(caught.value) == text
+        eval(call, dict(NAMES))
+    assert f"{type(caught.value).__name__}: {caught.value}" == said
 
 
 def test_message_of_a_mesh_of_three_axes() -> None:
     with fake_ranks(8):
-        mesh = init_device_mesh("cpu", (2, 2, 2))
+        cube = mesh(2, 2, 2)
         with pytest.raises(ValueError) as caught:
-            fully_shard(linear(), mesh=mesh)
+            fully_shard(plain(), mesh=cube)
         assert str(caught.value) == (
-            f"Expected mesh to have 1 axis, or 2 (replicate, shard), got 3: {mesh}; pass the "
+            f"Expected mesh to have 1 axis, or 2 (replicate, shard), got 3: {cube}; pass the "
             "data-parallel axes, such as mesh['shard'], or name them by dp_mesh_dims"
         )
 
@@ -513,8 +506,6 @@ def test_every_field_names_its_field() -> None:
             MixedPrecisionPolicy(**{field: 16})
         assert str(caught.value) == f"Expected {field} to be a torch.dtype or None, got int: 16"
 
-
-# Completeness ------------------------------------------------------------------------------------
 
 ROOT = Path(composable_shard.__file__).parent
 
@@ -551,11 +542,12 @@ def texts_in_tests() -> set[str]:
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.add(node.value)
+                texts |= {node.value, *said_of_calls(node.value).values()}
             elif isinstance(node, ast.JoinedStr):
                 parts = [v.value if isinstance(v, ast.Constant) else "{}" for v in node.values]
                 texts.add("".join(map(str, parts)))
-    return texts | {text[text.rindex("Expected ") :] for text in texts if "Expected " in text}
+    texts |= {text[text.rindex("Expected ") :] for text in texts if "Expected " in text}
+    return texts | {text.partition("Error: ")[2] for text in texts}
 
 
 def test_every_raise_has_a_test_of_its_text() -> None:
@@ -569,4 +561,4 @@ def test_every_raise_has_a_test_of_its_text() -> None:
 def test_errors_of_states_are_runtime_errors() -> None:
     for error in (MaterializationError, StaleParameterError, composable_shard.ExtensionError):
         assert issubclass(error, ShardError) and issubclass(error, RuntimeError)
-    assert issubclass(FSDPModule, torch.distributed.fsdp.FSDPModule)
+    assert issubclass(FSDPModule, fsdp.FSDPModule)

@@ -12,6 +12,7 @@ from typing import Any
 
 import demo
 import pytest
+from warm import Warm
 
 import two_towers
 from towers.samples import Document, batches_of_rank, draw_documents
@@ -107,14 +108,21 @@ def test_the_example_of_a_subclass_passes_the_kit_and_learns(
 @pytest.mark.brief(1)
 @pytest.mark.parametrize(("num_trainers", "num_engines"), [(3, 2), (2, 3)])
 def test_an_engine_gets_the_weights_of_a_training(
-    tmp_path: Path, num_trainers: int, num_engines: int
+    warm: Warm, tmp_path: Path, num_trainers: int, num_engines: int
 ) -> None:
     """What it holds is bitwise equal, and each byte that it needs has come once, in buckets."""
     engine = importlib.import_module("weights_to_engine")
     options = ["--engine", str(num_engines), "--check", "--updates", "6", "--json", str(tmp_path)]
     num_ranks, bucket_nbytes = num_trainers + num_engines, 16384
     options += ["--bucket-bytes", str(bucket_nbytes)]
-    demo.launch(num_ranks, "examples/weights_to_engine.py", *options)
+    program = demo.ROOT / "examples/weights_to_engine.py"
+    script = f"import runpy; sys.path.insert(0, {str(program.parent)!r}); sys.argv += {options}\n"
+    for code, _, errors in warm.run(
+        tmp_path,
+        f"import sys; {script}runpy.run_path({str(program)!r}, run_name='__main__')",
+        num_ranks,
+    ):
+        assert code == 0, errors
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     texts = [line["text"] for line in found[num_trainers]]
     assert texts[0] != texts[-1] == 2 * engine.TEXT

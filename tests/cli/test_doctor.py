@@ -69,9 +69,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-# Measuring ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.matrix
 def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -127,9 +124,6 @@ def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
     assert merged.pairs_by_way() == {"a": "0-1, 1-2", "b": "0-2"}
 
 
-# Judging -----------------------------------------------------------------------------------------
-
-
 def test_this_machine_is_seen_as_it_is() -> None:
     seen = look()
     assert seen.versions["torch"] == torch.__version__
@@ -139,72 +133,60 @@ def test_this_machine_is_seen_as_it_is() -> None:
     assert len(seen.devices) == torch.accelerator.device_count()
 
 
-@pytest.mark.parametrize(
-    ("of", "num_ranks", "problems"),
-    [
-        (HERE, 2, []),
-        (GPUS, 2, []),
-        (
-            replace(HERE, versions={**HERE.versions, "torch": "2.9.1+cpu"}),
-            2,
-            ["torch 2.9.1+cpu is older than 2.11: install a later one"],
-        ),
-        (
-            replace(HERE, backends={"gloo": False}),
-            2,
-            ["torch has no backend for collectives: install a build with gloo"],
-        ),
-        (
-            replace(GPUS, backends={"gloo": True, "nccl": False}),
-            2,
-            ["there are GPUs, but torch has no nccl: install a CUDA build"],
-        ),
-        (
-            GPUS,
-            4,
-            ["4 ranks need as many devices, there are 2: pass --ranks or --device cpu"],
-        ),
-    ],
-)
-def test_problems(of: Machine, num_ranks: int, problems: list[str]) -> None:
-    assert judge(of, num_ranks).problems == problems
+PROBLEMS: list[tuple[Machine, int, str]] = [
+    (HERE, 2, ""),
+    (GPUS, 2, ""),
+    (
+        replace(HERE, versions={**HERE.versions, "torch": "2.9.1+cpu"}),
+        *(2, "torch 2.9.1+cpu is older than 2.11: install a later one"),
+    ),
+    (
+        replace(HERE, backends={"gloo": False}),
+        *(2, "torch has no backend for collectives: install a build with gloo"),
+    ),
+    (
+        replace(GPUS, backends={"gloo": True, "nccl": False}),
+        *(2, "there are GPUs, but torch has no nccl: install a CUDA build"),
+    ),
+    (GPUS, 4, "4 ranks need as many devices, there are 2: pass --ranks or --device cpu"),
+]
 
 
-@pytest.mark.parametrize(
-    ("of", "warnings"),
-    [
-        (HERE, []),
-        (
-            GPUS,
-            [
-                "the caching allocator of CUDA has segments of fixed size, between which memory is "
-                "lost as unsharded parameters come and go: set "
-                "PYTORCH_ALLOC_CONF=expandable_segments:True"
-            ],
-        ),
-        (replace(GPUS, build="hip 7.0"), []),
-        (with_variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", GPUS), []),
-        (with_variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", GPUS), []),
-        (
-            with_variable("COMPOSABLE_SHARD_CHECK", "1"),
-            [
-                "COMPOSABLE_SHARD_CHECK=1 compares ranks before every collective, which costs "
-                "time: unset it once training is debugged"
-            ],
-        ),
-        (
-            with_variable("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
-            ["TORCH_DISTRIBUTED_DEBUG=DETAIL makes every collective slower: unset it"],
-        ),
-        (
-            with_variable("NCCL_P2P_DISABLE", "1"),
-            ["NCCL_P2P_DISABLE=1 keeps GPUs from copying to each other: unset it"],
-        ),
-    ],
+@pytest.mark.parametrize(("of", "num_ranks", "problem"), PROBLEMS)
+def test_problems(of: Machine, num_ranks: int, problem: str) -> None:
+    assert judge(of, num_ranks).problems == [problem] * bool(problem)
+
+
+SEGMENTS = (
+    "the caching allocator of CUDA has segments of fixed size, between which memory is lost as "
+    "unsharded parameters come and go: set PYTORCH_ALLOC_CONF=expandable_segments:True"
 )
-def test_warnings(of: Machine, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+COMPARES = (
+    "COMPOSABLE_SHARD_CHECK=1 compares ranks before every collective, which costs time: unset it "
+    "once training is debugged"
+)
+WARNINGS: list[tuple[Machine, str]] = [
+    (HERE, ""),
+    (GPUS, SEGMENTS),
+    (replace(GPUS, build="hip 7.0"), ""),
+    (with_variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", GPUS), ""),
+    (with_variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", GPUS), ""),
+    (with_variable("COMPOSABLE_SHARD_CHECK", "1"), COMPARES),
+    (
+        with_variable("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL makes every collective slower: unset it",
+    ),
+    (
+        with_variable("NCCL_P2P_DISABLE", "1"),
+        "NCCL_P2P_DISABLE=1 keeps GPUs from copying to each other: unset it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("of", "warning"), WARNINGS)
+def test_warnings(of: Machine, warning: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: False)  # no driver of a GPU
-    assert judge(of, 2).warnings == warnings
+    assert judge(of, 2).warnings == [warning] * bool(warning)
 
 
 def test_a_driver_without_a_gpu_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,54 +207,35 @@ def measured_with(num_threads: int, gather: float, reduce: float) -> Measurement
 SHARED = "2 ranks with 4 threads each share 4 cores"
 
 
-@pytest.mark.parametrize(
-    ("num_threads", "measured", "expected"),
-    [
-        (2, None, Findings()),
-        (2, measured_with(2, 2e9, 1e9), Findings()),
-        (4, None, Findings([], [f"{SHARED}: set OMP_NUM_THREADS=2"])),
-        (4, measured_with(4, 2e9, 0.5e9), Findings([], [f"{SHARED}: set OMP_NUM_THREADS=2"])),
-        (
-            4,
-            measured_with(4, 2e9, 0.1e9),
-            Findings(
-                [
-                    "reduce-scatter is 80 times slower than a copy of memory; "
-                    f"{SHARED}: set OMP_NUM_THREADS=2"
-                ]
-            ),
-        ),
-        (
-            2,
-            measured_with(2, 0.2e9, 0.1e9),
-            Findings(
-                [
-                    "all-gather is 40 times slower, reduce-scatter is 80 times slower than a copy "
-                    "of memory; a container may allow fewer than 4 cores: set OMP_NUM_THREADS=1"
-                ]
-            ),
-        ),
-        (
-            1,
-            measured_with(1, 2e9, 0.1e9),
-            Findings(
-                [
-                    "reduce-scatter is 80 times slower than a copy of memory; a container may "
-                    "allow fewer than 4 cores: start fewer ranks"
-                ]
-            ),
-        ),
-    ],
-)
-def test_threads(num_threads: int, measured: Measurement | None, expected: Findings) -> None:
+FEWER, REDUCES = f"{SHARED}: set OMP_NUM_THREADS=2", "reduce-scatter is 80 times slower"
+CONTAINER = "than a copy of memory; a container may allow fewer than 4 cores"
+THREADS: list[tuple[int, tuple[float, float] | None, str, str]] = [
+    (2, None, "", ""),
+    (2, (2e9, 1e9), "", ""),
+    (4, None, "", FEWER),
+    (4, (2e9, 0.5e9), "", FEWER),
+    (4, (2e9, 0.1e9), f"{REDUCES} than a copy of memory; {FEWER}", ""),
+    (
+        *(2, (0.2e9, 0.1e9)),
+        f"all-gather is 40 times slower, {REDUCES} {CONTAINER}: set OMP_NUM_THREADS=1",
+        "",
+    ),
+    (1, (2e9, 0.1e9), f"{REDUCES} {CONTAINER}: start fewer ranks", ""),
+]
+
+
+@pytest.mark.parametrize(("num_threads", "speeds", "problem", "warning"), THREADS)
+def test_threads(
+    num_threads: int, speeds: tuple[float, float] | None, problem: str, warning: str
+) -> None:
     found = Findings()
+    measured = measured_with(num_threads, *speeds) if speeds else None
     judge_threads(replace(HERE, num_threads=num_threads), 2, measured, found)
-    assert found == expected
+    assert found == Findings([problem] * bool(problem), [warning] * bool(warning))
 
 
 @pytest.mark.parametrize(("load", "is_busy"), [(2.4, False), (2.6, True), (9.0, True)])
 def test_a_busy_machine_is_no_fault(load: float, is_busy: bool) -> None:
-    """Two of four cores are left to the ranks, or not."""
     found = Findings()
     judge_threads(replace(HERE, load=load), 2, measured_with(1, 2e9, 0.1e9), found)
     assert bool(found.problems) is not is_busy
@@ -341,8 +304,6 @@ def test_ranks_that_could_share_memory_and_do_not(
     doctor.judge_transports(replace(MEASURED, transports=transports), found)
     assert found == Findings(warnings=warnings)
 
-
-# Printing and exit codes -------------------------------------------------------------------------
 
 REPORT = """\
 torch           2.13.0, built for cpu
@@ -442,10 +403,7 @@ def test_one_gpu_is_well_and_has_nothing_to_measure(
     ids=["wrong", "failed"],
 )
 def test_what_is_wrong_exits_with_1(
-    given: dict[str, Any],
-    measured: Any,
-    problem: str,
-    capsys: pytest.CaptureFixture[str],
+    given: dict[str, Any], measured: Any, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given["measured"] = measured
     assert cli.main(["doctor", "--json"]) == 1

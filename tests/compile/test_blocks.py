@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from nets import Block, Net, assert_same, average_gradients, full, own_input
+from on_ranks import on_ranks
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.utils import counters
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.insight.events import record_events
@@ -31,6 +29,8 @@ class Recorder:
     """A backend that notes each graph it compiles and each run of one."""
 
     def __init__(self, name: str) -> None:
+        from torch._dynamo.backends.registry import lookup_backend  # takes seconds, as all of it
+
         self.backend = lookup_backend(name)
         self.graphs: list[int] = []
         self.num_runs = 0
@@ -44,6 +44,14 @@ class Recorder:
             return compiled(*args)
 
         return run
+
+
+def cleared_counters() -> Any:
+    import torch._dynamo.utils
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters
 
 
 def compile_blocks(model: Net, form: str, fullgraph: bool, backend: Recorder) -> None:
@@ -83,8 +91,7 @@ def train(
     """Train a sharded and an unsharded model, both compiled; compare, and return the counts."""
     if backend == "inductor":
         compile_first_on_one_rank(form, backend)
-    torch._dynamo.reset()
-    counters.clear()
+    counters = cleared_counters()
     reference = Net(NUM_BLOCKS)
     model = copy.deepcopy(reference)
     ours, theirs = Recorder(backend), Recorder(backend)
@@ -160,9 +167,6 @@ def test_blocks_compiled_by_inductor(form: str) -> None:
         assert_counts(seen, [5] * 3)
 
 
-# Mixed precision --------------------------------------------------------------------------------
-
-
 class CastNet(Net):
     """The oracle: blocks compute in bf16, cast by hand."""
 
@@ -174,9 +178,9 @@ class CastNet(Net):
         return nn.functional.linear(x, self.out.weight, self.out.bias)
 
 
-def train_low() -> dict[str, Any]:
-    torch._dynamo.reset()
-    counters.clear()
+@on_ranks(2, timeout=120)
+def test_compiled_blocks_under_mixed_precision() -> None:
+    counters = cleared_counters()
     reference = CastNet(NUM_BLOCKS)
     model = Net(NUM_BLOCKS)
     model.load_state_dict(reference.state_dict())
@@ -197,23 +201,15 @@ def train_low() -> dict[str, Any]:
             torch.testing.assert_close(full(param.grad), wanted.grad, rtol=5e-2, atol=2e-2)
         model.zero_grad()
         reference.zero_grad()
-    return {"graphs": len(backend.graphs), "breaks": dict(counters["graph_break"])}
-
-
-def test_compiled_blocks_under_mixed_precision() -> None:
     seen = {"graphs": 1, "breaks": {}}
-    assert run_ranks(train_low, 2, timeout=120) == [seen] * 2
+    assert ({"graphs": len(backend.graphs), "breaks": dict(counters["graph_break"])}) == (seen)
 
 
-# Names ------------------------------------------------------------------------------------------
-
-
-def names() -> list[str]:
+@on_ranks(2)
+def test_a_compiled_module_keeps_the_names_of_its_parameters() -> None:
     model = nn.Sequential(torch.compile(Block(), backend="eager"))
     fully_shard(model[0])
     fully_shard(model)
-    return [name for name, _ in model.named_parameters()][:2]
-
-
-def test_a_compiled_module_keeps_the_names_of_its_parameters() -> None:
-    assert run_ranks(names, 2) == [["0._orig_mod.norm.weight", "0._orig_mod.norm.bias"]] * 2
+    assert ([name for name, _ in model.named_parameters()][:2]) == (
+        ["0._orig_mod.norm.weight", "0._orig_mod.norm.bias"]
+    )

@@ -49,7 +49,6 @@ def public_names() -> list[str]:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    """Under that name or another: what two modules offer is shown once."""
     assert len(public_names()) > 70
     shown = {id(resolve(name)) for name in SHOWN}
     assert [name for name in public_names() if id(resolve(name)) not in shown] == []
@@ -67,7 +66,6 @@ def test_a_name_in_the_reference_exists_and_says_what_it_is() -> None:
 
 
 def test_the_index_of_the_reference_is_complete() -> None:
-    """Each page says in a line of text what is on it."""
     for page in PAGES:
         lines = [line for line in page.prose.splitlines() if line.strip()]
         assert lines[0].startswith("# ") and not lines[1].startswith(("#", ":::")), str(page)

@@ -23,7 +23,7 @@ from composable_shard import fully_shard
 from composable_shard.core.transport.channel import Channel
 from composable_shard.testing import RankError, RankTimeout, run_ranks
 
-TIME_OUT = 3  # seconds of the process group
+TIME_OUT = 2  # seconds of the process group
 LIMIT = 120  # seconds of the call: what takes so long hangs
 BAD = 1  # the rank on which a fault is
 WIDTH = 8

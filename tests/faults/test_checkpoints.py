@@ -62,9 +62,6 @@ def test_what_was_saved_is_read_on_any_number_of_ranks(tmp_path: Path, ranks: in
         assert run_ranks(load, others, tmp_path) == [2.0] * others
 
 
-# Killed while it is written -------------------------------------------------------------------
-
-
 def dies_before_it_writes(*_: Any, **__: Any) -> None:
     kill_this_rank()
 
@@ -127,55 +124,46 @@ def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(
     assert run_ranks(load, 2, tmp_path) == [2.0] * 2
 
 
-# Errors that all ranks hear of ----------------------------------------------------------------
-
-
-FULL_DISK = {
-    "no space to write": ("torch.distributed.checkpoint.FileSystemWriter.write_data", BAD),
-    "no space to publish": ("json.dump", 0),
-}
-
-
 def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def refused(folder: Path, fault: str | None = None) -> tuple[str, str]:
+def refused(folder: Path, place: str = "json.dump", rank: int | None = None) -> str:
     state = {"model": get_model_state_dict(model_of(2.0))}
-    place, rank = FULL_DISK[fault] if fault else ("json.dump", -1)
     broken = mock.patch(place, full_disk) if dist.get_rank() == rank else nullcontext()
     with broken, pytest.raises(ShardError) as caught:
         save_checkpoint(state, folder / OLD)
-    return type(caught.value).__name__, str(caught.value)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+FIRST = "ShardError: Expected to save checkpoint '{}', got on its first rank: "
 
 
 def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     run_ranks(save, 2, tmp_path, OLD, 1.0)
     place = tmp_path / OLD
-    text = f"Expected to save checkpoint '{place}', got on its first rank: {THERE.format(place)}"
-    assert run_ranks(refused, 2, tmp_path) == [("ShardError", text)] * 2
+    text = FIRST.format(place) + THERE.format(place)
+    assert run_ranks(refused, 2, tmp_path) == [text] * 2
     assert run_ranks(load, 2, tmp_path) == [1.0] * 2
 
 
-def test_no_space_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    text = (
-        f"Expected all ranks to write their parts of checkpoint '{tmp_path / OLD}', got rank 1: "
-        "[Errno 28] No space left on device"
-    )
-    assert run_ranks(refused, 2, tmp_path, "no space to write") == [("ShardError", text)] * 2
+@pytest.mark.parametrize(
+    ("place", "rank", "text"),
+    [
+        (
+            *("torch.distributed.checkpoint.FileSystemWriter.write_data", BAD),
+            "ShardError: Expected all ranks to write their parts of checkpoint '{}', got rank 1: ",
+        ),
+        ("json.dump", 0, FIRST),
+    ],
+    ids=["write", "publish"],
+)
+def test_no_space_on_one_rank_is_an_error_on_all(
+    place: str, rank: int, text: str, tmp_path: Path
+) -> None:
+    said = text.format(tmp_path / OLD) + "[Errno 28] No space left on device"
+    assert run_ranks(refused, 2, tmp_path, place, rank) == [said] * 2
     assert names(tmp_path) == []
-
-
-def test_no_space_to_publish_is_an_error_on_all(tmp_path: Path) -> None:
-    text = (
-        f"Expected to save checkpoint '{tmp_path / OLD}', got on its first rank: [Errno 28] No "
-        "space left on device"
-    )
-    assert run_ranks(refused, 2, tmp_path, "no space to publish") == [("ShardError", text)] * 2
-    assert names(tmp_path) == []
-
-
-# Files that were cut ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata", "files.json"])

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from nets import (
+    Checkpointed,
     Net,
     assert_parity,
     average_gradients,
@@ -19,10 +20,8 @@ from nets import (
 )
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from composable_shard.testing import run_ranks
-from faults.failing import events_after_failure, train_with_failure
 from faults.raising import (
     BACKWARD,
     FORWARD,
@@ -34,13 +33,15 @@ from faults.raising import (
     before_block,
     before_root,
     between_blocks,
+    events_after_failure,
     fail,
+    train_with_failure,
     within_block,
 )
 
 
 @pytest.mark.parametrize("fail_in", [0, 1])
-@pytest.mark.parametrize("error", [Failure, Interrupt])
+@pytest.mark.parametrize("error", [Failure, Interrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("break_at", FORWARD + BACKWARD, ids=str)
 def test_the_next_iteration_is_as_if_none_had_failed(
     break_at: Break, error: type[BaseException], fail_in: int
@@ -54,7 +55,7 @@ def test_failures_on_one_and_on_three_ranks(break_at: Break) -> None:
         run_ranks(train_with_failure, num_ranks, break_at, Failure, 1)
 
 
-@pytest.mark.parametrize("error", [Failure, Interrupt])
+@pytest.mark.parametrize("error", [Failure, Interrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("break_at", FORWARD + BACKWARD, ids=str)
 def test_the_next_iteration_has_the_same_events(
     break_at: Break, error: type[BaseException]
@@ -66,7 +67,6 @@ def test_the_next_iteration_has_the_same_events(
 @pytest.mark.parametrize("break_at", BACKWARD, ids=str)
 @on_ranks(2)
 def test_a_failed_backward_may_be_tried_again(break_at: Break, num_failures: int) -> None:
-    """Run the same backward again after it has failed."""
     reference, model = two_nets(2)
     for step in range(2):
         train_step(model, step, None)
@@ -101,23 +101,10 @@ class _Passing:
         FailInBackward.backward = cls.original
 
 
-class Checkpointed(Net):
-    """Recomputes its blocks in backward."""
-
-    use_reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.out(x)
-
-
 @pytest.mark.parametrize("error", [Failure, Interrupt])
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
 def test_a_recomputation_that_fails(reentrant: bool, error: type[BaseException]) -> None:
-    """The second block fails when it is recomputed, and never otherwise."""
     reference, model = two_nets(2, make=Checkpointed)
     model.use_reentrant = reentrant
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
@@ -133,9 +120,6 @@ def test_a_recomputation_that_fails(reentrant: bool, error: type[BaseException])
                     loss.backward()
                 handle.remove()
     assert_parity(model, reference)
-
-
-# Failures that the model or the loop around it handles -----------------------------------------
 
 
 class Lenient(Net):
@@ -155,7 +139,6 @@ class Lenient(Net):
 @pytest.mark.parametrize("break_at", [before_block, within_block], ids=str)
 @on_ranks(2)
 def test_a_failure_that_the_root_catches(break_at: Break, error: type[BaseException]) -> None:
-    """The root catches what a block raises; the block then has no gradient."""
     reference, model = two_nets(2, make=Lenient)
     for step in range(3):
         for one in (model, reference):
@@ -205,7 +188,6 @@ def test_a_forward_within_an_exception_handler(fails: bool) -> None:
 @pytest.mark.parametrize("break_at", [before_root, within_block, after_root], ids=str)
 @on_ranks(2)
 def test_a_failed_evaluation_keeps_reduced_gradients(break_at: Break) -> None:
-    """A forward without gradients fails between two training iterations."""
     reference, model = two_nets(2)
     train_step(model, 0, None)
     train_step(reference, 0, None)

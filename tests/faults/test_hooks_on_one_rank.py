@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from near import Apart, sharing
+from near import Apart
 from subclasses.lossless import Lossless, as_type
 from torch import nn
 
 from composable_shard import AllGather, CommunicationError, ReduceScatter, fully_shard
 from composable_shard.testing import run_ranks
 from faults.breaking import BAD, WIDTH, mesh_over, step
-
-__all__ = ["sharing"]
 
 pytestmark = pytest.mark.usefixtures("sharing")
 
@@ -57,18 +55,6 @@ def hook_gathers(
     local.fsdp_post_all_gather = MethodType(post, local)
 
 
-def no_bomb() -> None:
-    pass
-
-
-def in_pre_all_gather(model: nn.Sequential, bomb: Bomb) -> None:
-    hook_gathers(model, bomb.tick, no_bomb)
-
-
-def in_post_all_gather(model: nn.Sequential, bomb: Bomb) -> None:
-    hook_gathers(model, no_bomb, bomb.tick)
-
-
 class _Custom:
     def __init__(self, bomb: Bomb) -> None:
         self.bomb = bomb
@@ -89,24 +75,17 @@ class Reduce(_Custom, ReduceScatter):
         return dist.reduce_scatter_tensor(output, own, op, group, async_op)
 
 
-def in_custom_all_gather(model: nn.Sequential, bomb: Bomb) -> None:
-    model[1].set_custom_all_gather(Gather(bomb))
-
-
-def in_custom_reduce_scatter(model: nn.Sequential, bomb: Bomb) -> None:
-    model[1].set_custom_reduce_scatter(Reduce(bomb))
-
-
-def in_all_reduce_hook(model: nn.Sequential, bomb: Bomb) -> None:
-    model[1].set_all_reduce_hook(bomb.tick)
-
-
-def in_tensor_hook(model: nn.Sequential, bomb: Bomb) -> None:
-    model[1].weight.register_hook(bomb.tick)
-
-
-def in_post_accumulate_hook(model: nn.Sequential, bomb: Bomb) -> None:
-    model[1].weight.register_post_accumulate_grad_hook(bomb.tick)
+PLACES: dict[str, Callable[[nn.Sequential, Bomb], object]] = {
+    "pre-all-gather": lambda model, bomb: hook_gathers(model, bomb.tick, bool),
+    "post-all-gather": lambda model, bomb: hook_gathers(model, bool, bomb.tick),
+    "custom all-gather": lambda model, bomb: model[1].set_custom_all_gather(Gather(bomb)),
+    "custom reduce-scatter": lambda model, bomb: model[1].set_custom_reduce_scatter(Reduce(bomb)),
+    "all-reduce hook": lambda model, bomb: model[1].set_all_reduce_hook(bomb.tick),
+    "tensor hook": lambda model, bomb: model[1].weight.register_hook(bomb.tick),
+    "post-accumulate hook": lambda model, bomb: model[1].weight.register_post_accumulate_grad_hook(
+        bomb.tick
+    ),
+}
 
 
 class BombBefore(Lossless):
@@ -124,9 +103,7 @@ class BombAfter(Lossless):
 bombs: list[Bomb] = []
 
 
-def fails_in(
-    place: Callable[[nn.Sequential, Bomb], None] | None, kind: type[Lossless] | None
-) -> str:
+def fails_in(place: str, kind: type[Lossless] | None) -> str:
     """Train a step, then others, in which a hook fails; return what is raised."""
     limit = datetime.timedelta(seconds=TIME_OUT)
     mesh = mesh_over(dist.new_group(timeout=limit))
@@ -137,8 +114,8 @@ def fails_in(
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     bombs.append(bomb := Bomb())
-    if place is not None:
-        place(model, bomb)
+    if kind is None:
+        PLACES[place](model, bomb)
     step(model)
     bomb.is_set = True
     try:
@@ -155,17 +132,16 @@ def fails_in(
 @pytest.mark.parametrize(
     ("place", "kind", "act"),
     [
-        (in_pre_all_gather, None, GATHERING),
-        (in_post_all_gather, None, GATHERING),
-        pytest.param(in_custom_all_gather, None, GATHERING, marks=pytest.mark.matrix),
-        (in_custom_reduce_scatter, None, REDUCING),
-        (in_all_reduce_hook, None, REDUCING),
-        pytest.param(in_tensor_hook, None, REDUCING, marks=pytest.mark.matrix),
-        (in_post_accumulate_hook, None, REDUCING),
-        (None, BombBefore, REDUCING),
-        (None, BombAfter, REDUCING),
+        ("pre-all-gather", None, GATHERING),
+        ("post-all-gather", None, GATHERING),
+        pytest.param("custom all-gather", None, GATHERING, marks=pytest.mark.matrix),
+        ("custom reduce-scatter", None, REDUCING),
+        ("all-reduce hook", None, REDUCING),
+        pytest.param("tensor hook", None, REDUCING, marks=pytest.mark.matrix),
+        ("post-accumulate hook", None, REDUCING),
+        ("pre-reduce-scatter", BombBefore, REDUCING),
+        ("post-reduce-scatter", BombAfter, REDUCING),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(
     place: Any, kind: Any, act: str, ranks: int, apart: bool

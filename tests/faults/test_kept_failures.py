@@ -66,7 +66,6 @@ def failing_at_the_bottom(model: Net, kept: list[object]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks("ranks")
 def test_training_goes_on(fail: Keep, evaluates: bool) -> None:
-    """Train on after a failure, at once or after an evaluation."""
     reference, model = two_nets(2)
     kept: list[object] = []
     for step in range(4):

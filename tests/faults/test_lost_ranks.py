@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from near import Apart, sharing
+from near import Apart
 from torch import nn
 
 from composable_shard import CommunicationError, ShardError, fully_shard
@@ -31,8 +31,6 @@ from faults.breaking import (
     step,
     stop_this_rank,
 )
-
-__all__ = ["sharing"]
 
 pytestmark = pytest.mark.usefixtures("sharing")
 
@@ -65,7 +63,7 @@ def killed_before(act: str, count: int) -> None:
 @pytest.mark.brief(1)
 @BOTH_WAYS
 @BOTH_ACTS
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_a_rank_that_was_killed_before_a_collective_is_named_by_all(
     act: str, count: int, apart: bool, ranks: int
 ) -> None:
@@ -145,9 +143,6 @@ def test_a_rank_that_was_killed_before_the_first_gather() -> None:
     assert said[0].startswith(
         "CommunicationError: Rank 0 failed while comparing the model with that of the other ranks: "
     )
-
-
-# Afterwards -----------------------------------------------------------------------------------
 
 
 def waited_for_again() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,81 +17,81 @@ from composable_shard.testing import RankError, run_ranks, stop_ranks
 
 def forward(model: nn.Module) -> None:
     dtype = next(model.parameters()).dtype
-    model(torch.ones(1, 4, dtype=dtype))
+    fully_shard(model)(torch.ones(1, 4, dtype=dtype))
 
 
-def other_shape() -> None:
-    forward(fully_shard(nn.Sequential(nn.Linear(4, 6 + dist.get_rank()))))
+def net(rows: int = 6, **kwargs: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, rows, **kwargs))
 
 
-def other_dtype() -> None:
-    dtype = (torch.float32, torch.float64)[dist.get_rank()]
-    forward(fully_shard(nn.Sequential(nn.Linear(4, 6, dtype=dtype))))
+def other_shape(rank: int) -> None:
+    forward(net(6 + rank))
 
 
-def other_policy() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=(None, torch.bfloat16)[dist.get_rank()])
-    forward(fully_shard(nn.Sequential(nn.Linear(4, 6)), mp_policy=policy))
+def other_dtype(rank: int) -> None:
+    forward(net(dtype=(torch.float32, torch.float64)[rank]))
 
 
-def other_requires_grad() -> None:
-    model = fully_shard(nn.Sequential(nn.Linear(4, 6)))
-    model[0].weight.requires_grad_(dist.get_rank() == 1)
+def other_policy(rank: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=(None, torch.bfloat16)[rank])
+    fully_shard(net(), mp_policy=policy)(torch.ones(1, 4))
+
+
+def other_requires_grad(rank: int) -> None:
+    model = fully_shard(net())
+    model[0].weight.requires_grad_(rank == 1)
+    model(torch.ones(1, 4))
+
+
+def other_names(rank: int) -> None:
+    forward(net(bias=rank == 0))
+
+
+def other_groups(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if rank == 0:
+        fully_shard(model[0])
     forward(model)
 
 
-def other_names() -> None:
-    forward(fully_shard(nn.Sequential(nn.Linear(4, 6, bias=dist.get_rank() == 0))))
-
-
-def other_groups() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if dist.get_rank() == 0:
-        fully_shard(model[0])
-    forward(fully_shard(model))
-
-
-def other_extension() -> None:
-    model = fully_shard(nn.Sequential(nn.Linear(4, 6)))
-    if dist.get_rank() == 0:
+def other_extension(rank: int) -> None:
+    model = fully_shard(net())
+    if rank == 0:
         local = model[0].weight._local_tensor
         local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
-        local.fsdp_post_all_gather = lambda outputs, metadata, dtype, out=None: (
-            outputs[0],
-            outputs,
-        )
-    forward(model)
+        local.fsdp_post_all_gather = lambda gathered, *_, out=None: (gathered[0], gathered)
+    model(torch.ones(1, 4))
+
+
+Case = Callable[[int], None]
+
+
+def differs(case: Case) -> None:
+    case(dist.get_rank())
 
 
 ALIKE = "Expected the same model on all ranks, got on rank 0: {}; on rank 1: {}"
 PARAMETER = "parameter '{}' of the root group: shape {}, torch.float32, Shard(0), trainable, on cpu"
 WEIGHT = PARAMETER.format("0.weight", [6, 4])
 GROUP = "the root group over 2 ranks, param_dtype {}, reduce_dtype None"
-TEXTS = [ALIKE]
 
 
 @pytest.mark.parametrize(
-    ("fn", "first", "second"),
+    ("case", "first", "second"),
     [
         (other_shape, WEIGHT, PARAMETER.format("0.weight", [7, 4])),
         (other_dtype, WEIGHT, WEIGHT.replace("float32", "float64")),
         (other_policy, GROUP.format(None), GROUP.format(torch.bfloat16)),
         (other_requires_grad, WEIGHT.replace("trainable", "frozen"), WEIGHT),
         (other_names, PARAMETER.format("0.bias", [6]), "nothing more"),
-        (
-            other_groups,
-            PARAMETER.format("1.weight", [4, 4]),
-            PARAMETER.format("0.weight", [4, 4]),
-        ),
+        (other_groups, PARAMETER.format("1.weight", [4, 4]), PARAMETER.format("0.weight", [4, 4])),
         (other_extension, f"{WEIGHT}, with its own all-gather", WEIGHT),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_model_that_differs_between_ranks(
-    fn: Callable[[], None], first: str, second: str
-) -> None:
+def test_a_model_that_differs_between_ranks(case: Case, first: str, second: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(fn, 2, timeout=20)
+        run_ranks(differs, 2, case, timeout=20)
     failure = caught.value.agreed()
     assert failure.exception_type is RankMismatchError
     assert failure.message == ALIKE.format(first, second)
@@ -102,10 +103,10 @@ def right() -> list[float]:
     return model[0].weight.grad.full_tensor().flatten().tolist()
 
 
-@pytest.mark.parametrize("fn", [other_shape, other_groups])
-def test_after_a_mismatch_a_right_model_works(fn: Callable[[], None]) -> None:
+@pytest.mark.parametrize("case", [other_shape, other_groups])
+def test_after_a_mismatch_a_right_model_works(case: Case) -> None:
     with pytest.raises(RankError):
-        run_ranks(fn, 2, timeout=20)
+        run_ranks(differs, 2, case, timeout=20)
     try:
         assert run_ranks(right, 2, timeout=20) == [[1.0] * 4] * 2
     finally:

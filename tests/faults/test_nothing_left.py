@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from near import sharing
 from nets import Net, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
@@ -19,9 +19,6 @@ from torch.distributed.tensor import DTensor
 from composable_shard.core.transport.exchange import Exchange
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.mailbox import mailbox_of
-from composable_shard.testing import run_ranks
-
-__all__ = ["sharing"]
 
 LONG_WAIT = 2.0  # seconds: others are asked after one
 ENOUGH = 20.0
@@ -31,13 +28,20 @@ class Mark:
     """Lives as long as the autograd node that it hangs on."""
 
 
-def marks_of(model: Net, fails: bool, num_forwards: int) -> list[weakref.ref[Mark]]:
-    """Run forwards whose results are dropped; return marks on their graphs."""
-    alive: list[weakref.ref[Mark]] = []
+def marking(alive: list[weakref.ref[Mark]]) -> Callable[..., None]:
+    """Return a hook that hangs a mark on what a module returns."""
 
     def note(module: Any, args: Any, output: torch.Tensor) -> None:
         mark = output.grad_fn.metadata["mark"] = Mark()
         alive.append(weakref.ref(mark))
+
+    return note
+
+
+def marks_of(model: Net, fails: bool, num_forwards: int) -> list[weakref.ref[Mark]]:
+    """Run forwards whose results are dropped; return marks on their graphs."""
+    alive: list[weakref.ref[Mark]] = []
+    note = marking(alive)
 
     def fail(module: Any, args: Any) -> None:
         raise RuntimeError
@@ -70,14 +74,11 @@ def test_forwards_without_backward_keep_no_graph(fails: bool) -> None:
     assert counts == [0, 0]
 
 
-def graphs_alive_after_interrupts() -> int:
+@on_ranks(2)
+def test_interrupted_forwards_keep_no_graph_beyond_the_next_iteration() -> None:
     """Count the graphs of interrupted forwards after an iteration that went well."""
-    model, alive = shard_net(Net(2)), []
-
-    def note(module: Any, args: Any, output: torch.Tensor) -> None:
-        mark = output.grad_fn.metadata["mark"] = Mark()
-        alive.append(weakref.ref(mark))
-
+    model, alive = shard_net(Net(2)), list[weakref.ref[Mark]]()
+    note = marking(alive)
     handles = [
         model.inp.register_forward_hook(note),
         model.blocks[0].register_forward_hook(note),
@@ -91,11 +92,7 @@ def graphs_alive_after_interrupts() -> int:
     train_step(model, 0, None)
     gc.collect()
     assert len(alive) == 6
-    return sum(ref() is not None for ref in alive)
-
-
-def test_interrupted_forwards_keep_no_graph_beyond_the_next_iteration() -> None:
-    assert run_ranks(graphs_alive_after_interrupts, 2) == [0, 0]
+    assert (sum(ref() is not None for ref in alive)) == 0
 
 
 def unsharded_nbytes(model: Net) -> int:
@@ -132,7 +129,6 @@ def test_reset_frees_what_an_interrupted_forward_left_unsharded() -> None:
 
 @on_ranks(2)
 def test_a_state_dict_taken_after_an_interrupt() -> None:
-    """A checkpoint written on an interrupt holds the sharded weights."""
     reference, model = interrupted()
     state = model.state_dict()
     for name, expected in reference.state_dict().items():
@@ -159,7 +155,6 @@ def fail_in_backward(model: Net, index: int) -> None:
 @pytest.mark.usefixtures("sharing")
 @on_ranks(2)
 def test_a_model_that_is_dropped_while_it_gathers_is_freed_on_all_ranks() -> None:
-    """Throw models away while they gather, and train another one."""
     assert dist.group.WORLD is not None
     mailbox = mailbox_of(dist.group.WORLD)
     assert mailbox is not None
@@ -184,7 +179,8 @@ def test_a_model_that_is_dropped_while_it_gathers_is_freed_on_all_ranks() -> Non
     assert (gathered, alive, left, arrived) == ([True, True], 0, 0, [0])
 
 
-def is_alive_after_a_long_wait() -> bool:
+@on_ranks(2)
+def test_a_process_group_in_which_a_rank_has_waited_is_freed_when_destroyed() -> None:
     """Wait in a process group for a rank that is late; tell whether it lives when destroyed."""
     group = dist.new_group()
     with watched(group, "waiting"):
@@ -198,8 +194,4 @@ def is_alive_after_a_long_wait() -> bool:
     while alive() is not None and time.monotonic() < end:  # the watcher may be looking yet
         time.sleep(0.01)
         gc.collect()
-    return alive() is not None
-
-
-def test_a_process_group_in_which_a_rank_has_waited_is_freed_when_destroyed() -> None:
-    assert run_ranks(is_alive_after_a_long_wait, 2) == [False, False]
+    assert (alive() is not None) is False

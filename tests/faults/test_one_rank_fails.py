@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from near import Apart, sharing
+from near import Apart
 from torch import nn
 
 from composable_shard import CommunicationError, ShardError, _torch, fully_shard
@@ -34,8 +34,6 @@ from faults.breaking import (
     step,
 )
 
-__all__ = ["sharing"]
-
 pytestmark = pytest.mark.usefixtures("sharing")
 
 BOTH_WAYS = pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
@@ -54,9 +52,6 @@ def silent(rank: int, act: str, apart: bool, peer: int = BAD) -> str:
         f"CommunicationError: Rank {rank} failed while {act}: Expected rank {peer} to take part in "
         f"a collective, got {missed(apart)}"
     )
-
-
-# An exception ---------------------------------------------------------------------------------
 
 
 def raises_in_forward() -> None:
@@ -109,8 +104,6 @@ def test_a_rank_that_waits_in_the_store_has_told_that_it_failed() -> None:
     told, _ = run_ranks(fails_and_waits_in_the_store, 2, timeout=LIMIT)
     assert "rank 1 failed while gathering group '1': ValueError: boom" in told
 
-
-# No memory ------------------------------------------------------------------------------------
 
 TO_SHARE = "bytes of memory to share with the other ranks of this host, got "
 
@@ -255,7 +248,6 @@ def no_memory_to_reduce() -> tuple[str, bool]:
 
 
 def test_no_memory_to_reduce_into_keeps_its_type_and_is_got_over() -> None:
-    """Those who look for ``torch.OutOfMemoryError`` find it."""
     assert run_ranks(no_memory_to_reduce, 2, timeout=LIMIT) == [
         (
             f"Rank {rank} failed while reducing the gradients of group '0'; ranks that did not "
@@ -265,9 +257,6 @@ def test_no_memory_to_reduce_into_keeps_its_type_and_is_got_over() -> None:
         )
         for rank in range(2)
     ]
-
-
-# Ranks that disagree --------------------------------------------------------------------------
 
 
 class Branches(nn.Module):

@@ -14,16 +14,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from composable_shard import FSDPModule, fully_shard
 from composable_shard.testing import fake_ranks
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_always_called",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+HOOKS = [
+    *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called", "_backward_hooks"),
+    *("_state_dict_pre_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+]
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
@@ -136,33 +131,21 @@ def test_a_refused_module_is_as_it_was(
         assert isinstance(model.first, FSDPModule) == with_sharded_child
 
 
-def test_a_refused_mesh_leaves_the_module() -> None:
+def refuse(model: nn.Module, text: str, *args: Any, **kwargs: Any) -> None:
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=text):
+        fully_shard(*args, **kwargs)
+    assert_unchanged(model, before)
+
+
+def test_a_refused_mesh_and_a_second_call_leave_the_module() -> None:
     with fake_ranks(4):
         model = Model()
-        before = snapshot(model)
-        with pytest.raises(ValueError, match="to name its axes"):
-            fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
-        assert_unchanged(model, before)
-
-
-def test_a_second_call_leaves_the_sharded_module() -> None:
-    with fake_ranks(2):
-        model = fully_shard(Model())
-        before = snapshot(model)
-        with pytest.raises(ValueError, match="not sharded"):
-            fully_shard(model)
-        with pytest.raises(ValueError, match="not sharded"):
-            fully_shard([nn.Linear(2, 2), model])
-        assert_unchanged(model, before)
-
-
-def test_a_child_of_a_sharded_module_is_refused() -> None:
-    with fake_ranks(2):
-        model = fully_shard(Model())
-        before = snapshot(model)
-        with pytest.raises(ValueError, match="'weight' to be sharded by one fully_shard call"):
-            fully_shard(model.first)
-        assert_unchanged(model, before)
+        refuse(model, "to name its axes", model, mesh=init_device_mesh("cpu", (2, 2)))
+        fully_shard(model)
+        refuse(model, "not sharded", model)
+        refuse(model, "not sharded", [nn.Linear(2, 2), model])
+        refuse(model, "'weight' to be sharded by one fully_shard call", model.first)
         assert type(model.first) is nn.Linear
 
 

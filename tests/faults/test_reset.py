@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from nets import Net, assert_parity, own_input, shard_net, train_step, two_nets
@@ -11,7 +9,7 @@ from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
 from composable_shard.insight.events import record_events
-from composable_shard.testing import run_ranks
+from faults.raising import Break, Failure, after_block, between_blocks
 
 
 @pytest.mark.parametrize("of_block", [False, True])
@@ -34,7 +32,6 @@ def test_reset_before_the_first_forward(of_block: bool) -> None:
 
 @on_ranks(2)
 def test_reset_keeps_reduced_gradients() -> None:
-    """Reduced gradients stay; a reset after each iteration changes nothing."""
     reference, model = two_nets(2)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
     for step in range(3):
@@ -63,39 +60,21 @@ def test_reset_drops_accumulated_gradients() -> None:
     assert_parity(model, reference)
 
 
-class Failure(Exception):
-    pass
-
-
-def fail(*_: object) -> None:
-    raise Failure
-
-
-def fail_in_forward(model: Net) -> None:
-    handle = model.blocks[1].register_forward_pre_hook(fail)
+def fail_at(model: Net, break_at: Break) -> None:
+    handle = break_at(model, Failure)
     with pytest.raises(Failure):
-        model(own_input(7))
+        model(own_input(7)).square().sum().backward()
     handle.remove()
 
 
-def fail_in_backward(model: Net) -> None:
-    middle: list[torch.Tensor] = []
-    handle = model.blocks[0].register_forward_hook(lambda m, a, output: middle.append(output))
-    out = model(own_input(7))
-    middle[0].register_hook(fail)
-    with pytest.raises(Failure):
-        out.square().sum().backward()
-    handle.remove()
-
-
-@pytest.mark.parametrize("break_it", [fail_in_forward, fail_in_backward])
+@pytest.mark.parametrize("break_at", [after_block, between_blocks], ids=str)
 @on_ranks(2)
-def test_reset_after_a_failure_drops_what_is_not_reduced(break_it: Callable[[Net], None]) -> None:
+def test_reset_after_a_failure_drops_what_is_not_reduced(break_at: Break) -> None:
     """A failure amid accumulation, then a reset: all that is not reduced is gone."""
     reference, model = two_nets(2)
     with model.no_sync():
         model(own_input(5)).square().sum().backward()
-    break_it(model)
+    fail_at(model, break_at)
     model.reset_iter_state()
     for param in model.parameters():
         assert isinstance(param, DTensor)
@@ -112,7 +91,7 @@ def test_a_failed_microbatch_leaves_what_others_accumulated() -> None:
     reference, model = two_nets(2)
     with model.no_sync():
         model(own_input(0)).square().sum().backward()
-    fail_in_forward(model)
+    fail_at(model, after_block)
     reference(own_input(0)).square().sum().backward()
     train_step(model, 1, None)
     train_step(reference, 1, None)
@@ -122,7 +101,6 @@ def test_a_failed_microbatch_leaves_what_others_accumulated() -> None:
 
 @on_ranks(2)
 def test_reset_waits_for_what_is_under_way() -> None:
-    """A gather and a reduction that are under way are waited for and dropped."""
     reference, model = two_nets(2)
     model.set_is_last_backward(False)
     train_step(model, 5, None)
@@ -137,14 +115,11 @@ def test_reset_waits_for_what_is_under_way() -> None:
     assert_parity(model, reference)
 
 
-def reset_of_unsharded_root() -> list[str]:
+@on_ranks(2)
+def test_reset_frees_the_root() -> None:
     model = shard_net(Net(1))
     model(own_input())
     with record_events(model) as recorded:
         model.reset_iter_state()
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    return [f"{event} {name}" for event, name in recorded]
-
-
-def test_reset_frees_the_root() -> None:
-    assert run_ranks(reset_of_unsharded_root, 2) == [["reshard "]] * 2
+    assert ([f"{event} {name}" for event, name in recorded]) == (["reshard "])

@@ -7,11 +7,14 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,6 +24,7 @@ from composable_shard.train.weights.gathering import Message
 
 WIDTH, NUM_LAYERS = 4, 5
 ONE = WIDTH * WIDTH * 4  # bytes of a layer, which is a bucket by itself here
+Left = tuple[int, str | None, bool]
 
 
 def build() -> nn.Sequential:
@@ -39,17 +43,14 @@ def is_usable(model: nn.Module) -> bool:
     return len(same) == NUM_LAYERS and all(same)
 
 
-def leave(after: dict[int, int], by: str) -> tuple[int, str | None, bool]:
-    """Leave after some tensors on some ranks; return how many came, what was raised, and more."""
+def stream(on_arrival: Callable[[int], bool], rank0_only: bool = False) -> Left:
+    """Return how many tensors came, what was raised, and whether all is well afterwards."""
     model, count, said = build(), 0, None
-    limit = after.get(dist.get_rank(), NUM_LAYERS + 1)
-    arriving = iter_full(model, bucket_bytes=ONE)
+    arriving = iter_full(model, bucket_bytes=ONE, rank0_only=rank0_only)
     try:
         for _ in arriving:
             count += 1
-            if count == limit:
-                if by == "raise":
-                    raise KeyError("consumer")
+            if not on_arrival(count):
                 break
     except (ShardError, KeyError) as error:
         said = str(error)
@@ -57,54 +58,49 @@ def leave(after: dict[int, int], by: str) -> tuple[int, str | None, bool]:
     return count, said, is_usable(model)
 
 
+def leave(after: dict[int, int], raises: bool = False, rank0_only: bool = False) -> Left:
+    """Leave after some tensors on some ranks."""
+
+    def goes_on(count: int) -> bool:
+        is_last = count == after.get(dist.get_rank())
+        if is_last and raises:
+            raise KeyError("consumer")
+        return not is_last
+
+    return stream(goes_on, rank0_only)
+
+
 EXPECTED = "Expected all ranks to go through iter_full() to its end, got on rank "
 
 
-@pytest.mark.parametrize("by", ["break", "raise"])
-def test_one_rank_leaves(by: str) -> None:
-    """The others are told when they want another bucket."""
-    left = f"{EXPECTED}1: it was left after '1.weight'"
-    said = "'consumer'" if by == "raise" else None
-    assert run_ranks(leave, 3, {1: 2}, by, timeout=60) == [
-        (2, left, True),
-        (2, said, True),
-        (2, left, True),
-    ]
+@pytest.mark.parametrize("raises", [False, True])
+def test_one_rank_leaves(raises: bool) -> None:
+    left = (2, f"{EXPECTED}1: it was left after '1.weight'", True)
+    found = run_ranks(leave, 3, {1: 2}, raises, timeout=60)
+    assert found == [left, (2, "'consumer'" if raises else None, True), left]
 
 
 def test_two_ranks_leave_the_third_alone() -> None:
     said = f"{EXPECTED}0: it was left after '1.weight'"
-    found = run_ranks(leave, 3, {0: 2, 1: 2}, "break", timeout=60)
+    found = run_ranks(leave, 3, {0: 2, 1: 2}, timeout=60)
     assert found == [(2, None, True), (2, None, True), (2, said, True)]
 
 
 @pytest.mark.parametrize("count", [1, 2, NUM_LAYERS - 1, NUM_LAYERS])
 def test_all_ranks_leave_at_the_same_place(count: int) -> None:
-    found = run_ranks(leave, 2, {0: count, 1: count}, "break", timeout=60)
+    found = run_ranks(leave, 2, {0: count, 1: count}, timeout=60)
     assert found == [(count, None, True)] * 2
-
-
-def first_leaves() -> tuple[int, str | None, bool]:
-    model, count, said = build(), 0, None
-    try:
-        for _ in iter_full(model, bucket_bytes=ONE, rank0_only=True):
-            count += 1
-            if count == 2:
-                break
-    except ShardError as error:
-        said = str(error)
-    return count, said, is_usable(model)
 
 
 def test_the_only_rank_that_gets_anything_leaves() -> None:
     left = f"{EXPECTED}0: it was left after '1.weight'"
-    assert run_ranks(first_leaves, 2, timeout=60) == [(2, None, True), (0, left, True)]
+    found = run_ranks(leave, 2, {0: 2}, False, True, timeout=60)
+    assert found == [(2, None, True), (0, left, True)]
 
 
-def runs_out_of_memory() -> tuple[int, str | None, bool]:
+def runs_out_of_memory() -> Left:
     """Fail on rank 1 when it is to have memory for the third bucket."""
-    model, count, said, calls = build(), 0, None, [0]
-    prepare = Message.prepare
+    prepare, calls = Message.prepare, [0]
 
     def failing(self: Message, *, arrives: bool) -> None:
         calls[0] += 1
@@ -112,13 +108,8 @@ def runs_out_of_memory() -> tuple[int, str | None, bool]:
             raise torch.OutOfMemoryError("no memory")
         prepare(self, arrives=arrives)
 
-    try:
-        with mock.patch.object(Message, "prepare", failing):
-            for _ in iter_full(model, bucket_bytes=ONE):
-                count += 1
-    except ShardError as error:
-        said = str(error)
-    return count, said, is_usable(model)
+    with mock.patch.object(Message, "prepare", failing):
+        return stream(lambda _: True)
 
 
 def test_a_rank_without_memory_is_an_error_on_all() -> None:
@@ -126,49 +117,43 @@ def test_a_rank_without_memory_is_an_error_on_all() -> None:
     assert run_ranks(runs_out_of_memory, 2, timeout=60) == [(1, said, True)] * 2
 
 
-def communicates_in_between() -> bool:
+@on_ranks(3)
+def test_a_consumer_communicates_in_between() -> None:
     """Use the same process group for every tensor, one rank being slow."""
-    model, same = build(), []
-    for index, (_, full) in enumerate(iter_full(model, bucket_bytes=2 * ONE)):
+    same = []
+    for index, (_, full) in enumerate(iter_full(build(), bucket_bytes=2 * ONE)):
         if dist.get_rank() == index % 3:
-            time.sleep(0.1)
+            time.sleep(0.05)
         summed = full.clone()
         dist.all_reduce(summed)
         dist.barrier()
         same.append(torch.equal(summed, full + full + full))
-    return len(same) == NUM_LAYERS and all(same)
+    assert same == [True] * NUM_LAYERS
 
 
-def test_a_consumer_communicates_in_between() -> None:
-    assert run_ranks(communicates_in_between, 3, timeout=60) == [True] * 3
-
-
-def is_killed(folder: str) -> None:
+def is_killed(folder: Path) -> None:
     """Kill rank 1 in the middle; what the others hear is left in files."""
-    model, start = build(), time.monotonic()
-    rank, count = dist.get_rank(), 0
+    rank, start = dist.get_rank(), time.monotonic()
+    count = 0
     try:
-        for _ in iter_full(model, bucket_bytes=ONE):
+        for _ in iter_full(build(), bucket_bytes=ONE):
             count += 1
             if rank == 1 and count == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
     except ShardError as error:
-        with open(f"{folder}/{rank}", "w") as file:
-            file.write(f"{count} {time.monotonic() - start:.0f} {type(error).__name__} {error}")
+        seconds = time.monotonic() - start
+        (folder / str(rank)).write_text(f"{count} {seconds:.0f} {type(error).__name__} {error}")
         raise
 
 
-def test_a_rank_is_killed_in_the_middle(tmp_path) -> None:
+def test_a_rank_is_killed_in_the_middle(tmp_path: Path) -> None:
     with contextlib.suppress(Exception):
-        run_ranks(is_killed, 3, str(tmp_path), timeout=60)
+        run_ranks(is_killed, 3, tmp_path, timeout=60)
     for rank in (0, 2):
         count, seconds, kind, *said = (tmp_path / str(rank)).read_text().split()
         assert int(count) in (2, 3) and int(seconds) < 30
         assert kind == "CommunicationError"
         assert " ".join(said).startswith(f"Rank {rank} failed while gathering full weights: ")
-
-
-# Full parameters on the first rank ----------------------------------------------------------------
 
 
 def leave_unsharded(leaving: int, mesh_shape: tuple[int, ...]) -> tuple[str | None, bool]:
@@ -206,13 +191,11 @@ def test_one_rank_leaves_unsharded(leaving: int, mesh_shape: tuple[int, ...]) ->
     assert found == [(said, True) for said in heard]
 
 
-def all_leave_unsharded() -> tuple[str, bool]:
+@on_ranks(2)
+def test_all_ranks_leave_unsharded_by_exceptions_of_their_own() -> None:
     model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False))
     before = model.weight.full_tensor().clone()
     with pytest.raises(KeyError) as caught, unsharded(model, rank0_only=True):
         raise KeyError(dist.get_rank())
-    return str(caught.value), torch.equal(model.weight.full_tensor(), before)
-
-
-def test_all_ranks_leave_unsharded_by_exceptions_of_their_own() -> None:
-    assert run_ranks(all_leave_unsharded, 2, timeout=60) == [("0", True), ("1", True)]
+    assert str(caught.value) == str(dist.get_rank())
+    assert torch.equal(model.weight.full_tensor(), before)

@@ -86,9 +86,6 @@ class Inputs:
             yield
 
 
-# Programs ---------------------------------------------------------------------------------------
-
-
 def train(model: nn.Module, batches: Callable[[int], torch.Tensor], *args: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(2):
@@ -128,41 +125,28 @@ def layers() -> list[nn.Module]:
     return [nn.Linear(WIDTH, 301), nn.LayerNorm(301), nn.Linear(301, WIDTH)]
 
 
-def regathered() -> None:
-    plain(torch.float32, torch.float32, 2)
+def replicated(*shape: int) -> None:
+    every_kind(mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
 
 
-def bf16() -> None:
-    plain(torch.float32, torch.bfloat16)
-
-
-def narrow() -> None:
-    """Stored and handed out in bf16, computed and reduced in fp32."""
-    plain(torch.bfloat16, torch.float32)
-
-
-def hybrid() -> None:
-    every_kind(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-def replicated() -> None:
-    every_kind(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-
-
-def encoded() -> None:
-    train(shard_net(as_type(Net(), Lossless)), own_input)
-
-
+FP32, BF16 = torch.float32, torch.bfloat16
+BOTH = {"all-gather", "reduce-scatter"}
 PROGRAMS: dict[str, tuple[int, Callable[[], None], set[str]]] = {
-    "fp32": (2, lambda: train_and_compare(True), {"all-gather", "reduce-scatter"}),
-    "subclass regathered": (4, lambda: train_and_compare(2), {"all-gather", "reduce-scatter"}),
-    "regathered": (4, regathered, {"all-gather", "reduce-scatter"}),
-    "uneven": (3, every_kind, {"all-gather", "reduce-scatter"}),
-    "bf16": (2, bf16, {"all-gather", "reduce-scatter"}),
-    "narrow": (3, narrow, {"all-gather", "reduce-scatter"}),
-    "hybrid": (4, hybrid, {"all-gather", "reduce-scatter", "all-reduce"}),
-    "replicated": (2, replicated, {"all-reduce"}),
-    "encoded": (3, encoded, {"all-gather", "all-to-all"}),
+    "fp32": (2, lambda: train_and_compare(True), BOTH),
+    "subclass regathered": (4, lambda: train_and_compare(2), BOTH),
+    "regathered": (4, lambda: plain(FP32, FP32, 2), BOTH),
+    "uneven": (3, every_kind, BOTH),
+    "bf16": (2, lambda: plain(FP32, BF16), BOTH),
+    "stored and handed out in bf16, computed and reduced in fp32": (
+        *(3, lambda: plain(BF16, FP32)),
+        BOTH,
+    ),
+    "hybrid": (4, lambda: replicated(2, 2), {*BOTH, "all-reduce"}),
+    "replicated": (2, lambda: replicated(2, 1), {"all-reduce"}),
+    "encoded": (
+        *(3, lambda: train(shard_net(as_type(Net(), Lossless)), own_input)),
+        {"all-gather", "all-to-all"},
+    ),
 }
 
 
@@ -190,9 +174,6 @@ def test_all_that_collectives_are_given_has_values(program: str) -> None:
 def test_gaps_that_are_not_cleared_are_seen(program: str, kind: str) -> None:
     ranks = run_ranks(inputs_of, PROGRAMS[program][0], program, clears=False)
     assert {unwritten for inputs in ranks for unwritten in +inputs.unwritten} == {kind}
-
-
-# Gradients that are copied ----------------------------------------------------------------------
 
 
 def calls_and_survivors() -> tuple[list[tuple[str, int]], int]:

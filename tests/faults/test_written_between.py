@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import own_input, train_step
+from on_ranks import on_ranks
 from safetensors.torch import save_file
 from torch import nn
 
@@ -98,7 +99,8 @@ def test_an_edit_of_rows_of_one_rank_is_stale_on_all(
     assert caught.value.agreed().message == STALE
 
 
-def edit_of_a_gradient() -> list[int]:
+@on_ranks(2, timeout=30)
+def test_an_edit_of_a_gradient_is_counted_on_all_ranks() -> None:
     """Return by how much the version of a gradient grows, by a look and by an edit of a row."""
     model = build()
     train_step(model, 0, None)
@@ -110,14 +112,11 @@ def edit_of_a_gradient() -> list[int]:
                 model.inp.weight.grad[0].add_(1)
         assert model.inp.weight.grad is grad
         grown.append(grad.to_local()._version - before)
-    return grown
+    assert (grown) == ([0, 1])
 
 
-def test_an_edit_of_a_gradient_is_counted_on_all_ranks() -> None:
-    assert run_ranks(edit_of_a_gradient, 2, timeout=30) == [[0, 1]] * 2
-
-
-def written_and_restored() -> None:
+@on_ranks(2, timeout=30)
+def test_what_is_put_back_as_it_was_in_forward_is_not_stale() -> None:
     """Write shards unseen within ``unsharded``: the full parameters are put back over them."""
     reference, model = Rows(), build()
     shard = model.few.to_local().detach()
@@ -129,13 +128,6 @@ def written_and_restored() -> None:
     train_step(reference, 0, None)
     for param, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
-
-
-def test_what_is_put_back_as_it_was_in_forward_is_not_stale() -> None:
-    run_ranks(written_and_restored, 2, timeout=30)
-
-
-# Loading ----------------------------------------------------------------------------------------
 
 
 def load_between(file: str, sends: bool) -> None:

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class Block(nn.Module):
@@ -45,15 +40,6 @@ def shard(model: nn.Sequential, policy: MixedPrecisionPolicy | None = None) -> n
     for block in model:
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
-
-
-@pytest.fixture
-def nccl_rank(tmp_path: object) -> Iterator[None]:
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def test_one_rank_trains_bitwise_as_unsharded(nccl_rank: None) -> None:

@@ -5,32 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedGradScaler, fully_shard
 from composable_shard.testing import fake_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-@pytest.fixture
-def nccl_rank(tmp_path: object) -> Iterator[None]:
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+pytestmark = pytest.mark.gpu
 
 
 def stack() -> nn.Sequential:

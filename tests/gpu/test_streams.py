@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.transport import host
 from composable_shard.testing import fake_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 LONG = 200_000_000  # cycles of the device, some tenth of a second
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-
-@pytest.fixture
-def nccl_rank(tmp_path: object) -> Iterator[None]:
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def blocks(depth: int = 2, width: int = 64, **kwargs: Any) -> Any:
@@ -116,7 +103,6 @@ def test_offloaded_shards_are_copied_beside_compute(nccl_rank: None) -> None:
 def test_offloaded_training_is_that_on_the_device(
     nccl_rank: None, policy: MixedPrecisionPolicy | None
 ) -> None:
-    """Steps of one half: on a device and on the host they are rounded once."""
     there = blocks(mp_policy=policy)
     here: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in there))
     with torch.no_grad():

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composable_shard import fully_shard, trace
 from composable_shard.insight.trace import merge
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SLEEP_CYCLES = 50_000_000  # tens of milliseconds, far more than the host takes to launch it
 
@@ -30,15 +25,6 @@ class Sleepy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch.cuda._sleep(SLEEP_CYCLES)
         return self.linear(x)
-
-
-@pytest.fixture
-def nccl_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def test_spans_are_what_the_device_did_and_nothing_waits_for_it(

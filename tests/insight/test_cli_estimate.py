@@ -193,10 +193,7 @@ WRONG: list[tuple[str, str]] = [
         (f"model = {said}\n[batch]", f"Expected 'model' to be 'module:attribute', got {said}")
         for said in ("'tests'", "':Net'", "'.models:Net'", "'tests:'", "3", "['tests:Net']")
     ),
-    (
-        f"{MODEL}:Nothing'\n[batch]",
-        "Expected 'Nothing' in module 'tests.insight.models', got none",
-    ),
+    (f"{MODEL}:Nothing'\n[batch]", "Expected 'Nothing' in module 'tests.insight.models', got none"),
     (
         f"{MODEL}:__name__'\n[batch]",
         "Expected 'model' to name a function or a class, got 'tests.insight.models'",
@@ -239,19 +236,13 @@ WRONG: list[tuple[str, str]] = [
     ),
     (f"{STACK}device = 'tpu'\n[batch]", "Expected 'device' to be a device of torch, got 'tpu'"),
     *(
-        (
-            f"{STACK}{key} = {said}\n[batch]",
-            f"Expected '{key}' to be a positive number, got {said}",
-        )
+        (f"{STACK}{key} = {said}\n[batch]", f"Expected '{key}' to be a positive number, got {said}")
         for key, said in (
             *(("flops", said) for said in ("'many'", "nan", "0", "-1.5")),
             *(("bandwidth", "'x'"), ("replica_bandwidth", "nan")),
         )
     ),
-    (
-        f"{STACK}latency = nan\n[batch]",
-        "Expected 'latency' to be a number of at least 0, got nan",
-    ),
+    (f"{STACK}latency = nan\n[batch]", "Expected 'latency' to be a number of at least 0, got nan"),
     (f"{STACK}fully_shard = 3\n[batch]", "Expected 'fully_shard' to be a table, got 3"),
     (
         f"{SHARDED}polcy = 1",
@@ -361,29 +352,27 @@ def test_null_in_json_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert said[0] == said[1]
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_config(tmp_path / "none.toml", {})
-    path = tmp_path / "none.toml"
-    assert str(caught.value) == (
-        f"Expected a config to read, got [Errno 2] No such file or directory: '{path}'"
-    )
-    with pytest.raises(ConfigError) as caught:
-        read_config(written(tmp_path, "{", "a.json"), {})
-    path = tmp_path / "a.json"
-    assert str(caught.value) == (
-        f"Expected TOML or JSON in {path}, got Expecting property name enclosed in double quotes: "
-        "line 1 column 2 (char 1)"
-    )
-    path = tmp_path / "c.json"
-    path.write_bytes(b"\xff\xfe")
+UNREADABLE: dict[str, tuple[bytes | None, str]] = {
+    "none.toml": (None, "Expected a config to read, got [Errno 2] No such file or directory: '{}'"),
+    "a.json": (
+        b"{",
+        "Expected TOML or JSON in {}, got Expecting property name enclosed in double quotes: line "
+        "1 column 2 (char 1)",
+    ),
+    "b.json": (b"[1]", "Expected keys and values in {}, got list"),
+    "c.json": (
+        b"\xff\xfe",
+        "Expected TOML or JSON in {}, got 'utf-8' codec can't decode byte 0xff in position 0: "
+        "invalid start byte",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    path, (content, said) = tmp_path / name, UNREADABLE[name]
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         read_config(path, {})
-    assert str(caught.value) == (
-        f"Expected TOML or JSON in {path}, got 'utf-8' codec can't decode byte 0xff in position "
-        "0: invalid start byte"
-    )
-    with pytest.raises(ConfigError) as caught:
-        read_config(written(tmp_path, "[1]", "b.json"), {})
-    path = tmp_path / "b.json"
-    assert str(caught.value) == f"Expected keys and values in {path}, got list"
+    assert str(caught.value) == said.format(path)

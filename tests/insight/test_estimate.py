@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from calls import said_of_calls
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,6 +45,7 @@ from tests.insight.models import BF16, BF16_SUMS, Stack
 BATCH = torch.empty(2, 256, device="meta")
 
 
+@cache
 def told(mesh_shape: int | tuple[int, int], **kwargs: Any) -> Estimate:
     return estimate(Stack, mesh_shape, batch=BATCH, **kwargs)
 
@@ -94,7 +96,6 @@ def test_bytes_are_those_that_explain_tells_on_as_many_ranks(case: str) -> None:
 def test_bytes_on_devices_are_those_that_explain_tells_where_they_are(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On devices that nccl serves; here the fake ranks pass for them."""
     shape, kwargs = CASES[case]
     result = told(shape, device="cuda", **kwargs)
     monkeypatch.setattr(_torch, "has_streams", lambda device: True)
@@ -156,8 +157,6 @@ def test_arguments_of_many_ranks_are_turned_into_those_of_few() -> None:
             {"reshard_after_forward": expected},
         ]
 
-
-# Sums that can be done by hand -------------------------------------------------------------------
 
 WIDTH, ROWS = 1024, 16
 
@@ -253,9 +252,6 @@ def test_activation_checkpoints_need_less_memory_and_more_compute() -> None:
     assert again.flops == plain.flops + 8 * 2 * 4096 * 256 * 384
 
 
-# What is asked -----------------------------------------------------------------------------------
-
-
 def test_forms_of_a_batch() -> None:
     by_tensor = told(2)
     for batch in ((BATCH,), {"x": BATCH}, lambda: torch.zeros(2, 256), torch.ones(2, 256)):
@@ -333,19 +329,16 @@ def test_the_four_forms() -> None:
     assert "462 k parameters in 3 groups over 8 shards" in console.export_text()
 
 
-# What is refused ---------------------------------------------------------------------------------
-
-
 def test_a_process_group_of_the_caller_is_left_alone() -> None:
     with fake_ranks(3):
         with pytest.raises(ShardError) as caught:
-            told(2)
+            told.__wrapped__(2)
         assert dist.get_world_size() == 3
     assert str(caught.value) == (
         "Expected estimate in a process without a process group, got one of backend 'fake'; "
         "call it before init_process_group, or in a process of its own"
     )
-    told(2)
+    told.__wrapped__(2)
     assert not dist.is_initialized()
 
 
@@ -360,80 +353,56 @@ class Asking(Stack):
         return y * y.sum().item()
 
 
-REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (
-        lambda: told((2, 2, 2)),  # type: ignore[arg-type]
-        ValueError,
-        "Expected mesh_shape to be a number of ranks or (replicas, shards), got (2, 2, 2)",
-    ),
-    (
-        lambda: told(0),
-        ValueError,
-        "Expected mesh_shape to be a number of ranks or (replicas, shards), got 0",
-    ),
-    (
-        lambda: told(8, reshard_after_forward=3),
-        ValueError,
-        "Expected reshard_after_forward to divide the number of shards, got 3 for 8 shards",
-    ),
-    (
-        lambda: told(8, flops=1e12),
-        ValueError,
-        "Expected both flops and bandwidth, or neither, got flops=1000000000000.0 and "
-        "bandwidth=None",
-    ),
-    (
-        lambda: told(8, flops=1.0, bandwidth=0.0),
-        ValueError,
-        "Expected positive speeds and a latency of at least 0, got flops=1.0, bandwidth=0.0, "
-        "replica_bandwidth=0.0, latency=0.0",
-    ),
-    (
-        lambda: estimate(Stack, 2),
-        TypeError,
-        "Expected batch to be what one rank's forward takes, got None",
-    ),
-    (
-        lambda: told(2, shard=lambda model, mesh: None, mp_policy=MixedPrecisionPolicy()),
-        ValueError,
-        "Expected either shard or policy and arguments of fully_shard, got shard and ['mp_policy']",
-    ),
-    (
-        lambda: estimate(lambda: None, 2, batch=BATCH),  # type: ignore[arg-type, return-value]
-        TypeError,
-        "Expected build_model to return an nn.Module, got NoneType",
-    ),
-    (
-        lambda: told(2, shard=lambda model, mesh: None),
-        ValueError,
-        "Expected shard to apply fully_shard to Stack, got no sharded module",
-    ),
-    (
-        lambda: estimate(Listing, 2, batch=BATCH),
-        TypeError,
-        "Expected forward to return a tensor, or an output with a loss, got list; pass loss=, "
-        "a function of the output and the batch",
-    ),
-    (
-        lambda: told(2, optimizer=torch.optim.Adafactor),
-        ValueError,
-        "Expected an optimizer whose step reads no values, got Adafactor; pass another one with "
-        "as much state, or optimizer=None to leave it out",
-    ),
-    (
-        lambda: estimate(two_tensor_mlp, 2, batch=torch.empty(2, 8)),
-        ValueError,
-        "Expected plain parameters, which can be laid out for any number of ranks, got a tensor "
-        "subclass; estimate the model before its parameters are converted",
-    ),
-]
+def over_own_mesh(model: nn.Module, mesh: Any) -> None:
+    with unset_fake_temporarily():
+        own = init_device_mesh("cpu", (2,), mesh_dim_names=("own",))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: ShardPlacementResult(mesh=own))
 
 
-@pytest.mark.parametrize(("call", "error", "text"), REFUSED, ids=[c[2][9:50] for c in REFUSED])
-def test_message(call: Callable[[], object], error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == text
+REFUSED = """\
+told((2, 2, 2))
+    ValueError: Expected mesh_shape to be a number of ranks or (replicas, shards), got (2, 2, 2)
+told(0)
+    ValueError: Expected mesh_shape to be a number of ranks or (replicas, shards), got 0
+told(8, reshard_after_forward=3)
+    ValueError: Expected reshard_after_forward to divide the number of shards, got 3 for 8 shards
+told(8, flops=1e12)
+    ValueError: Expected both flops and bandwidth, or neither, got flops=1000000000000.0 and
+    bandwidth=None
+told(8, flops=1.0, bandwidth=0.0)
+    ValueError: Expected positive speeds and a latency of at least 0, got flops=1.0,
+    bandwidth=0.0, replica_bandwidth=0.0, latency=0.0
+estimate(Stack, 2)
+    TypeError: Expected batch to be what one rank's forward takes, got None
+told(2, shard=lambda model, mesh: None, mp_policy=MixedPrecisionPolicy())
+    ValueError: Expected either shard or policy and arguments of fully_shard, got shard and
+    ['mp_policy']
+estimate(lambda: None, 2, batch=BATCH)
+    TypeError: Expected build_model to return an nn.Module, got NoneType
+told(2, shard=lambda model, mesh: None)
+    ValueError: Expected shard to apply fully_shard to Stack, got no sharded module
+estimate(Listing, 2, batch=BATCH)
+    TypeError: Expected forward to return a tensor, or an output with a loss, got list; pass loss=,
+    a function of the output and the batch
+told(2, optimizer=torch.optim.Adafactor)
+    ValueError: Expected an optimizer whose step reads no values, got Adafactor; pass another one
+    with as much state, or optimizer=None to leave it out
+estimate(two_tensor_mlp, 2, batch=torch.empty(2, 8))
+    ValueError: Expected plain parameters, which can be laid out for any number of ranks, got a
+    tensor subclass; estimate the model before its parameters are converted
+told(2, shard=over_own_mesh)
+    ValueError: Expected parameters over the shards of the mesh, or over all of it, got
+    'before.weight' over others; estimate knows one axis of shards and one of replicas
+"""
+
+
+@pytest.mark.parametrize("call", said_of_calls(REFUSED))
+def test_message(call: str) -> None:
+    names = {**globals(), "two_tensor_mlp": two_tensor_mlp, "policy": MixedPrecisionPolicy}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        eval(call, names)
+    said = f"{type(caught.value).__name__}: {caught.value}"
+    assert said == said_of_calls(REFUSED)[call]
     assert not dist.is_initialized()
 
 
@@ -444,18 +413,3 @@ def test_code_that_asks_for_values_is_told_so() -> None:
         "estimate runs the model on tensors without values, and something in it, or in the loss, "
         "asks one for its value"
     ]
-
-
-def over_own_mesh(model: nn.Module, mesh: Any) -> None:
-    with unset_fake_temporarily():
-        own = init_device_mesh("cpu", (2,), mesh_dim_names=("own",))
-    fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: ShardPlacementResult(mesh=own))
-
-
-def test_other_meshes_are_refused() -> None:
-    with pytest.raises(ValueError) as caught:
-        told(2, shard=over_own_mesh)
-    assert str(caught.value) == (
-        "Expected parameters over the shards of the mesh, or over all of it, got "
-        "'before.weight' over others; estimate knows one axis of shards and one of replicas"
-    )

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -219,9 +220,6 @@ def test_reasons() -> None:
         )
 
 
-# Advice ------------------------------------------------------------------------------------------
-
-
 def advice(model: nn.Module) -> dict[str, tuple[tuple[str, ...], str, str]]:
     return {one.kind: (one.about, one.problem, one.remedy) for one in explain(model).advice}
 
@@ -231,64 +229,64 @@ def test_a_model_without_flaws() -> None:
         assert explain(shard(Stack())).advice == ()
 
 
-def test_one_giant_root() -> None:
-    with fake_ranks(2):
-        assert advice(fully_shard(Stack(layers=6)))["giant root"] == (
-            ("(root)",),
-            "the root group gathers 4.77 MiB at once, 100% of the parameters, and nothing overlaps "
-            "with that",
-            "apply fully_shard to each Layer (6 of them) before the root, or "
-            "apply_fully_shard(model, Layer)",
-        )
+def with_a_small_group() -> nn.Module:
+    model = Stack()
+    model.small = fully_shard(nn.Linear(16, 16))
+    return shard(model)
 
 
-def test_a_group_too_small_for_a_message() -> None:
-    with fake_ranks(2):
-        model = Stack()
-        model.small = nn.Linear(16, 16)
-        fully_shard(model.small)
-        assert advice(shard(model))["small group"] == (
-            ("small",),
-            "1 group of at most 1.06 KiB each: a gather of so few bytes is all latency",
-            "shard the module around instead, or several in one list: fully_shard([a, b])",
-        )
+def summed_in_bf16() -> nn.Module:
+    return fully_shard(Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
 
 
-def test_rows_that_do_not_divide() -> None:
-    with fake_ranks(2):
-        model = fully_shard(nn.Linear(512, 257, bias=False))
-        assert advice(model)["uneven rows"] == (
-            ("weight",),
-            "257 rows over 2 ranks are padded by 2 KiB, and the whole gradient is copied to pad it",
-            "make it 258 rows, or shard another dim by shard_placement_fn",
-        )
+def by_columns() -> nn.Module:
+    return fully_shard(nn.Linear(64, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
 
 
-def test_ranks_without_rows() -> None:
+ADVICE: dict[str, tuple[int, Callable[[], nn.Module], tuple[str, ...], str, str]] = {
+    "giant root": (
+        *(2, lambda: fully_shard(Stack(layers=6)), ("(root)",)),
+        "the root group gathers 4.77 MiB at once, 100% of the parameters, and nothing overlaps "
+        "with that",
+        "apply fully_shard to each Layer (6 of them) before the root, or "
+        "apply_fully_shard(model, Layer)",
+    ),
+    "small group": (
+        *(2, with_a_small_group, ("small",)),
+        "1 group of at most 1.06 KiB each: a gather of so few bytes is all latency",
+        "shard the module around instead, or several in one list: fully_shard([a, b])",
+    ),
+    "uneven rows": (
+        *(2, lambda: fully_shard(nn.Linear(512, 257, bias=False)), ("weight",)),
+        "257 rows over 2 ranks are padded by 2 KiB, and the whole gradient is copied to pad it",
+        "make it 258 rows, or shard another dim by shard_placement_fn",
+    ),
+    "empty ranks": (
+        *(8, lambda: fully_shard(nn.Linear(64, 4)), ("weight", "bias")),
+        "2 parameters of (root) with as few as 4 rows for 8 ranks: some ranks hold none, and "
+        "gathering pads by 1.02 KiB",
+        "shard a longer dim of weight by shard_placement_fn",
+    ),
+    "narrow sums": (
+        *(8, summed_in_bf16, ("(root)",)),
+        "gradients of 8 ranks are summed in bfloat16, rounded as they go",
+        "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ADVICE)
+def test_advice(kind: str) -> None:
+    num_ranks, build, *said = ADVICE[kind]
+    with fake_ranks(num_ranks):
+        assert advice(build())[kind] == tuple(said)
+
+
+def test_a_bias_that_leaves_ranks_empty_may_be_small() -> None:
     with fake_ranks(8):
-        model = fully_shard(nn.Linear(64, 4))
-        assert advice(model)["empty ranks"] == (
-            ("weight", "bias"),
-            "2 parameters of (root) with as few as 4 rows for 8 ranks: some ranks hold none, and "
-            "gathering pads by 1.02 KiB",
-            "shard a longer dim of weight by shard_placement_fn",
-        )
-        model = fully_shard(nn.Linear(64, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
-        assert advice(model)["empty ranks"][0] == ("bias",)
-        assert advice(model)["empty ranks"][2] == (
-            "nothing, if they are small: they share one message"
-        )
-
-
-def test_sums_in_low_precision() -> None:
-    with fake_ranks(8):
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-        model = fully_shard(Stack(), mp_policy=policy)
-        assert advice(model)["narrow sums"] == (
-            ("(root)",),
-            "gradients of 8 ranks are summed in bfloat16, rounded as they go",
-            "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions",
-        )
+        about, _, remedy = advice(by_columns())["empty ranks"]
+    assert about == ("bias",)
+    assert remedy == "nothing, if they are small: they share one message"
 
 
 def test_what_is_whole_on_every_rank() -> None:

@@ -5,17 +5,75 @@ Ranks are kept from sharing memory, so that every message is one that is seen.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from copies import Copies
+from torch import Tensor, nn
 from two_tensors import two_tensor_hooks
 
 from composable_shard import MixedPrecisionPolicy, explain
 from composable_shard.insight.explain import Explanation
 from composable_shard.testing import run_ranks
 from tests.insight import models
-from tests.insight.counting import Sent, count_step
+from tests.insight.models import inputs_of
 from tests.near import Apart
+
+NUM_WARMUP_STEPS = 2
+
+
+@dataclass
+class Sent:
+    """What this rank sent in one step."""
+
+    launches: int
+    messages: int
+    nbytes: int
+    all_reduced: int
+    copied: int
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def count_step(model: nn.Module) -> Sent:
+    """Count one step, some steps after the first."""
+    x = inputs_of(model)
+    for _ in range(NUM_WARMUP_STEPS):
+        step(model, x)
+    reduced: list[int] = []
+    with ExitStack() as stack:
+        copies = stack.enter_context(Copies())
+        stack.enter_context(noted_all_reduces(reduced))
+        copies.phase = "forward"
+        model.zero_grad()
+        loss = model(x).square().mean()
+        copies.phase = "backward"
+        loss.backward()
+    counts = copies.counts
+    return Sent(
+        counts.collectives, counts.messages, counts.sent, sum(reduced), sum(counts.moved.values())
+    )
+
+
+@contextmanager
+def noted_all_reduces(nbytes: list[int]) -> Iterator[None]:
+    """Note the bytes of each all-reduce."""
+    before = dist.all_reduce
+
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nbytes.append(tensor.nbytes)
+        return before(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", call):
+        yield
 
 
 def told(explanation: Explanation, num_shards: int, num_replicas: int = 1) -> Sent:

@@ -31,8 +31,6 @@ from composable_shard import FSDPModule, MixedPrecisionPolicy, UnshardHandle, fu
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
 
-# The class -----------------------------------------------------------------------------------
-
 
 def test_the_class_of_a_sharded_module() -> None:
     with fake_ranks(2):
@@ -73,8 +71,6 @@ def test_every_public_method_of_torch_is_overridden() -> None:
     ]
     assert inherited == []
 
-
-# Names, arguments and defaults ---------------------------------------------------------------
 
 NOT_FSDP2 = {  # what torch.distributed.fsdp has besides
     "BackwardPrefetch",
@@ -188,9 +184,6 @@ def test_a_difference_of_arguments_is_seen() -> None:
     assert unlike(more, theirs) == ["fourth: needed"]
 
 
-# Clearing gradients --------------------------------------------------------------------------
-
-
 def clear_by_module(model: nn.Module, set_to_none: bool) -> None:
     model.zero_grad(set_to_none=set_to_none)
 
@@ -207,8 +200,10 @@ def clear_by_reset(model: nn.Module, set_to_none: bool) -> None:
 Clear = Callable[[nn.Module, bool], None]
 
 
-def clear_accumulated(clear: Clear, set_to_none: bool) -> None:
-    """Clear after a backward without sync; the next one starts from nothing."""
+@pytest.mark.parametrize("clear", [clear_by_module, clear_by_optimizer, clear_by_reset])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_accumulated_gradients_are_cleared(clear: Clear, set_to_none: bool) -> None:
     reference, model = two_nets(2)
     with model.no_sync():
         model(own_input(5)).square().sum().backward()
@@ -220,12 +215,6 @@ def clear_accumulated(clear: Clear, set_to_none: bool) -> None:
     train_step(model, 0, None)
     train_step(reference, 0, None)
     assert_parity(model, reference)
-
-
-@pytest.mark.parametrize("clear", [clear_by_module, clear_by_optimizer, clear_by_reset])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulated_gradients_are_cleared(clear: Clear, set_to_none: bool) -> None:
-    run_ranks(clear_accumulated, 2, clear, set_to_none)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -241,23 +230,6 @@ def test_reduced_gradients_are_cleared(set_to_none: bool) -> None:
     train_step(model, 0, None)
     train_step(reference, 0, None)
     assert_parity(model, reference)
-
-
-@on_ranks(2)
-def test_gradients_under_way_are_cleared() -> None:
-    """Clear while the last reduction of a backward is still open."""
-    reference, model = two_nets(2)
-    model.set_is_last_backward(False)
-    train_step(model, 5, None)
-    model.zero_grad()
-    model.set_is_last_backward(True)
-    assert all(param.grad is None for param in model.parameters())
-    train_step(model, 0, None)
-    train_step(reference, 0, None)
-    assert_parity(model, reference)
-
-
-# What an accumulated gradient is -------------------------------------------------------------
 
 
 def accumulated(reduce_dtype: torch.dtype | None) -> None:
@@ -289,7 +261,6 @@ def test_accumulated_gradients_are_visible_as_partial(reduce_dtype: torch.dtype 
 
 @on_ranks(2)
 def test_an_optimizer_step_before_the_sync_is_right() -> None:
-    """An optimizer step taken before the sync is right too."""
     reference, model = two_nets(1)
     with model.no_sync():
         model(own_input()).square().sum().backward()
@@ -301,10 +272,10 @@ def test_an_optimizer_step_before_the_sync_is_right() -> None:
         torch.testing.assert_close(param.full_tensor(), expected)
 
 
-# Settings ------------------------------------------------------------------------------------
-
-
-def sync_of_one_block(after_forward: bool, recurse: bool) -> list[list[str]]:
+@pytest.mark.parametrize("after_forward", [False, True])
+@pytest.mark.parametrize("recurse", [False, True])
+@on_ranks(2)
+def test_sync_may_be_set_before_and_after_forward(after_forward: bool, recurse: bool) -> None:
     """Switch sync off for the root (and all below, if ``recurse``) before or after forward."""
     model = shard_net(Net(2))
     loss = None
@@ -316,22 +287,16 @@ def sync_of_one_block(after_forward: bool, recurse: bool) -> list[list[str]]:
     model.set_requires_gradient_sync(True, recurse=recurse)
     with record_events(model, "accumulate", "reduce_scatter") as second:
         model(own_input()).sum().backward()
-    return [[f"{event} {name}" for event, name in part] for part in (first, second)]
-
-
-@pytest.mark.parametrize("after_forward", [False, True])
-@pytest.mark.parametrize("recurse", [False, True])
-def test_sync_may_be_set_before_and_after_forward(after_forward: bool, recurse: bool) -> None:
     below = "accumulate" if recurse else "reduce_scatter"
     expected = [
         [f"{below} blocks.1", f"{below} blocks.0", "accumulate "],
         ["reduce_scatter blocks.1", "reduce_scatter blocks.0", "reduce_scatter "],
     ]
-    assert run_ranks(sync_of_one_block, 2, after_forward, recurse) == [expected] * 2
+    assert ([[f"{event} {name}" for event, name in part] for part in (first, second)]) == (expected)
 
 
-def no_sync_restores() -> list[bool]:
-    """A nested ``no_sync`` restores what was set, not the default."""
+@on_ranks(2)
+def test_no_sync_restores_what_was_set() -> None:
     _, model = two_nets(1)
     block = model.blocks[0]
     block.set_requires_gradient_sync(False)
@@ -343,14 +308,12 @@ def no_sync_restores() -> list[bool]:
         raise KeyError
     train_step(model, 1, None)
     partial += [p.grad.placements[0].is_partial() for p in (block.up.weight, model.inp.weight)]
-    return partial
+    assert (partial) == ([True, False, True, False])
 
 
-def test_no_sync_restores_what_was_set() -> None:
-    assert run_ranks(no_sync_restores, 2) == [[True, False, True, False]] * 2
-
-
-def handle() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks("num_ranks")
+def test_unshard_handles() -> None:
     reference, model = two_nets(1)
     block = model.blocks[0]
     pending = block.unshard(async_op=True)
@@ -366,11 +329,6 @@ def handle() -> None:
     dropped.wait()  # nothing to wait for any more
     assert isinstance(block.up.weight, DTensor)
     assert torch.equal(model(own_input()), reference(own_input()))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_unshard_handles(num_ranks: int) -> None:
-    run_ranks(handle, num_ranks)
 
 
 @on_ranks(2)

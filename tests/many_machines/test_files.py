@@ -217,9 +217,6 @@ def test_ray_is_asked_for_workers_that_train(tmp_path: Path) -> None:
         sys.modules["train"].main.assert_called_once_with(given["arguments"])
 
 
-# The page -----------------------------------------------------------------------------------------
-
-
 def test_the_page_names_each_file_and_variable() -> None:
     text = PAGE.read_text()
     for file in FOLDER.iterdir():

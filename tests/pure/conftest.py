@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
 
-settings.register_profile("reproducible", deadline=None, derandomize=True)
+MANY = 30 if os.environ.get("BRIEF_EXAMPLES") else 200
+
+settings.register_profile("reproducible", max_examples=MANY, deadline=None, derandomize=True)
 settings.load_profile("reproducible")

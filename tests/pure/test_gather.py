@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composable_shard.core.bucket import Staging, matching_pieces
@@ -87,7 +87,6 @@ def buckets(draw: st.DrawFn) -> BucketLayout:
     return plan_bucket(tuple(params), num_shards, 4, packing, draw(st.sampled_from([1, 4])))
 
 
-@settings(max_examples=150, deadline=None)
 @given(buckets(), st.booleans())
 def test_gather_then_view_is_the_identity(bucket: BucketLayout, fuses: bool) -> None:
     full = numbered(bucket.params)
@@ -113,9 +112,6 @@ def test_matching_pieces_pair_every_element_once_and_no_padding(layout: ParamLay
     for whole, piece in matching_pieces(layout, back, shards):
         whole.copy_(piece)
     assert torch.equal(back, full)
-
-
-# Gradients ----------------------------------------------------------------------------------
 
 
 def reduced(transfers: list[GradTransfer], rank: int) -> GradTransfer:
@@ -148,7 +144,6 @@ def ranks_grads(draw: st.DrawFn) -> tuple[list[ParamLayout], list[list[torch.Ten
 IN_ORDER = [ParamLayout((1,), 0, 2), ParamLayout((1, 2), 1, 2), ParamLayout((1, 1, 3), 2, 2)]
 
 
-@settings(max_examples=150, deadline=None)
 @example(
     (IN_ORDER, [[torch.full(param.shape, 1.0 + rank) for param in IN_ORDER] for rank in range(2)])
 )
@@ -194,7 +189,6 @@ def test_a_dense_even_gradient_in_the_reduce_dtype_is_the_message_itself() -> No
 def test_small_parameters_are_copied_without_those_of_ranks_that_have_none(
     fuses: bool, numel: int
 ) -> None:
-    """A kernel that is fused takes as many ranks' of each."""
     params = tuple(ParamLayout((rows,), 0, 4096) for rows in (3072, 4))
     bucket = plan_bucket(params, 4096, 4, PLAIN)
     flat = torch.zeros(bucket.unsharded_numel)
@@ -206,11 +200,6 @@ def test_small_parameters_are_copied_without_those_of_ranks_that_have_none(
     copied = staging._unpacked if fuses else staging._into
     assert sum(tensor.numel() for tensor in copied) == numel
     plan = GatherPlan(
-        ("a", "b"),
-        bucket,
-        torch.float32,
-        is_away=False,
-        fuses=fuses,
-        stored_dtype=torch.float32,
+        ("a", "b"), bucket, torch.float32, is_away=False, fuses=fuses, stored_dtype=torch.float32
     )
     assert plan.packed_nbytes == 4 * numel

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_shard.core.layout import (
@@ -47,9 +47,6 @@ def buckets(draw: st.DrawFn) -> tuple[BucketLayout, int]:
 def ranges_do_not_overlap(ranges: list[tuple[int, int]]) -> bool:
     filled = sorted(r for r in ranges if r[0] < r[1])
     return all(end <= start for (_, end), (start, _) in pairwise(filled))
-
-
-# One parameter ------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 200), st.integers(1, 40))
@@ -105,9 +102,6 @@ def test_a_layout_that_cannot_be_is_refused(
     assert str(caught.value) == message
 
 
-# Packed or not ------------------------------------------------------------------------------
-
-
 @given(st.integers(2, 64), ITEMSIZES, st.sampled_from(PACKINGS))
 def test_a_parameter_travels_packed_up_to_the_bytes_that_messages_are_worth(
     num_shards: int, itemsize: int, packing: Packing
@@ -135,29 +129,17 @@ def test_what_has_no_elements_needs_no_message_of_its_own(layout: ParamLayout) -
         assert all(travels_packed(layout, 4, packing) for packing in PACKINGS)
 
 
-# One bucket ---------------------------------------------------------------------------------
-
-
-@settings(max_examples=200)
 @given(buckets())
-def test_shards_do_not_overlap_in_the_sharded_bucket(
-    planned: tuple[BucketLayout, int],
-) -> None:
-    bucket, _ = planned
+def test_a_bucket(planned: tuple[BucketLayout, int]) -> None:
+    bucket, itemsize = planned
+    # Shards do not overlap in the sharded bucket.
     ranges = [
         (start, start + param.shard_numel)
         for start, param in zip(bucket.shard_offsets, bucket.params, strict=True)
     ]
     assert ranges_do_not_overlap(ranges)
     assert all(start >= 0 and end <= bucket.shard_numel for start, end in ranges)
-
-
-@settings(max_examples=200)
-@given(buckets())
-def test_parameters_do_not_overlap_in_the_unsharded_bucket(
-    planned: tuple[BucketLayout, int],
-) -> None:
-    bucket, itemsize = planned
+    # Nor do parameters in the unsharded one.
     ranges = [
         (start, start + (param.numel if index in bucket.permuted else param.gathered_numel))
         for index, (start, param) in enumerate(
@@ -167,12 +149,7 @@ def test_parameters_do_not_overlap_in_the_unsharded_bucket(
     assert ranges_do_not_overlap(ranges)
     assert all(start >= 0 and end <= bucket.unsharded_numel for start, end in ranges)
     assert all(start * itemsize % ALIGNMENT_NBYTES == 0 for start, _ in ranges)
-
-
-@settings(max_examples=200)
-@given(buckets())
-def test_messages_cover_the_sharded_bucket_once(planned: tuple[BucketLayout, int]) -> None:
-    bucket, itemsize = planned
+    # Messages cover the sharded bucket once.
     times_sent = torch.zeros(bucket.shard_numel, dtype=torch.int64)
     for offset, numel in bucket.messages:
         assert offset >= 0 and offset + numel <= bucket.shard_numel
@@ -182,14 +159,7 @@ def test_messages_cover_the_sharded_bucket_once(planned: tuple[BucketLayout, int
     num_idle = int((times_sent == 0).sum())
     assert int(times_sent.sum()) + num_idle == bucket.shard_numel
     assert num_idle * itemsize < ALIGNMENT_NBYTES * max(1, len(bucket.messages))
-
-
-@settings(max_examples=200)
-@given(buckets())
-def test_there_is_one_message_for_each_big_parameter_and_one_for_all_small_ones(
-    planned: tuple[BucketLayout, int],
-) -> None:
-    bucket, itemsize = planned
+    # There is one message for each big parameter, and one for all small ones.
     small = [travels_packed(param, itemsize, bucket.packing) for param in bucket.params]
     assert len(bucket.messages) == small.count(False) + (bucket.packed_numel > 0)
     assert set(bucket.packed) == {index for index, is_small in enumerate(small) if is_small}
@@ -198,12 +168,7 @@ def test_there_is_one_message_for_each_big_parameter_and_one_for_all_small_ones(
     if bucket.packed_numel:
         assert bucket.messages[-1] == (bucket.packed_offset, bucket.packed_numel)
         assert bucket.packed_offset + bucket.packed_numel == bucket.shard_numel
-
-
-@settings(max_examples=200)
-@given(buckets())
-def test_only_what_lies_in_order_gathers_into_place(planned: tuple[BucketLayout, int]) -> None:
-    bucket, _ = planned
+    # Only what lies in order gathers into place.
     indices = sorted(bucket.direct + bucket.permuted + bucket.packed)
     assert indices == list(range(len(bucket.params)))
     for index in bucket.direct + bucket.packed:
@@ -218,42 +183,7 @@ def test_only_what_lies_in_order_gathers_into_place(planned: tuple[BucketLayout,
     ]
     if bucket.alignment == 1:
         assert bucket.staging_numel == staged
-
-
-# Alignment ----------------------------------------------------------------------------------
-
-
-@settings(max_examples=200)
-@given(buckets(), ITEMSIZES)
-def test_what_is_packed_is_aligned_in_the_wire_dtype_and_in_a_narrower_one(
-    planned: tuple[BucketLayout, int], num_flags: int
-) -> None:
-    bucket, itemsize = planned
-    nbytes = bucket.packing.alignment_nbytes
-    for size in (itemsize, max(1, nbytes // bucket.alignment)):  # the second is the narrowest
-        starts = [bucket.shard_offsets[index] for index in bucket.packed]
-        starts += [start for start, _ in bucket.staged]
-        starts += [bucket.packed_offset, bucket.packed_numel, bucket.aligned(num_flags)]
-        assert all(start * size % nbytes == 0 for start in starts)
-
-
-def test_a_packed_message_by_hand() -> None:
-    """Three and five elements of a rank: 12 and 20 bytes, padded to 16 and 32."""
-    params = (ParamLayout((6,), 0, 2), ParamLayout((9,), 0, 2))
-    bucket = plan_bucket(params, 2, 4, NCCL)
-    assert bucket.shard_offsets == (0, 4)
-    assert (bucket.packed_numel, bucket.packed_paddings) == (12, [1, 3])
-    assert (bucket.staging_numel, bucket.dropped_numel) == (2 * 12 + 2 * 3, 2 * 3)
-    narrow = plan_bucket(params, 2, 4, NCCL, 2)  # bf16 in between: 8 elements are 16 bytes
-    assert (narrow.shard_offsets, narrow.packed_numel) == ((0, 8), 16)
-    plain = plan_bucket(params, 2, 4, GLOO)
-    assert (plain.shard_offsets, plain.packed_numel, plain.staging_numel) == ((0, 3), 8, 16)
-
-
-@settings(max_examples=200)
-@given(buckets())
-def test_gathers_write_all_but_what_is_called_unwritten(planned: tuple[BucketLayout, int]) -> None:
-    bucket, _ = planned
+    # Gathers write all but what is called unwritten.
     written = torch.zeros(bucket.unsharded_numel, dtype=torch.bool)
     for index, (start, param) in enumerate(
         zip(bucket.unsharded_offsets, bucket.params, strict=True)
@@ -269,6 +199,31 @@ def test_gathers_write_all_but_what_is_called_unwritten(planned: tuple[BucketLay
         assert not written[start:end].any()
         written[start:end] = True
     assert written.all()
+
+
+@given(buckets(), ITEMSIZES)
+def test_what_is_packed_is_aligned_in_the_wire_dtype_and_in_a_narrower_one(
+    planned: tuple[BucketLayout, int], num_flags: int
+) -> None:
+    bucket, itemsize = planned
+    nbytes = bucket.packing.alignment_nbytes
+    for size in (itemsize, max(1, nbytes // bucket.alignment)):  # the second is the narrowest
+        starts = [bucket.shard_offsets[index] for index in bucket.packed]
+        starts += [start for start, _ in bucket.staged]
+        starts += [bucket.packed_offset, bucket.packed_numel, bucket.aligned(num_flags)]
+        assert all(start * size % nbytes == 0 for start in starts)
+
+
+def test_a_packed_message_by_hand() -> None:
+    params = (ParamLayout((6,), 0, 2), ParamLayout((9,), 0, 2))
+    bucket = plan_bucket(params, 2, 4, NCCL)
+    assert bucket.shard_offsets == (0, 4)
+    assert (bucket.packed_numel, bucket.packed_paddings) == (12, [1, 3])
+    assert (bucket.staging_numel, bucket.dropped_numel) == (2 * 12 + 2 * 3, 2 * 3)
+    narrow = plan_bucket(params, 2, 4, NCCL, 2)  # bf16 in between: 8 elements are 16 bytes
+    assert (narrow.shard_offsets, narrow.packed_numel) == ((0, 8), 16)
+    plain = plan_bucket(params, 2, 4, GLOO)
+    assert (plain.shard_offsets, plain.packed_numel, plain.staging_numel) == ((0, 3), 8, 16)
 
 
 @given(st.lists(st.integers(0, 9), max_size=5), st.sampled_from([1, 4, 16]))

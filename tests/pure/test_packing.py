@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_shard import _torch
@@ -39,7 +39,6 @@ def cases(draw: st.DrawFn) -> tuple[BucketLayout, list[torch.Tensor | None]]:
     return plan_bucket(tuple(params), num_shards, 4, packing), grads
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_what_is_copied_one_by_one_is_what_the_fused_kernel_packs(
     case: tuple[BucketLayout, list[torch.Tensor | None]],
@@ -74,7 +73,6 @@ def test_the_flags_of_every_shard_say_which_gradients_there_are(
 
 
 def test_the_fused_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that do not overlap with themselves, of one dtype."""
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(_torch, "chunk_cat_into", lambda out, tensors: seen.extend(tensors))
     bucket = plan_bucket((ParamLayout((5, 3), 0, 4),) * 2, 4, 4, ALIGNED)
@@ -87,9 +85,6 @@ def test_the_fused_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) ->
         columns = [one.numel() // 4 for one in seen[1::2]]
         assert columns == [2, 2]
         assert [(one.is_contiguous(), one.dtype) for one in seen] == [(True, grads[0].dtype)] * 5
-
-
-# Memory -------------------------------------------------------------------------------------
 
 
 def packing_one(numel: int) -> PackedGrads:
@@ -119,9 +114,6 @@ def test_memory_is_freed_when_it_was_read_and_used_again() -> None:
     (second,) = packing.pack([torch.full((6,), 2.0)], [True])
     assert storage.data_ptr() == second.data_ptr()
     assert second.tolist() == [2.0, 2.0, 2.0, 1.0] * 2
-
-
-# Flags by themselves ------------------------------------------------------------------------
 
 
 NCCL = packing_of("nccl", is_aligned=True)

@@ -24,9 +24,6 @@ def gather(number: int, start: int, end: int, op: str = "gather") -> Flight:
     return Flight(op, "0", number, start, end)
 
 
-# Clocks --------------------------------------------------------------------------------------
-
-
 def test_ranks_of_one_host_share_a_clock() -> None:
     flights = [gather(0, 10, 20)]
     assert shifts([made_up(0, flights=flights), made_up(1, flights=flights)]) == {
@@ -75,9 +72,6 @@ def test_gathers_of_kept_parts_bound_nothing() -> None:
     assert shifts(traces)["other"] == Shift(0, None)
 
 
-# Sums ----------------------------------------------------------------------------------------
-
-
 def wait(start: int, end: int, op: str = "gather", number: int = 0) -> Span:
     return Span("wait", "0", start, end, op, number)
 
@@ -120,9 +114,6 @@ def test_what_comes_after_the_last_step_does_not_count() -> None:
     [sums] = MergedTrace.of([recorded]).summary["ranks"]
     found = [sums[f"{name}_ms"] for name in ("step", "forward", "communication")]
     assert found == pytest.approx([50e-6, 20e-6, 10e-6])
-
-
-# Folders -------------------------------------------------------------------------------------
 
 
 def record(folder: Path, num_steps: int, fails: int | None = None) -> dict[str, Any]:

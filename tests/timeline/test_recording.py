@@ -124,7 +124,7 @@ def test_gathers_of_kept_parts_are_told_apart() -> None:
         timeline.stop()
     assert timeline.recorded is not None
     assert acts(timeline.recorded) == [
-        *("gather 0", "gather 1", "regather 1", "regather 0", "reduce 1", "reduce 0"),
+        *("gather 0", "gather 1", "regather 1", "regather 0", "reduce 1", "reduce 0")
     ]
 
 

@@ -24,8 +24,6 @@ def merged() -> MergedTrace:
     return MergedTrace.of([recorded_steps(2, rank=rank) for rank in range(2)])
 
 
-# Perfetto ------------------------------------------------------------------------------------
-
 REQUIRED = {
     "M": {"name", "args"},
     "X": {"name", "cat", "dur", "args"},
@@ -141,9 +139,6 @@ def test_collectives_that_overlap_get_lanes_of_their_own() -> None:
     titles = [(lane.title, [f.number for f in lane.flights]) for lane in lanes_of(recorded)]
     assert titles[3:] == [("gathers", [0, 2]), ("gathers 2", [1]), ("reductions", [])]
     check_structure(to_chrome([recorded]))
-
-
-# The page ------------------------------------------------------------------------------------
 
 
 class Elements(HTMLParser):

@@ -1,6 +1,6 @@
 """A rank that may not look into other processes, as where Yama or a container forbids it.
 
-Run with its rank and the path of a store. It makes itself not dumpable, so that the system treats
+It makes itself not dumpable, so that the system treats
 it like a process of another user, installs a filter that refuses what reads or writes the memory of
 other processes or takes their descriptors, and then trains.
 """
@@ -12,7 +12,6 @@ import errno
 import os
 import platform
 import struct
-import sys
 
 import torch
 import torch.distributed as dist
@@ -57,9 +56,9 @@ def forbid() -> str:
     return " ".join(answers)
 
 
-def main(rank: int, store: str) -> None:
+def main() -> None:
     refused = forbid()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, whole = nn.Linear(40, 40), nn.Linear(40, 40)
     whole.load_state_dict(model.state_dict())
@@ -78,4 +77,4 @@ def main(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main()

@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.poisoned import Fault, planted
-from near import Apart, sharing
+from near import Apart
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import _torch, fully_shard
@@ -29,8 +30,6 @@ from composable_shard.core.transport.point_to_point import DirectAllGather
 from composable_shard.core.transport.shared_memory import CommonFile, Lease, OwnFile
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
-
-__all__ = ["sharing"]
 
 TAG = 1 << 29  # which no model of another test has
 FILE = "/memfd:composable_shard"
@@ -89,8 +88,6 @@ def place_of(address: int) -> tuple[str, int, str] | None:
             return (inode, int(offset, 16) + address - low, rights) if is_common else None
     return None
 
-
-# One gather -----------------------------------------------------------------------------------
 
 NUMELS = (1, 70, 3000)
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
@@ -154,7 +151,8 @@ def test_a_rank_may_be_late(rank: int, which: str) -> None:
     assert run_ranks(late, 3, rank, which) == [[True] * 9] * 3
 
 
-def written_while_it_waits() -> list[bool]:
+@on_ranks(3)
+def test_a_rank_writes_while_it_waits_for_something_else() -> None:
     """Launch before the first rank does, and then wait for another collective of that rank."""
     if dist.get_rank() == 0:
         time.sleep(0.1)
@@ -164,14 +162,14 @@ def written_while_it_waits() -> list[bool]:
     other, after = begin(2, tag=TAG + 22)
     after.wait()
     pending.wait()
-    return [torch.equal(first, whole(1, 2000)), torch.equal(other, whole(2, 2000))]
+    assert ([torch.equal(first, whole(1, 2000)), torch.equal(other, whole(2, 2000))]) == (
+        [True] * 2
+    )
 
 
-def test_a_rank_writes_while_it_waits_for_something_else() -> None:
-    assert run_ranks(written_while_it_waits, 3) == [[True] * 2] * 3
-
-
-def written_beside() -> bool:
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_a_rank_writes_while_it_waits_outside() -> None:
     """Launch before the first rank does, and then wait for it in a collective of one's own."""
     rank = dist.get_rank()
     box()
@@ -183,15 +181,11 @@ def written_beside() -> bool:
         pending.wait()  # for what the others have only launched
     dist.barrier()
     pending.wait()
-    return torch.equal(output, whole(1, 2000))
+    assert torch.equal(output, whole(1, 2000))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_writes_while_it_waits_outside(ranks: int) -> None:
-    assert run_ranks(written_beside, ranks) == [True] * ranks
-
-
-def written_by_one() -> tuple[int, list[str], bool]:
+@on_ranks(2)
+def test_one_thread_writes_what_two_could() -> None:
     """Let three threads write what this rank has launched, the slab of which is there by now."""
     mailbox, said, calls = box(), list[str](), list[int]()
     write = CommonGather._write
@@ -222,11 +216,7 @@ def written_by_one() -> tuple[int, list[str], bool]:
                 thread.start()
             for thread in threads:
                 thread.join()
-    return len(calls), said, torch.equal(output, whole(5, 2000))
-
-
-def test_one_thread_writes_what_two_could() -> None:
-    assert run_ranks(written_by_one, 2) == [(1, [], True)] * 2
+    assert (len(calls), said, torch.equal(output, whole(5, 2000))) == ((1, [], True))
 
 
 def used_for_long(rank: int) -> list[bool]:
@@ -278,22 +268,17 @@ def test_memory_does_not_grow() -> None:
         assert max(maps) <= 120  # two views of sixteen slabs, in pieces, and those of others
 
 
-# What goes wrong ------------------------------------------------------------------------------
-
-
-def mismatched() -> str:
+@on_ranks(2)
+def test_ranks_that_gather_other_things_are_told() -> None:
     group, numel = fresh_group(), 300 + dist.get_rank()
     buffer = empty(2 * numel)
     with pytest.raises(ShardError) as caught:
         Pending(
             DirectAllGather().launch_into([buffer], [buffer], [torch.ones(numel)], group, TAG)
         ).wait()
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def test_ranks_that_gather_other_things_are_told() -> None:
-    for rank, said in enumerate(run_ranks(mismatched, 2)):
-        assert f" bytes in all from rank {1 - rank} as on this one, got others" in said, said
+    rank = dist.get_rank()
+    said = f"{type(caught.value).__name__}: {caught.value}"
+    assert f" bytes in all from rank {1 - rank} as on this one, got others" in said, said
 
 
 def not_mapped() -> tuple[str, bool]:
@@ -473,8 +458,6 @@ def test_gathers_where_memory_is_locked() -> None:
     assert found == [True, True]
 
 
-# Training -------------------------------------------------------------------------------------
-
 WIDTH = 128
 
 
@@ -586,7 +569,8 @@ def test_what_a_rank_writes_stays_its_own_and_goes() -> None:
     assert min(first[1]) > 1e30 and second[1] == [0.0] * len(first[1])
 
 
-def held_by_the_user() -> list[bool]:
+@on_ranks(2)
+def test_what_users_may_have_in_their_hands_is_a_ranks_own() -> None:
     """Tell whether what `unshard()` shows, stays after forward, or is kept is a rank's own."""
     model, _ = build()
     x = torch.ones(2, WIDTH)
@@ -608,11 +592,7 @@ def held_by_the_user() -> list[bool]:
     third[1].register_forward_pre_hook(lambda linear, _: seen.append(linear.weight.data_ptr()))
     for _ in range(3):
         model(x).sum().backward()
-    return [*own_memory, len(set(seen)) == 1, place_of(seen[0]) is None]
-
-
-def test_what_users_may_have_in_their_hands_is_a_ranks_own() -> None:
-    assert run_ranks(held_by_the_user, 2) == [[True] * 6] * 2
+    assert ([*own_memory, len(set(seen)) == 1, place_of(seen[0]) is None]) == ([True] * 6)
 
 
 def without(on_rank: int) -> tuple[bool, list[str]]:

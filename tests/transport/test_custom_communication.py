@@ -32,18 +32,6 @@ class TorchsAllGather(TorchAllGather):
     __init__ = CopyingAllGather.__init__
 
 
-Choose = Callable[[FSDPModule], None]
-
-
-def custom(module: FSDPModule) -> None:
-    module.set_custom_all_gather(CopyingAllGather())
-    module.set_custom_reduce_scatter(SummingReduceScatter())
-
-
-def torchs(module: FSDPModule) -> None:
-    module.set_custom_all_gather(TorchsAllGather())
-
-
 def in_memory_of_a_backend(module: FSDPModule) -> None:
     def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(tuple(shape), 7, dtype=dtype, device=device)
@@ -53,8 +41,9 @@ def in_memory_of_a_backend(module: FSDPModule) -> None:
             module.set_allocate_memory_from_process_group_for_comm(True)
 
 
-def apart(module: FSDPModule) -> None:
-    module.set_separate_reduce_scatter_group()
+def custom(module: FSDPModule) -> None:
+    module.set_custom_all_gather(CopyingAllGather())
+    module.set_custom_reduce_scatter(SummingReduceScatter())
 
 
 def apart_and_back(module: FSDPModule) -> None:
@@ -62,31 +51,19 @@ def apart_and_back(module: FSDPModule) -> None:
     module.set_separate_reduce_scatter_group(False)
 
 
-def sums(module: FSDPModule) -> None:
-    module.set_force_sum_reduction_for_comms(True)
+CHOICES: dict[str, Callable[[FSDPModule], None]] = {
+    "custom": custom,
+    "torchs": lambda module: module.set_custom_all_gather(TorchsAllGather()),
+    "in memory of a backend": in_memory_of_a_backend,
+    "apart": lambda module: module.set_separate_reduce_scatter_group(),
+    "apart and back": apart_and_back,
+    "sums": lambda module: module.set_force_sum_reduction_for_comms(True),
+    "three at once": lambda module: module.set_reduce_scatter_max_input_buffers(3),
+    "zeros for unused": lambda module: module.set_reduce_scatter_unused_params(True),
+}
 
 
-def three_at_once(module: FSDPModule) -> None:
-    module.set_reduce_scatter_max_input_buffers(3)
-
-
-def with_zeros_for_unused(module: FSDPModule) -> None:
-    module.set_reduce_scatter_unused_params(True)
-
-
-CHOICES: list[Choose] = [
-    custom,
-    torchs,
-    in_memory_of_a_backend,
-    apart,
-    apart_and_back,
-    sums,
-    three_at_once,
-    with_zeros_for_unused,
-]
-
-
-def train(choose: Choose, when: int, hybrid: bool) -> list[str]:
+def train(choice: str, when: int, hybrid: bool) -> list[str]:
     """Train the tree; choose before the first forward or after it."""
     model = build(TREE)
     oracle = Oracle(model)
@@ -100,7 +77,7 @@ def train(choose: Choose, when: int, hybrid: bool) -> list[str]:
         if step == when:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    choose(module)
+                    CHOICES[choice](module)
         x = inputs_for(step, dist.get_rank())
         for either in (model, oracle.model):
             either(x).square().mean().backward()
@@ -111,18 +88,19 @@ def train(choose: Choose, when: int, hybrid: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("when", [0, 1])
-@pytest.mark.parametrize("choose", CHOICES, ids=lambda choose: choose.__name__)
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_training_equals_that_of_the_oracle(ranks: int, choose: Choose, when: int) -> None:
-    assert run_ranks(train, ranks, choose, when, False, timeout=30) == [[]] * ranks
+def test_training_equals_that_of_the_oracle(ranks: int, choice: str, when: int) -> None:
+    assert run_ranks(train, ranks, choice, when, False, timeout=30) == [[]] * ranks
 
 
-@pytest.mark.parametrize("choose", [custom, sums, three_at_once])
-def test_training_on_a_hybrid_mesh_equals_that_of_the_oracle(choose: Choose) -> None:
-    assert run_ranks(train, 4, choose, 0, True, timeout=30) == [[]] * 4
+@pytest.mark.parametrize("choice", ["custom", "sums", "three at once"])
+def test_training_on_a_hybrid_mesh_equals_that_of_the_oracle(choice: str) -> None:
+    assert run_ranks(train, 4, choice, 0, True, timeout=30) == [[]] * 4
 
 
-def what_custom_ones_get() -> list[object]:
+@on_ranks(2)
+def test_custom_communication_acts_on_its_own_group_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     gather, reduce = CopyingAllGather(), SummingReduceScatter()
     fully_shard(model[0])
@@ -130,20 +108,22 @@ def what_custom_ones_get() -> list[object]:
     model[0].set_custom_all_gather(gather)  # type: ignore[operator]
     model[0].set_custom_reduce_scatter(reduce)  # type: ignore[operator]
     model(torch.ones(2, 8)).sum().backward()
-    return [gather.allocated, reduce.ops]
-
-
-def test_custom_communication_acts_on_its_own_group_alone() -> None:
     own = (8 * 8 + 8) // 2
     expected = [[own, 2 * own, own, 2 * own], [dist.ReduceOp.SUM]]
-    for seen in run_ranks(what_custom_ones_get, 2):
-        assert seen == expected
+    seen = [gather.allocated, reduce.ops]
+    assert seen == expected
 
 
-# Hooks on the reduction ----------------------------------------------------------------------
+@on_ranks(1)
+def test_a_hook_on_a_stream_of_the_cpu_runs_in_place() -> None:
+    model = fully_shard(nn.Linear(2, 1, bias=False))
+    model.set_all_reduce_hook(lambda grads: grads.mul_(3), stream=torch.cpu.Stream())
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[3.0, 6.0]]
 
 
-def replicas_by_hand() -> list[str]:
+@on_ranks(4)
+def test_an_all_reduce_hook_makes_replicas() -> None:
     """Shard over pairs of ranks; reduce between the pairs by a hook instead of a hybrid mesh."""
     model = build(TREE)
     oracle = Oracle(model)
@@ -162,22 +142,11 @@ def replicas_by_hand() -> list[str]:
         either(inputs_for(0, dist.get_rank())).square().mean().backward()
     oracle.take()
     oracle.reduce()
-    return gradient_differences(dict(model.named_parameters()), oracle)
+    assert (gradient_differences(dict(model.named_parameters()), oracle)) == ([])
 
 
-@on_ranks(1)
-def test_a_hook_on_a_stream_of_the_cpu_runs_in_place() -> None:
-    model = fully_shard(nn.Linear(2, 1, bias=False))
-    model.set_all_reduce_hook(lambda grads: grads.mul_(3), stream=torch.cpu.Stream())
-    model(torch.tensor([[1.0, 2.0]])).sum().backward()
-    assert model.weight.grad.full_tensor().tolist() == [[3.0, 6.0]]
-
-
-def test_an_all_reduce_hook_makes_replicas() -> None:
-    assert run_ranks(replicas_by_hand, 4) == [[]] * 4
-
-
-def hook_on_unused() -> list[object]:
+@on_ranks(4)
+def test_a_hook_may_bring_gradients_that_no_rank_here_has() -> None:
     """Pairs that use different parameters: the hook brings gradients from the other pair."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -195,14 +164,7 @@ def hook_on_unused() -> list[object]:
     either.set_all_reduce_hook(lambda g: dist.all_reduce(g, group=mesh.get_group("replicate")))
     name = "ab"[mesh["replicate"].get_local_rank()]
     either(torch.ones(2, 4), name).sum().backward()
-    return [param.grad is not None for param in either.parameters()]
-
-
-def test_a_hook_may_bring_gradients_that_no_rank_here_has() -> None:
-    assert run_ranks(hook_on_unused, 4) == [[True] * 4] * 4
-
-
-# Buffers in flight ---------------------------------------------------------------------------
+    assert ([param.grad is not None for param in either.parameters()]) == ([True] * 4)
 
 
 def reductions_in_flight(max_input_buffers: int) -> list[str]:
@@ -225,7 +187,8 @@ def test_so_many_reductions_are_under_way_at_once() -> None:
     ]
 
 
-def without_unsharding_in_backward() -> list[object]:
+@on_ranks(2)
+def test_a_group_that_backward_does_not_read_is_not_gathered_for_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
     oracle = Oracle(model)
@@ -243,13 +206,8 @@ def without_unsharding_in_backward() -> list[object]:
         oracle.reduce()
         found += gradient_differences(dict(model.named_parameters()), oracle)
         found.append([name for _, name in events])
-    return found
-
-
-def test_a_group_that_backward_does_not_read_is_not_gathered_for_it() -> None:
-    # The last layer stays from its forward to its backward once the order is known.
     expected = [["0", "1", "1"], ["0", "1"]]
-    assert run_ranks(without_unsharding_in_backward, 2) == [expected] * 2
+    assert (found) == (expected)
 
 
 class StandIn:
@@ -269,8 +227,10 @@ class OneWhoseWaitFails:
         raise RuntimeError("the optimizer has failed")
 
 
-def steps_beside(reshard: bool) -> list[object]:
-    """Let the event's ``wait`` change the shard, as the end of an optimizer on a thread does."""
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_gather_waits_for_the_event_after_the_optimizer(reshard: bool) -> None:
     model: Any = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=reshard)
     x, weight = torch.ones(2, 4), model.weight
 
@@ -284,17 +244,11 @@ def steps_beside(reshard: bool) -> list[object]:
         model.set_post_optim_event(event)
         before = list(event.waits)
         outputs = [model(x).sum().item(), model(x).sum().item()]
-    return [before, event.waits, *outputs]
+    assert ([before, event.waits, *outputs]) == ([[], [()], 64.0, 64.0])
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_gather_waits_for_the_event_after_the_optimizer(ranks: int, reshard: bool) -> None:
-    """Once, without an argument, before anything of the parameters is sent."""
-    assert run_ranks(steps_beside, ranks, reshard) == [[[], [()], 64.0, 64.0]] * ranks
-
-
-def with_events() -> list[object]:
+@on_ranks(2)
+def test_whatever_can_be_waited_for_is_an_event() -> None:
     model: Any = fully_shard(nn.Linear(4, 4))
     done = threading.Event()
     done.set()
@@ -314,22 +268,15 @@ def with_events() -> list[object]:
     with pytest.raises(RuntimeError, match="the optimizer has failed"):
         model(torch.ones(2, 4))
     model(torch.ones(2, 4)).sum().backward()
-    return [*seen, event.waits, model.weight.grad.full_tensor().sum().item()]
-
-
-def test_whatever_can_be_waited_for_is_an_event() -> None:
     shape = torch.Size([2, 4])
     expected = [*[shape] * 4, [], [()], [()], 32.0]
-    assert run_ranks(with_events, 2) == [expected] * 2
+    assert ([*seen, event.waits, model.weight.grad.full_tensor().sum().item()]) == (expected)
 
 
-def deprecated_name() -> float:
+@on_ranks(2)
+def test_the_older_name_of_the_divide_factor() -> None:
     model: Any = fully_shard(nn.Linear(4, 1, bias=False))
     with pytest.warns(FutureWarning, match="call set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(0.5)
     model(torch.ones(1, 4)).sum().backward()
-    return float(model.weight.grad.full_tensor()[0, 0])
-
-
-def test_the_older_name_of_the_divide_factor() -> None:
-    assert run_ranks(deprecated_name, 2) == [4.0, 4.0]
+    assert (float(model.weight.grad.full_tensor()[0, 0])) == (4.0)

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from near import Apart, sharing
+from near import Apart
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
@@ -31,8 +32,6 @@ from composable_shard.core.transport.point_to_point import (
 from composable_shard.core.transport.shared_memory import _Piece
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
-
-__all__ = ["sharing"]
 
 TAG = 1 << 30  # which no model of another test has
 WIDTH = 8
@@ -51,8 +50,6 @@ def box(group: dist.ProcessGroup | None = None) -> Mailbox:
     assert found is not None
     return found
 
-
-# The collectives ------------------------------------------------------------------------------
 
 NUMELS = (1, 5, 70, 0)
 DTYPES = [
@@ -93,22 +90,18 @@ def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None, r
     assert run_ranks(kept_apart(gathered, apart), ranks, dtype) == [True] * ranks
 
 
-def many_gathered() -> bool:
-    """Gather a great many tensors by one launch; tell whether each is exact."""
+@on_ranks(3)
+def test_a_great_many_tensors_are_gathered_at_once() -> None:
     rank, count = dist.get_rank(), dist.get_world_size()
     inputs = [torch.full((1 + number % 3,), number + rank / 8) for number in range(1100)]
     outputs = [torch.empty(count * one.numel()) for one in inputs]
     group = dist.group.WORLD
     assert group is not None
     Pending(DirectAllGather().launch(outputs, inputs, group, TAG)).wait()
-    return all(
+    assert all(
         out.tolist() == [number + peer / 8 for peer in range(count) for _ in own]
         for number, (out, own) in enumerate(zip(outputs, inputs, strict=True))
     )
-
-
-def test_a_great_many_tensors_are_gathered_at_once() -> None:
-    assert run_ranks(many_gathered, 3) == [True] * 3
 
 
 def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
@@ -168,9 +161,6 @@ def test_reduced_is_the_sum_in_rank_order(
 ) -> None:
     case = kept_apart(reduced, apart), ranks, dtypes, dtype, op
     assert run_ranks(*case) == [True] * ranks
-
-
-# What was published stays as it was, whatever becomes of its source ---------------------------
 
 
 @contextlib.contextmanager
@@ -316,9 +306,6 @@ def test_nothing_is_held_after_a_backward_and_memory_does_not_grow() -> None:
         assert max(blocks[10:]) <= 3 * max(blocks[:10])  # more where ranks are further apart
 
 
-# Many at once ---------------------------------------------------------------------------------
-
-
 def many_under_way(num: int) -> list[bool]:
     """Launch more than the ring has entries; wait for the last first."""
     launched = [(start, *gather(float(start), TAG + 2 + start % 7)) for start in range(num)]
@@ -355,7 +342,6 @@ def gathered_to_one(num: int, in_step: bool) -> tuple[list[bool], int]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_gets_nothing_takes_note(ranks: int) -> None:
-    """So that others have room, and memory is free again."""
     for num, in_step in ((2 * mailbox.NUM_ENTRIES + 5, False), (20, True)):
         found = run_ranks(gathered_to_one, ranks, num, in_step)
         assert [exact for exact, _ in found] == [[True] * num, *[[]] * (ranks - 1)]
@@ -399,9 +385,6 @@ def test_a_rank_that_is_far_ahead_waits_until_others_have_taken_note(tmp_path: P
     assert found == [([True] * num, True)] * 2
 
 
-# Nobody waits ---------------------------------------------------------------------------------
-
-
 def dropped(launch: Launch, first: int | None) -> tuple[list[bool], int]:
     """Drop what `first` has dropped before the others launch it, and do more."""
     before = unread()
@@ -433,13 +416,8 @@ def launched_by_one_first() -> list[object]:
 
 def test_what_was_published_stays_until_the_others_have_launched_theirs() -> None:
     exact: list[object] = [True] * 3
-    assert run_ranks(launched_by_one_first, 2) == [
-        [exact, 1, exact, 0],
-        [exact, 1, exact, 0],
-    ]
+    assert run_ranks(launched_by_one_first, 2) == [[exact, 1, exact, 0], [exact, 1, exact, 0]]
 
-
-# Interrupts -----------------------------------------------------------------------------------
 
 PLACES = [(Mailbox, "look"), (Mailbox, "has_read"), (Mailbox, "_acknowledge"), (Exchange, "read")]
 
@@ -564,7 +542,8 @@ def test_a_rank_that_is_interrupted_before_it_publishes_is_missed_at_once(name: 
     )
 
 
-def one_keeps_its_exception() -> list[object]:
+@on_ranks(2)
+def test_a_rank_does_not_wait_for_one_that_keeps_its_exception() -> None:
     kept: list[BaseException] = []
     before = unread()
     pending = gather(10.0)[1]
@@ -580,31 +559,22 @@ def one_keeps_its_exception() -> list[object]:
     seen: list[object] = [complete(gather)]
     kept.clear()
     gc.collect()
-    return [*seen, complete(gather), unread() - before]
-
-
-def test_a_rank_does_not_wait_for_one_that_keeps_its_exception() -> None:
     exact = [True] * 3
-    assert run_ranks(one_keeps_its_exception, 2) == [[exact, exact, 0]] * 2
+    assert ([*seen, complete(gather), unread() - before]) == ([exact, exact, 0])
 
 
-# More of what happens meanwhile ---------------------------------------------------------------
-
-
-def goes_with_the_lock_held() -> tuple[int, list[bool], int]:
+@on_ranks(2)
+def test_an_exchange_may_go_while_the_lock_is_held() -> None:
     before = unread()
     pending = gather(10.0)[1]
     with box()._lock:
         del pending
         noted = len(box().given_up)
-    return noted, complete(gather), unread() - before
+    assert (noted, complete(gather), unread() - before) == ((1, [True] * 3, 0))
 
 
-def test_an_exchange_may_go_while_the_lock_is_held() -> None:
-    assert run_ranks(goes_with_the_lock_held, 2) == [(1, [True] * 3, 0)] * 2
-
-
-def goes_without_globals() -> tuple[list[object], list[bool]]:
+@on_ranks(2)
+def test_an_exchange_may_go_when_the_interpreter_ends() -> None:
     pending, found = gather(10.0)[1], []
     with contextlib.ExitStack() as stack:
         hook = mock.patch.object(
@@ -615,11 +585,7 @@ def goes_without_globals() -> tuple[list[object], list[bool]]:
             for name in [name for name in vars(module) if not name.startswith("__")]:
                 stack.enter_context(mock.patch.object(module, name, None))
         del pending
-    return found, complete(gather)
-
-
-def test_an_exchange_may_go_when_the_interpreter_ends() -> None:
-    assert run_ranks(goes_without_globals, 2) == [([], [True] * 3)] * 2
+    assert (found, complete(gather)) == (([], [True] * 3))
 
 
 def lost_meanwhile() -> tuple[list[bool], str]:

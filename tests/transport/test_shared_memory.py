@@ -11,8 +11,6 @@ import mmap
 import os
 import resource
 import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -23,17 +21,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from near import sharing
+from on_ranks import on_ranks
+from warm import Warm
 
 from composable_shard._torch import can_adopt_memory, free
 from composable_shard.core.transport import mailbox, shared_memory
 from composable_shard.core.transport.common_gather import CommonGather
 from composable_shard.core.transport.exchange import Exchange, HostCollective
-from composable_shard.core.transport.mailbox import (
-    mailbox_of,
-    near_ranks,
-    why_apart,
-)
+from composable_shard.core.transport.mailbox import mailbox_of, near_ranks, why_apart
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
 from composable_shard.core.transport.shared_memory import (
@@ -45,8 +40,6 @@ from composable_shard.core.transport.shared_memory import (
 )
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
-
-__all__ = ["sharing"]
 
 TAG = 977
 PAGE = mmap.PAGESIZE
@@ -66,9 +59,6 @@ def gathers(group: dist.ProcessGroup) -> bool:
     output, own = torch.empty(3 * count), torch.full((3,), float(group.rank()))
     Pending(DirectAllGather().launch([output], [own], group, TAG)).wait()
     return torch.equal(output, torch.arange(float(count)).repeat_interleave(3))
-
-
-# Who shares -----------------------------------------------------------------------------------
 
 
 class Lines(logging.Handler):
@@ -243,7 +233,9 @@ def test_a_warning_that_is_an_error_on_one_rank_is_no_concern_of_others() -> Non
     assert raised[0].startswith("Rank 1 and rank 0 run on one host and share no memory, because")
 
 
-def descriptors_that_a_program_inherits() -> list[int]:
+@pytest.mark.usefixtures("sharing")
+@on_ranks(2)
+def test_a_program_that_a_rank_starts_inherits_no_memory_of_ranks() -> None:
     def inherited() -> set[int]:
         found = set[int]()
         for file in map(int, os.listdir("/proc/self/fd")):
@@ -256,12 +248,7 @@ def descriptors_that_a_program_inherits() -> list[int]:
     dist.barrier(group)
     before = inherited()
     assert gathers(group) and near_ranks(group)
-    return sorted(inherited() - before)
-
-
-@pytest.mark.usefixtures("sharing")
-def test_a_program_that_a_rank_starts_inherits_no_memory_of_ranks() -> None:
-    assert run_ranks(descriptors_that_a_program_inherits, 2) == [[], []]
+    assert (sorted(inherited() - before)) == ([])
 
 
 def met_by_one_that_is_told_not_to() -> object:
@@ -278,70 +265,34 @@ def test_a_rank_that_is_told_not_to_share_is_left_alone() -> None:
     assert all(one[4] for one in found)
 
 
-def forbidden() -> str:
-    """What a rank finds that runs where processes may not look into each other.
-
-    Not dumpable: the system treats it as one of another user. And a filter: of the calls that read
-    or write the memory of other processes, or take their descriptors, each is refused.
-    """
-    return Path(__file__).with_name("forbidden.py").as_posix()
+@pytest.mark.usefixtures("sharing")
+def test_processes_that_may_not_look_into_each_other_share_all_the_same(
+    warm: Warm, tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("forbidden.py").read_text()
+    told = warm.run(tmp_path, script)
+    assert [out for _, out, _ in told] == ["refused: EPERM EPERM EPERM; shares; exact\n"] * 2, told
 
 
 @pytest.mark.usefixtures("sharing")
-def test_processes_that_may_not_look_into_each_other_share_all_the_same(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, forbidden(), str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=100) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [out for out, _ in told] == ["refused: EPERM EPERM EPERM; shares; exact\n"] * 2, told
-
-
-# The door -------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("sharing")
-def test_a_visitor_who_does_not_know_the_secret_is_sent_away() -> None:
+@pytest.mark.parametrize("knows", [False, True], ids=["no secret", "too little"])
+def test_a_visitor_who_does_not_know_the_secret_or_brings_too_little_is_sent_away(
+    knows: bool,
+) -> None:
     host, guest = (shared_memory._Door(rank, 2, 8) for rank in range(2))
-    stranger_file, its_end = os.pipe()
     with shared_memory._new_socket() as stranger:
         stranger.connect(shared_memory._name_of(host.card))
-        socket.send_fds(stranger, [b"x" * 32], [stranger_file, its_end])
+        if knows:
+            stranger.send(shared_memory._secret_of(host.card, 1))
+        else:
+            socket.send_fds(stranger, [b"x" * 32], [guest.own.file, guest.own.file])
     guest.own.words[3] = 41
     assert guest.pass_to(host.card, 1) is None
     shared = Shared(host.own, on_this_host=[1])
     host.take_in(shared, 8)
-    assert (shared.reasons, shared.files[1].words[3]) == ({}, 41)
+    assert (shared.reasons, list(shared.files), shared.files[1].words[3]) == ({}, [1], 41)
     for door in (host, guest):
         door.close()
-    for file in (stranger_file, its_end):
-        os.close(file)
-
-
-@pytest.mark.usefixtures("sharing")
-def test_a_visitor_who_brings_too_little_is_sent_away() -> None:
-    host, guest = (shared_memory._Door(rank, 2, 8) for rank in range(2))
-    with shared_memory._new_socket() as visit:
-        visit.connect(shared_memory._name_of(host.card))
-        visit.send(shared_memory._secret_of(host.card, 1))
-    assert guest.pass_to(host.card, 1) is None
-    shared = Shared(host.own, on_this_host=[1])
-    host.take_in(shared, 8)
-    assert list(shared.files) == [1]
-    for door in (host, guest):
-        door.close()
-
-
-# Files and slabs ------------------------------------------------------------------------------
 
 
 def test_nobody_but_its_owner_can_write_a_file_and_nobody_can_shorten_it() -> None:
@@ -552,7 +503,9 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def descriptors_after_groups() -> tuple[int, int]:
+@pytest.mark.usefixtures("sharing")
+@on_ranks(2)
+def test_nothing_is_left_of_groups_that_were_destroyed() -> None:
     """Count them when ten groups have come and gone, and when ten more have."""
     counts = []
     for _ in range(2):
@@ -562,13 +515,8 @@ def descriptors_after_groups() -> tuple[int, int]:
             dist.destroy_process_group(group)
             del group
         counts.append(num_descriptors())
-    return counts[0], counts[1]
-
-
-@pytest.mark.usefixtures("sharing")
-def test_nothing_is_left_of_groups_that_were_destroyed() -> None:
-    for first, second in run_ranks(descriptors_after_groups, 2):
-        assert abs(second - first) <= 3  # of torch's own, which come and go late
+    first, second = counts[0], counts[1]
+    assert abs(second - first) <= 3  # of torch's own, which come and go late
 
 
 def child_that(act: Callable[[], object]) -> Callable[[], str]:
@@ -675,8 +623,9 @@ def test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since(way: st
         assert (REFUSED in said, gathered) == (True, [10.0, 11.0])
 
 
-def in_threads() -> bool:
-    """Gather in two threads at once, each with tags of its own."""
+@pytest.mark.usefixtures("sharing")
+@on_ranks(2)
+def test_threads_gather_beside_each_other() -> None:
     group, exact = fresh_group(), list[bool]()
     near_ranks(group)
 
@@ -691,9 +640,4 @@ def in_threads() -> bool:
         thread.start()
     for thread in threads:
         thread.join()
-    return exact == [True] * 150
-
-
-@pytest.mark.usefixtures("sharing")
-def test_threads_gather_beside_each_other() -> None:
-    assert run_ranks(in_threads, 2) == [True, True]
+    assert exact == [True] * 150

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import assert_parity, average_gradients, own_input, two_nets
+from on_ranks import on_ranks
 from support.simulated_device import SimulatedDevice, Stream
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,16 +30,15 @@ from composable_shard.testing import fake_ranks, run_ranks
 CUDA = torch.device("cuda", 0)
 
 
-def chosen() -> list[list[str]]:
+@on_ranks(2)
+def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
     mesh = resolve_mesh(init_device_mesh("cpu", (2,)))
     on_device = dataclasses.replace(mesh, device=CUDA)
     channels = [Channel(one) for one in (mesh, on_device)]
-    return [[type(c).__name__ for c in (one.all_gather, one.reduce_scatter)] for one in channels]
-
-
-def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
     direct = ["DirectAllGather", "DirectReduceScatter"]
-    assert run_ranks(chosen, 2) == [[direct, ["EachAllGather", "CoalescedReduceScatter"]]] * 2
+    assert (
+        [[type(c).__name__ for c in (one.all_gather, one.reduce_scatter)] for one in channels]
+    ) == ([direct, ["EachAllGather", "CoalescedReduceScatter"]])
 
 
 def launched() -> list[set[str]]:
@@ -72,13 +72,9 @@ def note(group: Any, names: set[str], name: str, real: Any, *args: Any, **kwargs
 
 
 def test_gloo_launches_no_coalesced_all_gather() -> None:
-    """Two of them in flight on one process group corrupt memory."""
     for found in run_ranks(launched, 2):
         assert not any("coalesced" in name for names in found for name in names)
         assert found[1:] == [{"_allgather_base"}] * 2  # the first sends from rank to rank
-
-
-# Custom communication -------------------------------------------------------------------------
 
 
 class Work:
@@ -138,9 +134,6 @@ def test_what_a_custom_collective_sends_lives_until_it_has_been_waited_for() -> 
     assert run_ranks(train_late, 2) == expected
 
 
-# Scalars between host and device ---------------------------------------------------------------
-
-
 class Scalar:
     """Says how it was moved."""
 
@@ -152,9 +145,6 @@ class Scalar:
 def test_what_comes_to_the_host_is_waited_for(device: str, waits: bool) -> None:
     there = torch.device(device)
     assert _torch.carried(Scalar(), there) == (there, not waits)  # type: ignore[arg-type]
-
-
-# Inputs ---------------------------------------------------------------------------------------
 
 
 class Input(torch.Tensor):
@@ -180,11 +170,10 @@ def test_a_forward_waits_until_its_pinned_inputs_may_be_overwritten(pinned: bool
     assert value.blocks == pinned
 
 
-# Streams from one iteration to the next -------------------------------------------------------
-
-
-def train_on(streams: list[int]) -> list[list[bool]]:
+@on_ranks(2)
+def test_on_another_stream_gradients_are_accumulated_by_other_nodes() -> None:
     """Train a step on each stream; return which gradients were accumulated by new nodes."""
+    streams = [0, 0, 1, 1, 0]
     renewed: list[list[bool]] = []
 
     def look(layer: nn.Module, _: object) -> None:
@@ -205,12 +194,8 @@ def train_on(streams: list[int]) -> list[list[bool]]:
             reference(own_input(step)).square().sum().backward()
             average_gradients(reference.parameters())
             assert_parity(model, reference)
-    return renewed
-
-
-def test_on_another_stream_gradients_are_accumulated_by_other_nodes() -> None:
     expected = [[is_new] * 2 for is_new in (True, False, True, False, True)]
-    assert run_ranks(train_on, 2, [0, 0, 1, 1, 0]) == [expected] * 2
+    assert (renewed) == (expected)
 
 
 def test_the_stream_of_a_host_is_always_the_same() -> None:
