@@ -20,6 +20,7 @@ from near import sharing
 from warm import warm
 
 from composable_shard.testing import stop_ranks
+from composable_shard.testing.processes import same_random_state
 
 __all__ = ["sharing", "warm"]
 
@@ -95,4 +96,4 @@ def _ranks_end_with_the_session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _same_random_state() -> None:
-    torch.manual_seed(0)
+    same_random_state()

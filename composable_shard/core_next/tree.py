@@ -19,6 +19,7 @@ from composable_shard.core.nested import Given
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core_next.agreement import agree_on_model
 from composable_shard.core_next.backward import Backward
+from composable_shard.core_next.features.trace import Listener, Trace
 from composable_shard.core_next.finalization import Finalization
 from composable_shard.core_next.group import Flight, ParamGroup, State, group_of
 from composable_shard.core_next.plugins import Feature, Plugins
@@ -104,6 +105,20 @@ class Tree:
         """Remove a feature, also in the middle of an iteration."""
         self.plugins.remove(feature)
         self._recompile()
+
+    @property
+    def listener(self) -> Listener | None:
+        """The function that is called with every event; see `features/trace.py`."""
+        traces = [one for one in self.plugins.features if isinstance(one, Trace)]
+        return traces[0].hear if traces else None
+
+    @listener.setter
+    def listener(self, hear: Listener | None) -> None:
+        for feature in self.plugins.features:
+            if isinstance(feature, Trace):
+                self.remove(feature)
+        if hear is not None:
+            self.install(Trace(hear))
 
     def _recompile(self) -> None:
         """Compile the programs whose all-gather is not in flight."""

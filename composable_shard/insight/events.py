@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib import import_module
 
 from torch import nn
 
@@ -56,10 +55,6 @@ its place."""
 @contextlib.contextmanager
 def listening(tree: Tree[ParamGroup], hear: Listener) -> Iterator[None]:
     """Call ``hear`` with every event of a tree within the context, before who listened already."""
-    if not hasattr(tree, "listener"):  # the core that is being written
-        with import_module("composable_shard.core_next.features.trace").listening(tree, hear):
-            yield
-        return
     before = tree.listener
 
     def hear_first(event: str, name: str) -> None:

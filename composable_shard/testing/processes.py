@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from composable_shard import _torch
-from composable_shard.core.transport.failures import is_lost
+from composable_shard.core.transport.failures import go_on, is_lost
 
 # What a call on several ranks raises in the caller: which rank failed, how, and where -------------
 
@@ -148,15 +148,22 @@ class Call(NamedTuple):
     def __call__(self) -> Any:
         sys.path[:] = self.sys_path
         fn, args, kwargs = pickle.loads(self.payload)
-        torch.manual_seed(0)
-        random.seed(0)
+        same_random_state()
         return fn(*args, **kwargs)
+
+
+def same_random_state() -> None:
+    """Seed torch and Python alike. Without a device, torch notes a stack for each kind of one."""
+    has_device = torch.accelerator.is_available()
+    (torch.manual_seed if has_device else torch.default_generator.manual_seed)(0)
+    random.seed(0)
 
 
 class Settle(NamedTuple):
     """Asks a rank to pass a barrier, which shows that no collective is left half done."""
 
     def __call__(self) -> None:
+        go_on()  # the next call is another program, which has not failed
         dist.barrier()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,19 +33,8 @@ class Trace(Feature):
     """Calls a function with every event."""
 
     def __init__(self, hear: Listener) -> None:
-        self._hear = hear
+        self.hear = hear
 
     def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
         """Return a call for each event of the phase."""
-        return [partial(self._hear, event, group.name) for event in _EVENTS.get(phase, ())]
-
-
-@contextlib.contextmanager
-def listening(tree: Any, hear: Listener) -> Iterator[None]:
-    """Call ``hear`` with every event of a tree within the context."""
-    feature = Trace(hear)
-    tree.install(feature)
-    try:
-        yield
-    finally:
-        tree.remove(feature)
+        return [partial(self.hear, event, group.name) for event in _EVENTS.get(phase, ())]
