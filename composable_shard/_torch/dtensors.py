@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -156,9 +156,8 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 _new_dtensor: Callable[..., DTensor] = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
 
 
-def from_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor without checks, copies or communication (1 us, not 25)."""
-    return _new_dtensor(DTensor, local, spec, requires_grad=False)
+from_local = partial(_new_dtensor, DTensor, requires_grad=False)
+"""Wraps a local tensor without checks, copies or communication (1 us, not 25)."""
 
 
 def local_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:

@@ -169,6 +169,8 @@ class ParamGroup:
             markers.
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
         channels: The collectives of each mesh.
+        is_compiled: Whether ``program`` exists.
+        needs_reduce: Whether the group has gradients to reduce.
         tree, progress, calls: Set by the layers above: its `Tree`, its `GroupProgress` in the
             current backward, and weak references to each `Call` that a backward may still reach.
     """
@@ -205,7 +207,7 @@ class ParamGroup:
         self.progress: Any = None
         self.calls: list[weakref.ref[Any]] = []
         self._gathered_version = -1
-        self.is_compiled = False
+        self.is_compiled = self.needs_reduce = False
 
     def _set_buckets(self, buckets: Sequence[Storage]) -> None:
         self.buckets = list(buckets)
@@ -231,11 +233,6 @@ class ParamGroup:
     def label(self) -> str:
         """The group as messages call it."""
         return f"group '{self.name}'" if self.name else "the root group"
-
-    @property
-    def needs_reduce(self) -> bool:
-        """Whether the group has gradients to reduce."""
-        return self.is_compiled and self.program.needs_reduce
 
     # Gather ---------------------------------------------------------------------------------
 
@@ -278,7 +275,7 @@ class ParamGroup:
         """Compile the program for the parameters, settings and features as they are."""
         with torch.inference_mode(False):  # the program outlives this forward
             self.program = Program(self)
-        self.is_compiled = True
+        self.is_compiled, self.needs_reduce = True, self.program.needs_reduce
 
     def remove(self, param: ShardedParam) -> None:
         """Remove a parameter, which another group owns from now on."""
@@ -326,7 +323,8 @@ class ParamGroup:
         self.is_held = False
         self.ran.clear()
         if self.state is not State.SHARDED:
-            self.wait()
+            if self.state is State.UNSHARDING:
+                self.wait()
             for op in self.program.free:
                 op()
             self.state = State.SHARDED
@@ -344,7 +342,8 @@ class ParamGroup:
         self.is_unsharded_registered = True
 
     def _shard_version(self) -> int:
-        return self.program.shard_version() + self.num_optimizer_steps
+        """Return a number that grows with every change of the shards that can be seen."""
+        return sum(map(_version, self.program.version_tensors)) + self.num_optimizer_steps
 
     # Reduce ---------------------------------------------------------------------------------
 
@@ -400,7 +399,7 @@ class ParamGroup:
 
         The data of a rank may decide whether they are, so the other ranks are told.
         """
-        if self.state is not State.UNSHARDED or self.unsharded_versions() == versions:
+        if self.state is not State.UNSHARDED or sum(map(_version, self.program.freed)) == versions:
             return
         unsharded = [(p.name, p.unsharded) for p in self.params if not p.shares_storage]
         names = [repr(name) for name, one in unsharded if one._version != self.unsharded_version]

@@ -89,10 +89,6 @@ class Program:
             and tuple(map(_grad_dtype, sharded)) == self._grad_dtypes
         )
 
-    def shard_version(self) -> int:
-        """Return a number that grows with every in-place change of the shards."""
-        return sum(map(_version, self.version_tensors))
-
     def has_shards_of(self, other: Program) -> bool:
         """Return whether both programs gather the same shards, so that their versions compare."""
         mine, others = self.version_tensors, other.version_tensors
@@ -169,7 +165,8 @@ class Program:
         gather: list[Op] = [*ops("gather")]
         wait: list[Op] = [*ops("await_gather")]
         free: list[Op] = [*ops("free")]
-        free += [partial(_torch.set_versions, unsharded, (FREED,) * len(unsharded))]
+        freed = tuple(unsharded), (FREED,) * len(unsharded)
+        free += [partial(_torch.set_version_counters, *freed)]
         for bucket in group.buckets:
             shards = [param.local for param in bucket.params]
             bucket_ops = bucket.gather_ops(
@@ -181,7 +178,7 @@ class Program:
             wait += bucket_ops.wait
             free += bucket_ops.free
         self.reductions = reductions = list(self._plan_reductions(group))
-        wait += [partial(_set_unsharded_version, group, unsharded), *ops("wait")]
+        wait += [partial(_set_unsharded_version, group, tuple(unsharded)), *ops("wait")]
         self.gather, self.wait = (*gather, *ops("gathered")), tuple(wait)
         self.free = (*free, *ops("freed"))
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
@@ -241,5 +238,5 @@ def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:
     return slot.module._parameters.__setitem__
 
 
-def _set_unsharded_version(group: Any, unsharded: Sequence[torch.Tensor]) -> None:
-    _torch.set_versions(unsharded, (group.unsharded_version,) * len(unsharded))
+def _set_unsharded_version(group: Any, unsharded: tuple[torch.Tensor, ...]) -> None:
+    _torch.set_version_counters(unsharded, (group.unsharded_version,) * len(unsharded))

@@ -112,6 +112,7 @@ class Reduction:
             group: The group, whose settings say how to reduce.
         """
         self._channel, self._dtype, self._group = channel, dtype, group
+        self._has_streams = _torch.has_streams(bucket.mesh.device)
         self._mesh, self._compute_dtype = bucket.mesh, bucket.compute_dtype
         direct: set[ShardedParam] = set()  # reduce-scattered without packing
         if bucket.compute_dtype == dtype:
@@ -215,7 +216,7 @@ class Reduction:
         self.reduced = _torch.empty(self._numel, dtype=self._dtype, device=device)
         outputs = list(self.reduced.split_with_sizes(self._message_numels))
         works = self._channel.reduce(outputs, inputs, self.scale.divisor)
-        stream = launching_stream(device)
+        stream = launching_stream(device) if self._has_streams else None
         self._pending = Pending(works, self._channel.reducing, stream, inputs)
 
     def _pack(self) -> list[torch.Tensor]:

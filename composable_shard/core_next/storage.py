@@ -519,6 +519,7 @@ class _AllGather:
 
     def __init__(self, bucket: Bucket, shards: Sequence[torch.Tensor], channel: Channel) -> None:
         self._bucket, self._channel = bucket, channel
+        self._has_streams = _torch.has_streams(bucket.mesh.device)
         layout, mesh = bucket.layout, bucket.mesh
         self._in_place = all(s is p.local for s, p in zip(shards, bucket.params, strict=True))
         self._casts = not self._in_place or bucket.dtype != bucket.compute_dtype
@@ -548,7 +549,8 @@ class _AllGather:
         if staging is not None:
             allocate_staging, free_staging = _torch.memory_ops(staging)
             gather += [allocate_staging]
-            wait += [partial(_torch.copy_all_, *bucket.copy_out), free_staging]
+            wait += [partial(_torch.copy_all_, *bucket.copy_out)] if bucket.copy_out[0] else []
+            wait += [free_staging]
         return GatherOps([*gather, self.launch], wait, [free])
 
     def _copy_in(self, source: torch.Tensor) -> None:
@@ -563,7 +565,7 @@ class _AllGather:
 
     def launch(self) -> None:
         works: list[Waitable] = self._channel.gather(self._bucket.gather_outputs, self._inputs)
-        stream = launching_stream(self._bucket.mesh.device)
+        stream = launching_stream(self._bucket.mesh.device) if self._has_streams else None
         self._pending = Pending(works, self._channel.gathering, stream)
 
     def wait(self) -> None:

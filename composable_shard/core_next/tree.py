@@ -193,7 +193,7 @@ class Tree:
                 group.state is State.UNSHARDED
                 and group.settings.reshard_after_forward is not False
                 and not group.is_held
-                and not self._is_partly_run(group)
+                and not (group.ran and self._is_partly_run(group))
             ):
                 group.reshard()
         self.finalization.check_ended()
@@ -219,7 +219,7 @@ class Tree:
             return
         self.tape.end_forward(outermost)
         for group in self.groups:
-            is_over = self._is_partly_run(group) and group is not outermost
+            is_over = group.ran and self._is_partly_run(group) and group is not outermost
             if group.state is State.UNSHARDING or is_over:  # prefetched, but not used after all
                 group.reshard()
 
@@ -233,7 +233,8 @@ class Tree:
             return False
         for op in group.program.pre_forward:
             op()
-        group.unshard()
+        if group.state is State.SHARDED:
+            group.unshard()
         predicted = self.tape.advance(group, group.settings.prefetch_depth)
         for other in group.settings.forward_prefetch or predicted:
             other.prefetch()
@@ -242,7 +243,7 @@ class Tree:
 
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
         reshard = group.settings.reshard_after_forward
-        if group.is_held or self._is_partly_run(group):
+        if group.is_held or (group.ran and self._is_partly_run(group)):
             return
         if reshard is None:
             reshard = group is not self.root or not may_have_backward
@@ -252,8 +253,8 @@ class Tree:
             group.register_sharded()
 
     def _is_partly_run(self, group: ParamGroup) -> bool:
-        """Return whether some modules of a list have run, and others are still to come."""
-        return 0 < len(group.ran) < len(group.modules)
+        """Return whether modules of a list, some of which have run, are still to come."""
+        return len(group.ran) < len(group.modules)
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval | None:
         """Return the interval of the enclosing checkpoints, which all of their calls share."""
