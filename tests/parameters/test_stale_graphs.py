@@ -131,22 +131,6 @@ def test_a_stale_graph_is_refused_on_all_ranks(
         torch.testing.assert_close(grad, torch.stack(theirs).mean(0))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@on_ranks("ranks")
-def test_what_is_kept_for_backward_is_what_forward_computed_with() -> None:
-    """Step while the unsharded parameters are kept: a late backward is that of the forward."""
-    found = []
-    for steps in (True, False):
-        one = Trained(is_sharded=True, reshard=False)
-        loss = one.loss(1)
-        if steps:
-            one.optimizer.step()
-        one.optimizer.zero_grad()
-        loss.backward()
-        found.append([param.grad.full_tensor() for param in one.model.parameters()])
-    assert all(map(torch.equal, *found))
-
-
 class Branches(nn.Module):
     """Two branches, each a group of its own."""
 

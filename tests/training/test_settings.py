@@ -10,7 +10,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, fully_shard
 from composable_shard.testing import run_ranks
@@ -76,27 +75,6 @@ def test_gradients_are_complete_after_the_last_of_several_backwards(
             train_in_microbatches, ranks, num_microbatches, alternates, timeout=20
         )
         assert differences == [[]] * ranks, differences
-
-
-def zeroed_while_under_way() -> list[bool]:
-    model, oracle = sharded_stack()
-    assert isinstance(model, FSDPModule)
-    model.set_is_last_backward(False)
-    one_step(model, oracle, 0)
-    model.zero_grad()
-    none_left = all(param.grad is None for param in model.parameters())
-    oracle.refresh()
-    oracle.leaves()
-    model.set_is_last_backward(True)
-    one_step(model, oracle, 1)
-    oracle.after_backward()
-    comparison = Comparison(model, oracle, exact=True)
-    comparison.grads("after")
-    return [none_left, comparison.differences == []]
-
-
-def test_zero_grad_clears_reductions_under_way() -> None:
-    assert run_ranks(zeroed_while_under_way, 2) == [[True, True]] * 2
 
 
 # Any settings at any time -------------------------------------------------------------------
@@ -166,39 +144,3 @@ def test_any_settings_give_the_gradients_of_the_oracle(case: tuple[Settings, int
     settings, ranks = case
     differences = run_ranks(train_with, ranks, settings, timeout=20)
     assert differences == [[]] * ranks, differences
-
-
-# What a user may do by hand -----------------------------------------------------------------
-
-
-def full_values(model: nn.Module) -> list[torch.Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def unsharded_by_hand(async_op: bool) -> list[bool]:
-    """Whether unsharded parameters are the full ones, and sharded again afterwards."""
-    model, oracle = sharded_stack()
-    groups = [model.get_submodule(name) for name in STACK_GROUPS]
-    handles = [group.unshard(async_op) for group in groups]  # type: ignore[operator]
-    for handle in handles:
-        if handle is not None:
-            handle.wait()
-    full = [
-        torch.equal(*pair)
-        for pair in zip(full_values(model), full_values(oracle.model), strict=True)
-    ]
-    plain = not any(isinstance(param, DTensor) for param in model.parameters())
-    for group in groups:
-        group.reshard()  # type: ignore[operator]
-    sharded = all(isinstance(param, DTensor) for param in model.parameters())
-    losses = one_step(model, oracle, 0)
-    oracle.after_backward()
-    comparison = Comparison(model, oracle, exact=True)
-    comparison.grads("after")
-    return [all(full), plain, sharded, torch.equal(*losses), comparison.differences == []]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_unshard_gives_the_full_parameters(async_op: bool, ranks: int) -> None:
-    assert run_ranks(unsharded_by_hand, ranks, async_op) == [[True] * 5] * ranks
