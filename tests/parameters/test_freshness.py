@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, assert_parity, average_gradients, full, own_input, two_nets
+from nets import Net, assert_parity, average_gradients, full, own_input, shard_net, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training.oracle import OPTIMIZERS
-from training.scenarios import STACK_GROUPS, Stack
-from training.trees import inputs_for
 
 from composable_shard import fully_shard
 
@@ -117,13 +115,6 @@ def test_memory_that_an_array_shares_is_kept(reshard: bool) -> None:
 Edit = Callable[[nn.Module, list[nn.Parameter]], None]
 
 
-def sharded_stack(**options: Any) -> tuple[Stack, list[nn.Parameter]]:
-    model = Stack()
-    for name in STACK_GROUPS:
-        fully_shard(model.get_submodule(name), **options)
-    return model, list(model.parameters())
-
-
 # Fresh weights ------------------------------------------------------------------------------
 
 
@@ -174,13 +165,14 @@ CHANGES: dict[str, Edit] = {
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks("ranks")
 def test_the_forward_after_a_change_sees_it(change: str, reshard: bool | None) -> None:
-    model, params = sharded_stack(reshard_after_forward=reshard)
+    model = shard_net(Net(3), reshard_after_forward=reshard)
+    params = list(model.parameters())
     model.set_reshard_after_backward(False)
-    x = inputs_for(0, 0)
+    x = own_input()
     with torch.no_grad():
         before = model(x)
     CHANGES[change](model, params)
-    fresh = Stack()
+    fresh = Net(3)
     fresh.load_state_dict({key: t.full_tensor() for key, t in model.state_dict().items()})
     with torch.no_grad():
         after = model(x)

@@ -9,35 +9,31 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from nets import Net, own_input, shard_net
 from torch import nn
 
-from composable_shard import FSDPModule, fully_shard
+from composable_shard import FSDPModule
 from composable_shard.testing import run_ranks
 from training.cases import reproducible
 from training.compare import Comparison, step_both
 from training.oracle import Unsharded
-from training.scenarios import STACK_GROUPS, Stack, loss_of
-from training.trees import inputs_for
 
 Setting = tuple[str, str, bool]
 """Name of a module, of a setter, and what to set."""
 
 
-def sharded_stack() -> tuple[Stack, Unsharded]:
+GROUPS = ("blocks.0", "blocks.1", "blocks.2", "")
+
+
+def sharded_net() -> tuple[Net, Unsharded]:
     torch.manual_seed(3)
-    model = Stack()
+    model = Net(3)
     oracle = Unsharded(model)
-    for name in STACK_GROUPS:
-        fully_shard(model.get_submodule(name))
-    return model, oracle
+    return shard_net(model), oracle
 
 
-def one_step(model: nn.Module, oracle: Unsharded, step: int) -> list[torch.Tensor]:
-    x = inputs_for(step, dist.get_rank())
-    losses = [loss_of(m(x)) for m in (model, oracle)]
-    for loss in losses:
-        loss.backward()
-    return losses
+def losses_of(model: nn.Module, oracle: Unsharded, step: int) -> list[torch.Tensor]:
+    return [m(own_input(step)).square().mean() for m in (model, oracle)]
 
 
 # Microbatches whose reductions overlap ------------------------------------------------------
@@ -45,7 +41,7 @@ def one_step(model: nn.Module, oracle: Unsharded, step: int) -> list[torch.Tenso
 
 def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
     """Gradients are complete after the last of several backwards."""
-    model, oracle = sharded_stack()
+    model, oracle = sharded_net()
     assert isinstance(model, FSDPModule)
     comparison = Comparison(model, oracle, exact=dist.get_world_size() <= 2)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
@@ -55,7 +51,9 @@ def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
             model.set_is_last_backward(is_last)
             syncs = is_last or not alternates or microbatch % 2 == 0
             model.set_requires_gradient_sync(syncs)
-            losses = one_step(model, oracle, 10 * step + microbatch)
+            losses = losses_of(model, oracle, 10 * step + microbatch)
+            for loss in losses:
+                loss.backward()
             oracle.after_backward(sync=syncs)
             comparison.tensor(f"step {step}: loss {microbatch}", *losses)
         comparison.grads(f"step {step}")
@@ -92,11 +90,11 @@ class Settings:
 
 
 def train_with(settings: Settings) -> list[str]:
-    model, oracle = sharded_stack()
+    model, oracle = sharded_net()
     comparison = Comparison(model, oracle, exact=dist.get_world_size() <= 2)
     params = list(model.parameters())
     optimizers = [torch.optim.SGD(p, lr=0.1) for p in (params, oracle.model.parameters())]
-    groups = [model.get_submodule(name) for name in STACK_GROUPS]
+    groups = [model.get_submodule(name) for name in GROUPS]
     for step in range(len(settings.before)):
         for group, targets in zip(groups, settings.prefetch, strict=False):
             assert isinstance(group, FSDPModule)
@@ -104,8 +102,7 @@ def train_with(settings: Settings) -> list[str]:
             group.set_modules_to_forward_prefetch(modules)  # type: ignore[arg-type]
             group.set_modules_to_backward_prefetch(modules[::-1])  # type: ignore[arg-type]
         apply(model, settings.before[step])
-        x = inputs_for(step, dist.get_rank())
-        losses = [loss_of(m(x)) for m in (model, oracle)]
+        losses = losses_of(model, oracle, step)
         comparison.tensor(f"step {step}: loss", *losses)
         apply(model, settings.between[step])
         for loss in losses:
@@ -122,7 +119,7 @@ def apply(model: nn.Module, settings: tuple[Setting, ...]) -> None:
         getattr(model.get_submodule(name), setter)(value, recurse=name == "")
 
 
-setting = st.tuples(st.sampled_from(STACK_GROUPS), st.sampled_from(SETTERS), st.booleans())
+setting = st.tuples(st.sampled_from(GROUPS), st.sampled_from(SETTERS), st.booleans())
 
 
 @st.composite
