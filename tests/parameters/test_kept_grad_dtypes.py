@@ -17,7 +17,7 @@ from torch import nn
 from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+BF16, FP32 = torch.bfloat16, torch.float32
 VALUES = torch.arange(16.0).view(4, 4) / 7
 
 

@@ -1,4 +1,4 @@
-"""Ranks whose losses reach other parts of a model, and parts that are frozen, tied or recomputed.
+"""Ranks whose losses reach other parts of a model, and parts that are frozen or recomputed.
 
 The cases are those of the fuzzer, by hand: the oracle has the batches of all ranks, and a rank that
 does not reach a parameter counts as zeros.
@@ -20,7 +20,7 @@ from on_ranks import on_ranks
 from composable_shard import fully_shard
 from training.models import Parts, linear, sq
 
-WORDS = {"o": Op("step"), "s": Op("sync"), "z": Op("zero", how="optimizer")}
+WORDS = {"o": Op("step"), "s": Op("sync")}
 
 
 def check(
@@ -38,7 +38,7 @@ def check(
 
     Args:
         blocks: What is between the first layer and the last.
-        program: ``t`` trains and reduces, ``a`` trains, ``s`` reduces, ``o`` steps, ``z`` clears.
+        program: ``t`` trains and reduces, ``a`` trains, ``s`` reduces, ``o`` steps.
         off: Names of blocks, for each rank those whose outputs it detaches; in the next step a
             rank takes what the next one took.
         mesh: The extents.
@@ -140,6 +140,16 @@ def test_ranks_that_go_past_one_of_two_parts_train_alike(
     check(MODELS[model][:2], program, ("q", "", "p"), mesh=(ranks,), is_bare=is_bare)
 
 
+def test_ranks_of_replicas_that_reach_other_scalars_train_alike() -> None:
+    for program in ("tasaato", "taso"):
+        check(MODELS["scalars"], program, ("", "p q r", "q", "p r"), mesh=(2, 2))
+
+
+@pytest.mark.parametrize("model", ["heads", "called twice", "one group around frozen"])
+def test_ranks_that_reach_other_parts_train_alike_in_low_precision(model: str) -> None:
+    check(MODELS[model], "tat", ("", "p q r", "q", "p r"), precision="float32")
+
+
 SEGMENTS = [
     ("3", ("p1 p2 p3", "")),
     ("3", ("p2 p3", "p1 p2", "p1 p3")),
@@ -166,7 +176,26 @@ def test_ranks_of_which_some_go_past_a_checkpoint_over_several_groups_train_alik
     check(blocks, "totatot", off, mesh=(ranks,))
 
 
-# Frozen, thawed and tied --------------------------------------------------------------------------
+TOWERS = [
+    ((*[""] * 2,), ("s", "s.1")),
+    (("p q r s", "", ""), ("", "p.1 q.0 r.1 s.0", "q s r.0")),
+    (("q", "r", "p q"), ("r.0 s.0 s.1", "p.0 p.1 q.0 s.1", "")),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("detached", ["s", "pqrs", "qs", ""])
+@pytest.mark.parametrize(("off", "unused"), TOWERS)
+def test_ranks_that_use_other_parameters_of_parts_without_an_input_gradient_train_alike(
+    off: tuple[str, ...], unused: tuple[str, ...], detached: str, ranks: int
+) -> None:
+    """In other orders, too."""
+    blocks = tuple(B(n, "many", source="detach" if n in detached else "x") for n in "pqrs")
+    orders = ("pqrs", "pqrs", "srqp", "qsp", "rq")
+    check(blocks, "tototatot", off, unused=unused, orders=orders, mesh=(ranks,))
+
+
+# Frozen and thawed, and never used ----------------------------------------------------------------
 
 
 def freeze(names: str, flag: bool = True) -> Op:
@@ -192,9 +221,6 @@ def test_a_parameter_frozen_at_the_first_forward_is_thawed_later(
     case = Case(2, blocks, ops, own="both", mesh=(ranks,), precision=precision)
     find = run(case, 30.0)
     assert find is None, find.text
-
-
-# Orders that differ between ranks, and what is left -----------------------------------------------
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
