@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from near import Apart
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from training.cases import reproducible
 from training.programs import NUM_PARAMS, TREE
 from training.trees import build, inputs_for, shard
 
-from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_shard import FSDPModule, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 from meshes.compare import Oracle, gradient_differences, value_differences, whole
@@ -104,13 +104,6 @@ ALL = (True,) * NUM_PARAMS
 ONE_GROUP = (True, True, True, False, False, False)
 OTHER_GROUP = (True, False, False, True, True, True)
 EVEN = tuple(index % 2 == 0 for index in range(NUM_PARAMS))
-
-
-@pytest.mark.parametrize("extents", [(2, 2), (2, 1), (1, 2), (3, 1)])
-def test_training_on_a_hybrid_mesh_equals_unsharded_training(extents: tuple[int, int]) -> None:
-    steps: tuple[Step, ...] = ("sync", "step", "sync", "sync", "step")
-    num_ranks = extents[0] * extents[1]
-    assert_same(Program(steps, (((ALL,) * num_ranks),) * len(steps), extents))
 
 
 @pytest.mark.brief(1)
@@ -253,44 +246,6 @@ def test_what_is_in_flight_goes_on_before_a_group_accumulates() -> None:
         ("accumulate", "0"),
     ]
     assert run_ranks(events_before_accumulating, 2) == [expected] * 2
-
-
-def events_of_three_backwards() -> list[tuple[str, str]]:
-    model = two_groups()
-    with record_events(model, "wait_for_all_reduce") as recorded:
-        for step in range(3):
-            model.set_is_last_backward(step == 2)
-            model(torch.ones(2, 4)).sum().backward()
-    return recorded
-
-
-def test_an_all_reduce_that_backwards_leave_under_way_is_waited_for_once_in_the_end() -> None:
-    expected = [("wait_for_all_reduce", "1"), ("wait_for_all_reduce", "0")]
-    assert run_ranks(events_of_three_backwards, 2) == [expected] * 2
-
-
-# Precision -----------------------------------------------------------------------------------
-
-
-def reduced_in_float32() -> float:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 6, bias=False)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    oracle = Oracle(model.to(torch.float32))
-    fully_shard(model, mesh=hybrid_mesh((2, 2)), mp_policy=policy)
-    x = inputs_for(0, dist.get_rank())[:, :4]
-    model(x).float().sum().backward()
-    low = oracle.model.to(torch.bfloat16)
-    low(x.to(torch.bfloat16)).float().sum().backward()
-    oracle.local = {"weight": low.weight.grad.float()}
-    oracle.reduce()
-    grad = model.weight.grad
-    assert isinstance(grad, DTensor) and grad.dtype == torch.float32
-    return (whole(grad) - oracle.reduced["weight"]).abs().max().item()
-
-
-def test_both_stages_reduce_in_the_reduce_dtype() -> None:
-    assert max(run_ranks(reduced_in_float32, 4)) < 1e-6
 
 
 # Ranks that send, as those on other hosts do ----------------------------------------------------

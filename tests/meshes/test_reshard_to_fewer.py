@@ -19,9 +19,8 @@ from two_tensors import two_tensor_hooks, two_tensor_mlp
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.transport import point_to_point
 from composable_shard.core.transport.process_groups import subgroup
-from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
-from meshes.compare import Oracle, gradient_differences, step_differences
+from meshes.compare import Oracle, step_differences
 
 
 def train(num_ranks: int, policy: MixedPrecisionPolicy) -> list[str]:
@@ -108,33 +107,6 @@ def test_backward_gathers_from_the_neighbours_only() -> None:
         assert seen == [forward, forward, backward, backward]
 
 
-def states_between_forward_and_backward() -> list[object]:
-    model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=2)
-    with record_events(model) as events:
-        loss = model(torch.ones(2, 4)).sum()
-        shape = tuple(model.weight.to_local().shape)
-        loss.backward()
-    return [shape, [event for event, _ in events]]
-
-
-def test_the_registered_parameters_are_the_sharded_ones_in_between() -> None:
-    events = [
-        "pre_forward",
-        "all_gather",
-        "wait_for_all_gather",
-        "post_forward",
-        "reshard",
-        "pre_backward",
-        "all_gather",
-        "wait_for_all_gather",
-        "post_backward",
-        "reduce_scatter",
-        "wait_for_reduce_scatter",
-        "reshard",
-    ]
-    assert run_ranks(states_between_forward_and_backward, 4) == [[(1, 4), events]] * 4
-
-
 def num_groups_made() -> int:
     made = []
     new_group = dist.new_group
@@ -174,30 +146,6 @@ def test_the_number_of_all_shards_means_true_and_1_means_false() -> None:
         ]
         model(torch.ones(2, 4))
         assert not hasattr(model.weight, "to_local")
-
-
-def changed_without_resharding() -> bool:
-    """The kept parts are those of forward; a step in between does not mix into the backward."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    oracle = Oracle(model)
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=2)
-    fully_shard(model)
-    x = torch.ones(2, 4)
-    loss, wanted = model(x).sum(), oracle.model(x).sum()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2.0)
-    loss.backward()
-    wanted.backward()
-    oracle.take()
-    oracle.reduce()
-    return gradient_differences(dict(model.named_parameters()), oracle) == []
-
-
-def test_a_change_between_forward_and_backward_leaves_the_kept_parts_alone() -> None:
-    assert run_ranks(changed_without_resharding, 4) == [True] * 4
 
 
 def groups_of_some_ranks() -> list[list[int]]:

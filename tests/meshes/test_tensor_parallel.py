@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
-from meshes.compare import Oracle, gradient_differences, step_differences, value_differences
+from meshes.compare import Oracle, gradient_differences, step_differences
 
 WIDTH = 8
 
@@ -177,36 +177,3 @@ def test_placements_span_the_data_parallel_and_the_tensor_parallel_axis() -> Non
         (6, 8),
     ]
     assert run_ranks(placements, 4) == [expected] * 4
-
-
-def in_low_precision() -> list[object]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    model, _ = parallel_model(mesh, 12, plain_plan)
-    shard_all(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    inside: list[torch.dtype] = []
-    up = model.blocks[0].up  # type: ignore[union-attr,index]
-    up.register_forward_hook(lambda m, *_: inside.append(m.weight.dtype))
-    model(batch(0, mesh)).sum().backward()
-    return [*inside, up.weight.dtype, up.weight.grad.dtype]
-
-
-def test_mixed_precision() -> None:
-    expected = [torch.bfloat16, torch.float32, torch.float32]
-    assert run_ranks(in_low_precision, 4) == [expected] * 4
-
-
-def load_full_tensors(hidden: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    model, oracle = parallel_model(mesh, hidden, plain_plan)
-    shard_all(model, mesh)
-    with torch.no_grad():
-        for param in oracle.model.parameters():
-            param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(5)))
-    model.load_state_dict(oracle.model.state_dict())
-    return value_differences(model.named_parameters(), oracle)
-
-
-@pytest.mark.brief(1)
-@pytest.mark.parametrize("hidden", [9, 10, 12])
-def test_full_tensors_load_without_communication(hidden: int) -> None:
-    assert run_ranks(load_full_tensors, 4, hidden) == [[]] * 4

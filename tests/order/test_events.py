@@ -12,6 +12,7 @@ from torch import nn
 
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
+from composable_shard.testing import fake_ranks
 from order.recording import events, loss_of, on_ranks, recorded_iterations, short
 
 
@@ -64,20 +65,6 @@ def test_without_reshard_after_forward_backward_gathers_nothing() -> None:
     assert last_backward == events(KEPT_BACKWARD)
 
 
-def test_with_reshard_after_forward_the_root_is_freed_too() -> None:
-    first_forward, first_backward, second_forward, second_backward = on_ranks(
-        functools.partial(iterations, reshard_after_forward=True), 2
-    )
-    assert first_forward == events(FIRST_FORWARD + ", free root")
-    assert first_backward == events(
-        BACKWARD.replace("root, gather 1,", "root, gather root, gather 1, wait root,")
-    )
-    assert second_forward == events(NEXT_FORWARD + ", free root")
-    assert second_backward == events(
-        BACKWARD.replace("root, gather 1,", "root, gather root, gather 1, wait root,")
-    )
-
-
 def set_before_and_after_first_forward(when: int) -> list[list[str]]:
     model = shard_net(Net(2))
     parts = []
@@ -94,38 +81,6 @@ def test_set_reshard_after_forward_acts_at_any_time(when: int) -> None:
     if when:
         assert parts[:2] == [events(FIRST_FORWARD), events(BACKWARD)]
     assert parts[4:] == [events(KEPT_FORWARD), events(KEPT_BACKWARD)]
-
-
-def keep_after_backward() -> list[list[str]]:
-    """What is gathered and freed where parameters are kept from backward to forward."""
-    model = shard_net(Net(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-    model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    model.set_is_last_backward(False)
-    parts = recorded_iterations(model, 2)
-    model.synchronize_gradients()
-    optimizer.step()
-    parts += recorded_iterations(model, 1)
-    model.set_is_last_backward(True)
-    parts += recorded_iterations(model, 2)
-    return [[event for event in part if event.split()[0] in ("free", "gather")] for part in parts]
-
-
-def test_without_reshard_after_backward_parameters_stay_until_gradients_are_complete() -> None:
-    first, second, after_step, last, anew = batched(on_ranks(keep_after_backward))
-    gathers = "gather root, gather 0, gather 1"
-    frees = "free root, free 0, free 1"
-    assert first == (events(gathers), [])
-    assert second == ([], [])
-    assert after_step == (events(f"{frees}, {gathers}"), [])
-    assert last == ([], events(frees))
-    assert anew == (events(gathers), events(frees))
-
-
-def batched(parts: list[list[str]]) -> list[tuple[list[str], list[str]]]:
-    """Return the events of forward and backward of each iteration."""
-    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 class Stack(nn.Module):
@@ -429,29 +384,51 @@ def test_a_list_as_root_is_gathered_and_reduced_once() -> None:
         assert recorded[-2:] == ["finish root", "free root"]
 
 
-# Nested ---------------------------------------------------------------------------------------
+# How many groups are gathered ahead ---------------------------------------------------------------
 
 
-def nested() -> list[list[str]]:
-    model = Net(1)
-    fully_shard(model.blocks[0].up)
-    fully_shard(model.blocks[0])
-    fully_shard(model)
-    return recorded_iterations(model, 2)
+def ahead(depth: int) -> tuple[list[str], list[str]]:
+    """Return the events of forward and backward of four blocks, so many of them gathered ahead."""
+
+    def gathers(order: list[int], place: int) -> str:
+        """Name what is gathered when a block begins; at first, as many as may be ahead."""
+        first = place + depth if place >= 0 else 0
+        return "".join(f"gather {block}, " for block in order[first : place + depth + 1])
+
+    order, forward = [0, 1, 2, 3], f"pre_forward root, gather root, {gathers([0, 1, 2, 3], -1)}"
+    forward += "wait root, "
+    for block in order:
+        forward += f"pre_forward {block}, {gathers(order, block)}wait {block}, "
+        forward += f"post_forward {block}, free {block}, "
+    order, backward, finish = order[::-1], "pre_backward root, " + gathers(order[::-1], -1), ""
+    for place, block in enumerate(order):
+        backward += f"pre_backward {block}, {gathers(order, place)}wait {block}, "
+        backward += f"post_backward {block}, free {block}, {finish}reduce {block}, "
+        finish = f"finish {block}, "
+    backward += f"post_backward root, {finish}reduce root, finish root, free root"
+    return events(forward + "post_forward root"), events(backward)
 
 
-def test_a_group_within_a_group() -> None:
-    *_, forward, backward = on_ranks(nested)
-    assert forward == events(
-        """pre_forward root, gather root, gather 0, wait root,
-        pre_forward 0, gather 0.up, wait 0,
-        pre_forward 0.up, wait 0.up, post_forward 0.up, free 0.up,
-        post_forward 0, free 0, post_forward root"""
-    )
-    assert backward == events(
-        """pre_backward root, gather 0,
-        pre_backward 0, gather 0.up, wait 0,
-        pre_backward 0.up, wait 0.up, post_backward 0.up, free 0.up, reduce 0.up,
-        post_backward 0, free 0, finish 0.up, reduce 0,
-        post_backward root, finish 0, reduce root, finish root, free root"""
-    )
+def with_depth(depth: int) -> list[list[str]]:
+    model = shard_net(Net(4))
+    model.set_prefetch_depth(depth)
+    return recorded_iterations(model, 3)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_so_many_groups_are_gathered_ahead(depth: int) -> None:
+    *_, forward, backward = on_ranks(with_depth, depth)
+    assert (forward, backward) == ahead(depth)
+
+
+def test_what_is_no_depth_is_refused() -> None:
+    with fake_ranks(1):
+        model = shard_net(Net(1))
+        for depth in (1.0, True, None):
+            with pytest.raises(TypeError) as wrong_type:
+                model.set_prefetch_depth(depth)
+            got = f"{type(depth).__name__}: {depth!r}"
+            assert str(wrong_type.value) == f"Expected depth to be an int, got {got}"
+        with pytest.raises(ValueError) as wrong:
+            model.set_prefetch_depth(-1)
+        assert str(wrong.value) == "Expected depth of at least 0, got -1"

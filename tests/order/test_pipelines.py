@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from nets import Block, full
 from torch import nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -30,7 +28,7 @@ from torch_versions import needs_newer_torch
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import RankError, run_ranks
+from composable_shard.testing import run_ranks
 
 WIDTH = 6
 NUM_RANKS_OF_PIPELINE = 2
@@ -210,23 +208,6 @@ def test_schedules_that_split_backward(schedule: str) -> None:
     assert {num_gathers for num_gathers, *_ in steps_on_ranks(schedule, False)} == {3}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero bubble"])
-def test_schedules_on_two_ranks_alone(schedule: str) -> None:
-    """A pipeline of two ranks whose stages are sharded over one rank each."""
-    options = {"reshard_after_forward": False}
-    for of_rank in run_ranks(partial(drive, schedule, options), 2):
-        assert [num_reductions for _, num_reductions, _ in of_rank[1:]] == [3, 3]
-
-
-@pytest.mark.brief(1)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved 1f1b", "zero bubble"])
-def test_schedules_under_mixed_precision(schedule: str) -> None:
-    """Compute in double precision, reduce in single: close to the oracle, and cast back."""
-    policy = MixedPrecisionPolicy(torch.float64, torch.float32, output_dtype=torch.float32)
-    options = {"reshard_after_forward": False, "mp_policy": policy}
-    run_ranks(partial(drive, schedule, options), 4)
-
-
 # Backwards in halves need parameters that stay --------------------------------------------------
 
 REFUSAL = (
@@ -234,31 +215,6 @@ REFUSAL = (
     "alone, got the sharded ones, whose gradients would be lost; a pipeline schedule that splits "
     "backward into inputs and weights needs set_reshard_after_forward(False) on its stages"
 )
-
-
-def halves(reshard: bool) -> str | None:
-    """Do as such a schedule does: differentiate the inputs only, and ask for the reduction."""
-    stage = shard(Stage(), init_device_mesh("cpu", (2,)), reshard_after_forward=reshard)
-    x = torch.randn(2, WIDTH, requires_grad=True)
-    output = stage(x)
-    stage.set_is_last_backward(False)
-    stage.set_reshard_after_backward(False)
-    stage.set_requires_gradient_sync(False)
-    try:
-        torch.autograd.grad(output.sum(), [x], retain_graph=True)
-    except ShardError as error:
-        return str(error)
-    for param in stage.parameters():  # their gradients come later, to those that are registered
-        param.grad = torch.ones_like(param)
-    stage.set_is_last_backward(True)
-    stage.set_reshard_after_backward(True)
-    stage.set_requires_gradient_sync(True)
-    state = torch_fully_shard.state(stage)
-    assert list(state._state_ctx.all_states) == []
-    state._root_post_backward_final_callback()
-    for param in stage.parameters():
-        assert torch.equal(param.grad.full_tensor(), torch.ones(param.shape))
-    return None
 
 
 def mixed(order: str) -> str | None:
@@ -309,46 +265,3 @@ def mixed(order: str) -> str | None:
 def test_no_microbatch_is_left_out_silently(order: str, is_exact: bool) -> None:
     """Some backward was split while parameters were sharded: an error, on all ranks."""
     assert run_ranks(mixed, 2, order) == [None if is_exact else REFUSAL] * 2
-
-
-def quiet(schedule: str, reshard: bool | int | None) -> None:
-    logging.disable(logging.ERROR)  # torch prints the whole schedule
-    drive(schedule, {"reshard_after_forward": reshard})
-
-
-@pytest.mark.brief(1)
-@pytest.mark.parametrize("reshard", [None, True])
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "zero bubble",
-        pytest.param("zbv", marks=needs_self_sends),
-        pytest.param("dual pipe v", marks=needs_self_sends),
-    ],
-)
-def test_schedules_that_split_backward_refuse_to_reshard(
-    schedule: str, reshard: bool | None
-) -> None:
-    """All ranks of the stage that comes to its first half say why; the job is over."""
-    with pytest.raises(RankError) as caught:
-        run_ranks(partial(quiet, schedule, reshard), 4)
-    said = {failure.rank: failure.traceback for failure in caught.value.failures}
-    # Which group is named depends on which are kept for backward: the root is, unless told not to.
-    _, _, reason = REFUSAL.partition("group")
-    why = {rank for rank, text in said.items() if reason in text}  # torch wraps it
-    assert why >= {0, 1} or why >= {2, 3}  # which hold the same stages
-
-
-def test_backward_in_halves_needs_parameters_that_stay() -> None:
-    assert run_ranks(halves, 2, True) == [REFUSAL] * 2
-    assert run_ranks(halves, 2, False) == [None] * 2
-
-
-def states_of_others() -> list[bool]:
-    """What other functions keep on a module by the same means is not ours."""
-    module = shard(Stage(), init_device_mesh("cpu", (2,)))
-    return [replicate.state(module) is None, torch_fully_shard.state(nn.Linear(2, 2)) is None]
-
-
-def test_only_fully_shard_has_a_state() -> None:
-    assert run_ranks(states_of_others, 2) == [[True, True]] * 2

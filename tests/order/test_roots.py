@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from nets import Net, assert_parity, average_gradients, own_input, shard_net
-from on_ranks import on_ranks
 from torch import nn
 
 import composable_shard
@@ -130,62 +129,6 @@ def most_in_flight(events: list[str]) -> int:
         now = max(0, now + {"reduce": 1, "finish": -1}.get(event.split()[0], 0))
         most = max(most, now)
     return most
-
-
-def test_sharing_bounds_what_is_in_flight() -> None:
-    """Without, each tree has its own reductions in flight."""
-    apart = events_on_ranks(two_towers, False, 0, True)
-    assert {most_in_flight(events) for events in apart} == {2}
-    together = events_on_ranks(two_towers, True, 0, True)
-    assert {most_in_flight(events) for events in together} == {1}
-    kinds = [
-        [[e for e in events if e.startswith(k)] for k in ("reduce", "gather")] for events in apart
-    ]
-    assert kinds == [
-        [[e for e in events if e.startswith(k)] for k in ("reduce", "gather")]
-        for events in together
-    ]
-
-
-def _fail(_: torch.Tensor) -> None:
-    raise RuntimeError("failed")
-
-
-@on_ranks(2)
-def test_a_tree_that_fails_drops_its_own_reductions_only() -> None:
-    """A tree that fails drops its own reductions only."""
-    torch.manual_seed(0)
-    references = [Net(2), Net(2)]
-    models = [shard_net(copy.deepcopy(one)) for one in references]
-    share_comm_ctx(models)
-    for step in range(4):
-        if step in (0, 2):
-            models[1].set_is_last_backward(False)
-            models[1](own_input(step)).sum().backward()
-            hidden = models[0](own_input(step))
-            hidden.register_hook(_fail)
-            with pytest.raises(RuntimeError, match="failed"):
-                hidden.sum().backward()
-            models[0].reset_iter_state()
-            models[1].set_is_last_backward(True)
-        else:
-            models[1](own_input(step)).sum().backward()
-            references[1](own_input(step - 1)).sum().backward()
-            references[1](own_input(step)).sum().backward()
-            average_gradients(references[1].parameters())
-            models[1].reshard()
-            for param, wanted in zip(
-                models[1].parameters(), references[1].parameters(), strict=True
-            ):
-                torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
-            models[1].zero_grad()
-            references[1].zero_grad()
-            for one in (models[0], references[0]):
-                one(own_input(step)).sum().backward()
-            average_gradients(references[0].parameters())
-            assert_parity(models[0], references[0])
-            models[0].zero_grad()
-            references[0].zero_grad()
 
 
 def test_share_comm_ctx_takes_sharded_modules() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -120,53 +119,6 @@ def follow_attributes(kind: str, reshard: bool | None, where: str) -> None:
     assert model[0].seen == [first, {**first, **second}]
 
 
-def test_attributes_stay_when_parameters_are_converted_or_loaded() -> None:
-    with fake_ranks(2):
-        with torch.device("meta"):
-            model = make()
-        model[0].weight.tag = 1
-        shard_layers(model)
-        weights = (model[0].weight, model[2].weight)
-        model.to_empty(device="cpu")
-        assert model[0].weight.tag == 1
-        model[2].weight.tag = 2
-        model.double()
-        assert [model[0].weight.tag, model[2].weight.tag] == [1, 2]
-        model.load_state_dict(make().state_dict())
-        model.load_state_dict(model.state_dict())
-        assert [model[0].weight.tag, model[2].weight.tag] == [1, 2]
-        full = {name: p.double() for name, p in make().state_dict().items()}
-        model.load_state_dict(full, assign=True)
-        assert model[0].weight is not weights[0]
-        assert [model[0].weight.tag, model[2].weight.tag] == [1, 2]
-        model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
-        model.float()
-        model[0].weight.tag = 3
-        model[0].unshard()
-        assert model[0].weight.tag == 3
-        model[0].reshard()
-        copied = copy.deepcopy(model)
-        copied[0].weight.tag = 4
-        copied.double()
-        assert [model[0].weight.tag, copied[0].weight.tag, copied[2].weight.tag] == [3, 4, 2]
-
-
-def test_attributes_of_users_are_kept_and_those_of_a_class_are_not_theirs() -> None:
-    """A tied parameter that finds its owner keeps them, too."""
-    with fake_ranks(2):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model[1].weight = model[0].weight
-        fully_shard(model[0])
-        model[0].weight.tag = 1
-        fully_shard(model)
-        assert model[1].weight.tag == 1 and model[0].weight is model[1].weight
-        model = make_tagging("two tensors")
-        model[0].weight.tag = 1
-        fully_shard(model)
-        assert {"a", "b"} & set(vars(model[0].weight)) == set()
-        assert model[0].weight.tag == 1
-
-
 # Hooks on gradients --------------------------------------------------------------------------
 
 
@@ -195,18 +147,6 @@ def test_a_hook_on_a_sharded_parameter_sees_the_reduced_gradient(when: str) -> N
     oracle.reduced["2.bias"].clamp_(-0.1, 0.1)
     model.reshard()
     assert gradient_differences(dict(model.named_parameters()), oracle) == []
-
-
-def test_a_hook_that_is_removed_acts_no_more() -> None:
-    with fake_ranks(2):
-        model = make()
-        calls: list[int] = []
-        handle = model[0].weight.register_hook(lambda grad: calls.append(1))
-        shard_layers(model)
-        model(torch.ones(2, WIDTH)).sum().backward()
-        handle.remove()
-        model(torch.ones(2, WIDTH)).sum().backward()
-        assert calls == [1]
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -13,7 +13,7 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard import fully_shard
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import CoalescedAllGather, CoalescedReduceScatter
 
@@ -72,17 +72,3 @@ def test_gradients_are_the_mean_over_the_ranks(coalesced: bool, users: tuple[boo
                 continue
             dist.all_reduce(other.grad)
             assert torch.equal(shards_of(mine.grad), other.grad / dist.get_world_size())
-
-
-@pytest.mark.parametrize("rows", [4, 5])
-@pytest.mark.parametrize("name", ["reduce_dtype", "grad_dtype", "param_dtype"])
-@pytest.mark.parametrize("ranks", [1, 2])
-@on_ranks("ranks")
-def test_a_real_dtype_of_the_policy_leaves_complex_gradients_complex(name: str, rows: int) -> None:
-    model = nn.Linear(3, rows, bias=False, dtype=torch.complex64)
-    plain = copy.deepcopy(model)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(**{name: torch.float32}))
-    for one in (model, plain):
-        one(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
-    grad, expected = model.weight.grad, plain.weight.grad
-    assert grad.dtype == torch.complex64 and torch.allclose(shards_of(grad), expected)

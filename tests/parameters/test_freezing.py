@@ -4,7 +4,6 @@ gradients that are not synchronized yet.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nets import Net, average_gradients, full, own_input, shard_net, two_nets
+from nets import Net, average_gradients, full, own_input, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.two_tensor import TwoTensor
-from two_tensors import two_tensor_hooks
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
 
 Reshard = bool | int | None
 
@@ -127,63 +124,6 @@ def follow_values(params: Iterable[nn.Parameter], others: Iterable[nn.Parameter]
             other.copy_(full(param))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@on_ranks("num_ranks")
-def test_a_discriminator_that_is_frozen_in_turns() -> None:
-    """Freeze the discriminator for the step of the generator, whatever is registered then."""
-    pairs = []
-    torch.manual_seed(1)
-    plain = nn.ModuleDict({"g": nn.Linear(4, 4), "d": Net(1)})
-    sharded = copy.deepcopy(plain)
-    fully_shard(sharded["g"])
-    shard_net(sharded["d"])
-    for one in (sharded, plain):
-        optimizers = {
-            name: torch.optim.SGD(one[name].parameters(), lr=0.05, momentum=0.9) for name in one
-        }
-        pairs.append((one, optimizers))
-    for step in range(4):
-        losses = []
-        for one, optimizers in pairs:
-            fake = one["g"](own_input(step))
-            one["d"].requires_grad_(True)
-            d_loss = one["d"](own_input(50 + step)).square().mean()
-            d_loss = d_loss - one["d"](fake.detach()).square().mean()
-            d_loss.backward()
-            verdict = one["d"](fake).square().mean()  # the graph is made before it is frozen
-            one["d"].requires_grad_(False)
-            verdict.backward()
-            if one is plain:
-                average_gradients(one.parameters())
-            for optimizer in optimizers.values():
-                optimizer.step()
-                optimizer.zero_grad()
-            losses += [d_loss.item(), verdict.item()]
-        assert losses[:2] == pytest.approx(losses[2:], rel=1e-5), step
-    for (_, param), expected in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(param), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_frozen_while_held_unsharded() -> None:
-    """What is set on unsharded parameters after unshard() holds for the sharded ones."""
-    reference, model = two_nets(1)
-    for wanted in (False, True):
-        for module in (model, *model.blocks):
-            module.unshard()
-        for one in (model, reference):
-            one.inp.weight.requires_grad_(wanted)
-            one.blocks[0].norm.requires_grad_(wanted)
-        model.reshard()
-        for one in (model, reference):
-            loss_of(one).backward()
-        average_gradients(reference.parameters())
-        assert_gradients(model, reference)
-        model.zero_grad()
-        reference.zero_grad()
-
-
 # With gradients that are not synchronized ---------------------------------------------------------
 
 
@@ -279,52 +219,6 @@ def average(reference: nn.Module) -> None:
         if has.item() and param.grad is None:
             param.grad = torch.zeros_like(param)
     average_gradients(reference.parameters())
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_an_extension_that_was_accumulated_and_frozen() -> None:
-    """Gradients that are tensor subclasses, of a parameter that is frozen before the sync."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False)]
-    reference = nn.Sequential(*copy.deepcopy(layers))
-    model = nn.Sequential(*layers)
-    with two_tensor_hooks():
-        weight = model[0].weight.detach()
-        model[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
-        for module in (model[0], model[1], model):
-            fully_shard(module)
-        for step in range(2):
-            with model.no_sync():
-                model(own_input(step)).sum().backward()
-            reference(own_input(step)).sum().backward()
-            for one in (model, reference):
-                one[0].requires_grad_(False)
-                one(own_input(20 + step)).sum().backward()
-            average_gradients(reference.parameters())
-            got = model[0].weight.grad
-            assert got.placements == model[0].weight.placements
-            whole = got.full_tensor()
-            inner = whole.a if isinstance(whole, TwoTensor) else whole
-            torch.testing.assert_close(inner, reference[0].weight.grad, rtol=1e-5, atol=1e-6)
-            for one in (model, reference):
-                one[0].requires_grad_(True)
-                one.zero_grad()
-
-
-@on_ranks(2)
-def test_cleared_gradients_of_what_was_frozen_stay_cleared() -> None:
-    """Cleared gradients of a frozen parameter do not come back, and it takes no more part."""
-    reference, model = two_nets(1)
-    with model.no_sync():
-        loss_of(model).backward()
-    for one in (model, reference):
-        one.out.requires_grad_(False)
-        one.zero_grad()
-        loss_of(one, 1).backward()
-    average_gradients(reference.parameters())
-    assert_gradients(model, reference)
-    assert model.out.weight.grad is None
 
 
 # Zeroed, not dropped ------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -16,8 +15,6 @@ from heard import from_all_ranks
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp
-from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch_versions import needs_new_reduce_dtype
 
 from composable_shard import MixedPrecisionPolicy, RankMismatchError, fully_shard
@@ -45,50 +42,6 @@ def test_what_parameters_ask_for_holds() -> None:
             layer.bias.grad_dtype = dtype
             assert train(layer) == [FP32, dtype]
             layer.zero_grad()
-
-
-def test_what_is_asked_after_an_accumulation_holds() -> None:
-    with fake_ranks(2):
-        policy = MixedPrecisionPolicy(reduce_dtype=FP32)
-        layer = fully_shard(nn.Linear(4, 4).bfloat16(), mp_policy=policy)
-        for asked in (None, FP64):
-            if asked is not None:
-                layer.weight.grad_dtype = layer.bias.grad_dtype = asked
-            with layer.no_sync():
-                train(layer, BF16)
-            assert train(layer, BF16) == [asked or BF16] * 2
-            layer.zero_grad()
-
-
-def test_gradients_that_accumulate_are_freed_one_by_one() -> None:
-    grads: list[weakref.ref[torch.UntypedStorage]] = []
-    alive: list[int] = []
-
-    def note(arriving: tuple[torch.Tensor, ...]) -> None:
-        grads.extend(weakref.ref(grad.untyped_storage()) for grad in arriving)
-
-    def look(layer: nn.Module, _: object) -> None:
-        torch.autograd.graph.get_gradient_edge(layer.weight).node.register_prehook(note)
-
-    class Casts(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.ops.aten._to_copy.default and args[0].shape == (4, 4):
-                alive.append(sum(grad() is not None for grad in grads))
-            return func(*args, **(kwargs or {}))
-
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    with fake_ranks(2):
-        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-        fully_shard(model, mp_policy=policy)
-        for layer in model:
-            layer.register_forward_pre_hook(look)
-        with model.no_sync():
-            loss = model(torch.ones(2, 4)).float().sum()
-            with Casts():
-                loss.backward()
-    assert alive == [3, 2, 1]
 
 
 # In which dtype gradients are reduced ----------------------------------------------------------
@@ -233,56 +186,6 @@ def test_the_grad_dtype_of_a_parameter_is_kept() -> None:
     assert model.weight.grad.full_tensor() == 257 and model.weight.grad.dtype == FP32
 
 
-class Widening(torch.autograd.Function):
-    """Gives a low-precision weight a gradient of fp32, as fused kernels do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, widens: bool) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.widens = widens
-        return (x * weight).float()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        full = grad.float() * x.float()
-        return None, full if ctx.widens else full.to(BF16), None
-
-
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(5, 4))
-
-    def forward(self, x: torch.Tensor, widens: bool) -> torch.Tensor:
-        return Widening.apply(x, self.weight, widens).sum()
-
-
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("widens", [(True,), (False, True), (True, False)])
-@on_ranks(2)
-def test_gradients_wider_than_compute_are_not_rounded_on_any_rank(
-    asks: bool, widens: tuple[bool, ...]
-) -> None:
-    """One rank's gradients have more bits than those of others; nothing of them is lost."""
-    model = Fused()
-    if asks:
-        model.weight.grad_dtype = None
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, cast_forward_inputs=False))
-    rank = dist.get_rank()
-    for step, wide in enumerate(widens):
-        model.set_requires_gradient_sync(step == len(widens) - 1)
-        model(batch(step, rank), wide and rank == 0).backward()
-    total = torch.zeros(5, 4)
-    for each in range(2):
-        parts = [batch(step, each) for step in range(len(widens))]
-        pairs = zip(parts, widens, strict=True)
-        grads = [part if wide and each == 0 else part.to(BF16) for part, wide in pairs]
-        total += sum(grads) if asks else sum(grad.float() for grad in grads)
-    got = model.weight.grad.full_tensor()
-    assert got.dtype == FP32 and (got - total / 2).abs().max() < 1e-6
-
-
 # Compute, by parameter -------------------------------------------------------------------------
 
 
@@ -350,30 +253,6 @@ def test_parameters_may_compute_in_their_own_dtype(reshard: bool | None) -> None
     copied(batch(0, 0))
     seen = {"inner": BF16, "norm.weight": FP32, "norm.bias": FP32, "x": BF16}
     assert copied.seen == model.seen == seen and calls == [(4, 4), (4,), (4,)]
-
-
-@on_ranks(2)
-def test_a_subclass_is_told_the_dtype_of_its_own_parameter() -> None:
-    told: list[Any] = []
-
-    def pre(self: TwoTensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
-        told.append((policy.param_dtype, policy.param_dtype_override_fn))
-        return (self.a, self.b), None
-
-    def post(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-        told.append(dtype)
-        return (TwoTensor(*outputs), outputs) if out is None else None
-
-    with mock.patch.multiple(
-        TwoTensor, create=True, fsdp_pre_all_gather=pre, fsdp_post_all_gather=post
-    ):
-        model: Any = nn.Linear(4, 4, bias=False)
-        weight = model.weight.detach()
-        model.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
-        policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: param.dtype)
-        fully_shard(model, mp_policy=policy)
-        model.unshard()
-    assert told == [(FP32, None), FP32]
 
 
 @pytest.mark.parametrize(

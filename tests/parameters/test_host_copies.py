@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -37,13 +36,11 @@ class LateLane:
     Attributes:
         launching: The lane behind which something is being launched, if any.
         num_copies: How many copies all lanes have made.
-        num_waits: How often the host has waited for copies.
         faults: What was done too early.
     """
 
     launching: LateLane | None = None
     num_copies = 0
-    num_waits = 0
     faults: ClassVar[list[str]] = []
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +88,6 @@ class LateLane:
 
     def settle(self) -> None:
         self.do(len(self.launched))
-        LateLane.num_waits += bool(self.seen)
         for into, source, copied in self.seen:
             if self.is_download:
                 into.copy_(copied)
@@ -129,7 +125,7 @@ def late_lanes() -> Iterator[None]:
         asked: Any = host.copies_beside_compute  # by whoever has imported it
         stack.callback(setattr, asked, "__code__", asked.__code__)
         asked.__code__ = (lambda policy, device: bool(policy)).__code__
-        LateLane.num_copies, LateLane.num_waits, LateLane.faults = 0, 0, []
+        LateLane.num_copies, LateLane.faults = 0, []
         yield
 
 
@@ -313,46 +309,6 @@ def test_copies_may_be_late(ranks: int) -> None:
         4: [accumulate, reduce_over_replicas_later],
     }
     assert run_ranks(differences, ranks, acts[ranks], timeout=60) == [[]] * ranks
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@on_ranks("ranks")
-def test_the_host_waits_at_the_end_of_a_step_and_before_shards_are_written() -> None:
-    """Both ways after a backward, else for copies to the device."""
-    x = torch.ones(2, 5)
-    with late_lanes():
-        model = new_model(LOW)
-        output = model(x).sum()
-        assert LateLane.num_waits == 0
-        output.backward()
-        assert LateLane.num_waits == 2
-        with torch.no_grad():
-            model(x)
-        assert LateLane.num_waits == 3
-        model(x)
-        assert LateLane.num_waits == 3
-        model.load_state_dict(model.state_dict())
-        assert LateLane.num_waits == 4
-        model(x)
-        torch.optim.SGD(model.parameters()).step()
-        assert LateLane.num_waits == 5
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@on_ranks("ranks")
-def test_hooks_on_gradients_are_not_kept_waiting() -> None:
-    seen: list[str] = []
-
-    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
-        output.register_hook(lambda _: seen.append("backward of the first"))
-
-    with late_lanes():
-        model = new_model()
-        for param in model[2].parameters():
-            param.register_post_accumulate_grad_hook(lambda _: seen.append("gradient of the last"))
-        model[0].register_forward_hook(watch)
-        model(torch.ones(2, 5)).sum().backward()
-    assert seen == ["gradient of the last", "gradient of the last", "backward of the first"]
 
 
 # The lane itself, on streams that take notes ----------------------------------------------------

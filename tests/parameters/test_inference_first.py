@@ -13,10 +13,8 @@ from nets import Net, average_gradients, full, own_input, shard_net
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.two_tensor import TwoTensor
-from two_tensors import two_tensor_hooks
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
 
 Change = Callable[[nn.Module], None]
 
@@ -100,50 +98,3 @@ def test_inference_comes_first(change: Change, options: str, trains_before: bool
             torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5, msg=name)
         for one in pair if step == 1 else ():
             change(one)
-
-
-@pytest.mark.parametrize("trains_before", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_inference_comes_first_with_an_extension(trains_before: bool) -> None:
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3))
-    model = copy.deepcopy(reference)
-    weight = model[0].weight.detach()
-    model[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
-    with two_tensor_hooks():
-        fully_shard(model[0])
-        fully_shard(model)
-        for step in range(3):
-            if step or not trains_before:
-                outputs = []
-                for one in (model, reference):
-                    with torch.inference_mode():
-                        output = one(own_input(step))
-                        outputs.append(output.a if isinstance(output, TwoTensor) else output)
-                torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
-            for one in (model, reference):
-                one(own_input(step)).square().sum().backward()
-            average_gradients(reference.parameters())
-            got = model[2].weight.grad.full_tensor()
-            got = got.a if isinstance(got, TwoTensor) else got
-            torch.testing.assert_close(got, reference[2].weight.grad, rtol=1e-5, atol=1e-6)
-            model.zero_grad()
-            reference.zero_grad()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_unshard_under_inference_mode() -> None:
-    """Gather by hand under inference mode, and train with what was gathered."""
-    reference = Net(1)
-    model = shard_net(copy.deepcopy(reference))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)  # of the sharded ones
-    with torch.inference_mode():
-        handles = [one.unshard(async_op=True) for one in (model, *model.blocks)]
-        for handle in handles:
-            handle.wait()
-    train(model, 0, optimizer)
-    train(reference, 0)
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param), expected, rtol=1e-5, atol=1e-6)

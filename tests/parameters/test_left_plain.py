@@ -6,7 +6,10 @@ import copy
 import warnings
 import weakref
 
+import pytest
 import torch
+from nets import assert_same, average_gradients, own_input
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import fully_shard
@@ -67,3 +70,55 @@ def test_no_warning_of_what_was_ignored_and_of_what_stands_there() -> None:
         assert late(copy.deepcopy(model)) == late(model) == []
         model[0].load_state_dict({"bias": torch.ones(4)}, strict=False, assign=True)
         assert late(model) == []
+
+
+# Adapters of a sharded base -----------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """Adapters that were put around a layer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(4, 2, bias=False)
+        self.up = nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+@on_ranks(2)
+def test_new_adapters_of_a_sharded_base_are_sharded_alone() -> None:
+    """What else one may try says so; the gradients are those of the unsharded model."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    model = fully_shard(copy.deepcopy(reference))
+    model(own_input())
+    for one in (reference, model):
+        torch.manual_seed(1)
+        one[0], one[1] = Wrapped(one[0]), Wrapped(one[1])
+    for wrapper, hint in (
+        (model[0], "where a sharded base was wrapped shard the new adapters alone"),
+        (model, "shard what was added to it, such as new adapters, alone"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            fully_shard(wrapper)
+        assert str(caught.value).endswith(f" {hint}")
+    around = fully_shard(nn.Sequential(model))
+    with pytest.warns(UserWarning, match="shard new adapters of a sharded base alone"):
+        around(own_input())
+    for layer in model:
+        fully_shard([layer.down, layer.up])
+    for step in range(3):
+        for one in (around, reference):
+            one(own_input(step)).square().sum().backward()
+        average_gradients(reference.parameters())
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        for param, expected in pairs:
+            if expected.requires_grad:
+                assert_same(param.grad, expected.grad, "gradient")
+                with torch.no_grad():
+                    param.sub_(param.grad, alpha=0.1)
+                    expected.sub_(expected.grad, alpha=0.1)
+                param.grad = expected.grad = None

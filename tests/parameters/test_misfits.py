@@ -7,13 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from faults.breaking import BAD, WIDTH, failures, layers, step
 from near import sharing
 from nets import full
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
 from composable_shard import ShardError, fully_shard
@@ -120,47 +119,6 @@ def trains_on(model: nn.Sequential, oracle: nn.Sequential) -> None:
         torch.testing.assert_close(full(got.grad), mean)
 
 
-def refused_on_one() -> None:
-    """A local shard of other rows than the rank should have, which no global shape tells."""
-    model = layers(1)
-    if dist.get_rank() == BAD:
-        weight = model[0].weight
-        model[0].weight = nn.Parameter(
-            DTensor.from_local(
-                torch.ones(1, WIDTH),
-                weight.device_mesh,
-                weight.placements,
-                shape=weight.shape,
-                stride=weight.stride(),
-                run_check=False,
-            )
-        )
-    step(model)
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
-def test_a_shard_of_other_rows_on_one_rank(sharing: None, apart: bool) -> None:
-    text = (
-        f"{WHERE}one of local shape [1, {WIDTH}] for 'weight' of local shape "
-        f"[{WIDTH // 2}, {WIDTH}]{REMEDY}"
-    )
-    said = failures(refused_on_one, 2, apart=apart)
-    assert said[BAD] == f"ShardError: {text}"
-    assert said[0].startswith("CommunicationError: Rank 0 failed while gathering group '0'")
-    assert text in said[0]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@on_ranks("num_ranks")
-def test_one_of_the_same_kind_is_taken_over() -> None:
-    """A parameter that somebody has made of the one that it replaces."""
-    model = shard_layers(make())
-    model[0].weight = nn.Parameter(model[0].weight.detach() * 0 + 2)
-    assert float(model[0](torch.tensor([1])).sum()) == 8
-    model[0].weight = like(model, (5, 4))
-    assert float(model[0](torch.tensor([1])).sum()) == 4
-
-
 # Parameters that are gone -------------------------------------------------------------------------
 
 GONE = (
@@ -199,19 +157,3 @@ def test_a_parameter_that_was_taken_out(take: str, when: str) -> None:
     model[1].bias = own
     model[1].reshard()
     trains_on(model, oracle)
-
-
-@on_ranks(2)
-def test_a_plain_tensor_is_refused_without_a_forward_too() -> None:
-    model = shard_layers(make())
-    model[0].weight = nn.Parameter(torch.ones(5, 4))
-    assert message(model[0].unshard) == f"{WHERE}a plain tensor for 'weight'{REMEDY}"
-
-
-@on_ranks(1)
-def test_a_parametrization_that_takes_the_weight() -> None:
-    model = make()
-    fully_shard(model[1])
-    shard_layers(model)
-    nn.utils.parametrizations.weight_norm(model[1])
-    assert message(lambda: run(model)) == GONE.replace("'bias'", "'weight'")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from nets import Block, Net, assert_parity, average_gradients, full, own_input, two_nets
 from on_ranks import on_ranks
 from torch import nn
@@ -122,42 +121,6 @@ def test_sharded_parameters_are_registered(reshard: Reshard, after: bool) -> Non
 
 @one_or_two
 @on_ranks("num_ranks")
-def test_a_loss_may_use_a_weight_between_forward_and_backward() -> None:
-    """The weight of a head, also in an accumulation."""
-    reference, model = two_nets(1)
-    model.set_reshard_after_backward(False)
-    for step in range(4):
-        model.set_requires_gradient_sync(step % 2 == 1)
-        losses = []
-        for one in (model, reference):
-            losses.append(loss_of(one, step) + one.out.weight.square().sum())
-            losses[-1].backward()
-        assert torch.equal(*losses)
-    average_gradients(reference.parameters())
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), expected.grad, rtol=1e-5, atol=1e-6)
-
-
-@one_or_two
-@on_ranks("num_ranks")
-def test_a_head_stands_there_for_the_loss_of_a_second_forward() -> None:
-    """With two forwards before their backwards, the second loss is made after the first backward.
-
-    Kept within an accumulation, the head still stands there for it.
-    """
-    reference, model = two_nets(1, reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    with model.no_sync():
-        for one in (model, reference):
-            outputs = [one(own_input(step)) for step in range(2)]
-            for output in outputs:
-                (output @ one.out.weight).square().sum().backward()
-    model.synchronize_gradients()
-    reduce_and_compare(model, reference)
-
-
-@one_or_two
-@on_ranks("num_ranks")
 def test_unshard_shows_the_unsharded_ones_until_reshard() -> None:
     for reshard in (None, False):
         reference, model = two_nets(1, reshard_after_forward=reshard)
@@ -174,19 +137,6 @@ def test_unshard_shows_the_unsharded_ones_until_reshard() -> None:
             for module in groups:
                 module.reshard()
             assert forms(model) == {True}
-
-
-@on_ranks(2)
-def test_what_is_held_is_not_gathered_by_forwards() -> None:
-    """What is held by unshard() is not gathered, unless it was changed."""
-    _, model = two_nets(1, reshard_after_forward=False)
-    for module in (model, *model.blocks):
-        module.unshard()
-    with torch.no_grad():
-        assert gathers(model) == gathers(model, 1) == []
-        model.blocks[0].down.bias.mul_(2)  # the unsharded one: lost, as in torch
-        model.state_dict()["out.bias"].mul_(2)
-        assert gathers(model, 2) == [""]
 
 
 @pytest.mark.parametrize(
@@ -273,80 +223,6 @@ def test_edits_count(window: Callable[..., None], after: bool, reshard: Reshard)
                 loss.backward()
             average_gradients(reference.parameters())
             assert_parity(model, reference)
-
-
-@pytest.mark.parametrize("reshard", [None, True])
-@one_or_two
-@pytest.mark.parametrize("is_alive", [False, True])
-@on_ranks("num_ranks")
-def test_a_forward_trusts_nothing_that_it_kept_by_default(is_alive: bool, reshard: Reshard) -> None:
-    """Edit the sharded parameters, as an optimizer has them, after an output nobody uses."""
-    for name, edit in EDITS.items():
-        reference, model = two_nets(2, reshard_after_forward=reshard)
-        params = list(model.parameters())
-        for step in range(3):
-            kept = []
-            for one, its in ((model, params), (reference, list(reference.parameters()))):
-                kept += [one(own_input(step))][not is_alive :]
-                with torch.no_grad():
-                    edit(its)
-            assert torch.equal(*(loss_of(one, step) for one in (model, reference))), (name, step)
-
-
-@one_or_two
-@pytest.mark.parametrize("edit", ["lerp", "data"])
-@pytest.mark.parametrize("watches", [True, False])
-@on_ranks("num_ranks")
-def test_averages_are_fresh_though_gradients_may_be_asked_for(watches: bool, edit: str) -> None:
-    """Average a student's weights into a teacher that stays gathered, after the student's step."""
-    students, teachers = two_nets(1), two_nets(1, reshard_after_forward=False)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in students]
-    for one in teachers:
-        one.requires_grad_(watches)
-    averages = [list(teacher.parameters()) for teacher in teachers]
-    for step in range(4):
-        losses = []
-        for index, (student, teacher) in enumerate(zip(students, teachers, strict=True)):
-            target = teacher(own_input(step)).detach()
-            losses.append((student(own_input(step)) - target).square().sum())
-            losses[-1].backward()
-            average_if_whole(student)
-            optimizers[index].step()
-            optimizers[index].zero_grad()
-            with torch.no_grad():
-                if edit == "lerp":
-                    torch._foreach_lerp_(averages[index], list(student.parameters()), 0.5)
-                else:
-                    for param, source in zip(averages[index], student.parameters(), strict=True):
-                        param.data.mul_(0.5).add_(source.data, alpha=0.5)
-        assert torch.equal(*losses), step
-    state = teachers[1].state_dict()
-    for name, expected in teachers[0].state_dict().items():
-        assert torch.equal(full(state[name]), expected), name
-
-
-@one_or_two
-@pytest.mark.parametrize("how", ["converted", "loaded", "assigned"])
-@on_ranks("num_ranks")
-def test_what_is_replaced_while_kept_counts(how: str) -> None:
-    """Converted or replaced parts of a group that is kept are gathered as they are then."""
-    reference, model = two_nets(1)
-    model.set_reshard_after_backward(False)
-    with model.no_sync():
-        for one in (model, reference):
-            loss_of(one).backward()
-            one.zero_grad()
-    with torch.no_grad():
-        for one in (model, reference):
-            if how == "converted":
-                one.out.double()
-            elif how == "loaded":
-                state = {name: value * 2 for name, value in one.out.state_dict().items()}
-                one.out.load_state_dict(state, assign=True)
-            else:
-                one.out.weight = nn.Parameter(one.out.weight.detach() * 2)
-            one.out.float()
-        assert torch.equal(model(own_input(1)), reference(own_input(1)))
 
 
 # Loops of users -----------------------------------------------------------------------------
@@ -500,42 +376,6 @@ def test_every_step_registers_the_same_parameters(how: str) -> None:
                 torch.testing.assert_close(full(got), expected, msg=loop.__name__)
 
 
-@pytest.mark.parametrize(("how", "num_kept"), [*zip(SHARDED, [1, 0, 0, 0, 0], strict=True)])
-@on_ranks(2)
-def test_what_is_freed_after_forward(how: str, num_kept: int) -> None:
-    """The group that ends forward may stay in memory if the root leaves the choice; no others."""
-    model = built(**SHARDED[how])
-    seen: list[torch.Tensor] = []
-    for place in ("0", "1.up", "2"):
-        module = model.get_submodule(place)
-        module.register_forward_pre_hook(lambda module, _: seen.append(module.weight))
-    for step in range(3):
-        seen.clear()
-        loss = model(own_input(step).double()).sum()
-        is_kept = [weight.untyped_storage().nbytes() > 0 for weight in seen]
-        assert sum(is_kept) == (num_kept if step else 0)
-        loss.backward()
-
-
-@on_ranks(2)
-def test_an_edit_beside_kept_memory_counts_in_the_next_forward() -> None:
-    """The backward of a group that is kept takes the weights of its forward."""
-    model, whole = built(), built(layers=False, root=False)
-    for step in range(3):
-        x = own_input(step).double()
-        loss, expected = model(x).square().sum(), whole(x).square().sum()
-        assert torch.equal(loss, expected)
-        expected.backward()
-        with torch.no_grad():
-            for one in (model, whole) if step else ():
-                torch._foreach_mul_(list(one[-1].parameters()), 0.5)
-        loss.backward()
-        average_gradients(whole.parameters())
-        assert_parity(model, whole)
-        for one in (model, whole):
-            one.zero_grad()
-
-
 # A root of its own parameters stays registered: nothing done to it is lost in silence ----------
 
 ROOT_TEXT = (
@@ -627,19 +467,6 @@ def test_clearing_a_registered_root_counts(reshard: Reshard, dtype: torch.dtype 
             assert torch.equal(full(param.grad), full(expected.grad)), name
 
 
-@pytest.mark.parametrize("reshard", [None, False])
-@on_ranks(2)
-def test_a_load_after_an_evaluation_with_gradients_counts(reshard: Reshard) -> None:
-    reference, model = two_nets(1, reshard_after_forward=reshard)
-    state = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
-    loss_of(model)
-    model.load_state_dict(state)
-    reference.load_state_dict({name: full(value) for name, value in state.items()})
-    for one in (model, reference):
-        loss_of(one, 1).backward()
-    reduce_and_compare(model, reference)
-
-
 # Optimizers that were given unsharded parameters -----------------------------------------------
 
 
@@ -681,34 +508,3 @@ def test_an_optimizer_with_unsharded_parameters_is_refused(
         "lost; build the optimizer, or fill its groups, of model.parameters() outside of "
         "unsharded(), before a forward or after a backward",
     )
-
-
-@one_or_two
-@on_ranks("num_ranks")
-def test_within_unsharded_an_optimizer_steps_on_the_copies() -> None:
-    """Within unsharded() an optimizer of the copies edits them, and what it edits is written."""
-    reference, model = two_nets(1)
-    with unsharded(model):
-        for one in (model, reference):
-            for param in one.parameters():
-                param.grad = torch.ones_like(param)
-            torch.optim.SGD(one.parameters(), lr=0.5).step()
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(full(param), expected)
-
-
-@one_or_two
-@on_ranks("num_ranks")
-def test_sharded_parts_of_a_plain_module() -> None:
-    """Sharded children of a plain module are trees of their own; one is used, one is stepped."""
-    model = nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 3)))
-    model(own_input()).sum().backward()
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [full(param).clone() for param in model.parameters()]
-    model[0](own_input())
-    optimizer.step()
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    for param, was in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(full(param), was - 0.1 * full(param.grad))
-    dist.barrier()

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from nets import Net, two_nets
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from composable_shard import ShardError, fully_shard
 from composable_shard.testing import RankError, run_ranks
@@ -42,22 +41,16 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: None if grad is None else grad.clone() for name, grad in full.items()}
 
 
-def train_chosen(chooses: Chooses, reshards: bool, through_torch: bool, before: bool) -> None:
+def train_chosen(chooses: Chooses, reshards: bool) -> None:
     """Compare with one process that has all batches; what is not chosen has no gradient."""
     torch.manual_seed(0)
     reference, model = two_nets(reshard_after_forward=reshards)
-    kept = chooses(model) if before else None
     for step in range(3):
         for one in (reference, model):
             one.zero_grad()
         losses = [loss_of(reference, rank, step) for rank in range(dist.get_world_size())]
         (sum(losses) / len(losses)).backward(inputs=chooses(reference))
-        loss = loss_of(model, dist.get_rank(), step)
-        inputs = chooses(model) if kept is None else kept
-        if through_torch:
-            torch.autograd.backward([loss], [torch.ones(())], False, False, None, inputs)
-        else:
-            loss.backward(inputs=inputs)
+        loss_of(model, dist.get_rank(), step).backward(inputs=chooses(model))
         expected, found = gradients(reference), gradients(model)
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, msg=lambda text, n=name: f"{n}: {text}")
@@ -76,12 +69,7 @@ def train_chosen(chooses: Chooses, reshards: bool, through_torch: bool, before: 
 def test_chosen_parameters_get_the_gradients_of_the_unsharded_model(
     chooses: Chooses, reshards: bool
 ) -> None:
-    run_ranks(train_chosen, 2, chooses, reshards, False, False)
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["chosen-before", "chosen-after-forward"])
-def test_torch_autograd_backward_takes_them_too(before: bool) -> None:
-    run_ranks(train_chosen, 2, blocks_of, True, True, before)
+    run_ranks(train_chosen, 2, chooses, reshards)
 
 
 def differentiated(reshard: bool | None, **kwargs: Any) -> None:
@@ -125,21 +113,3 @@ def test_autograd_grad_by_sharded_parameters_is_refused(kwargs: dict[str, Any]) 
     with pytest.raises(RankError) as caught:
         run_ranks(differentiated, 2, True, **kwargs)
     assert "torch.autograd.grad" in caught.value.agreed().message
-
-
-def choose_inputs() -> tuple[float, list[bool]]:
-    torch.manual_seed(0)
-    model = two_nets()[1]
-    x = torch.ones(3, 4, requires_grad=True)
-    model(x).sum().backward(inputs=x)
-    assert x.grad is not None
-    first = x.grad.sum().item()
-    model(x).sum().backward(inputs=[get_gradient_edge(x)])
-    assert x.grad.sum().item() == pytest.approx(2 * first)
-    return first, [param.grad is None for param in model.parameters()]
-
-
-def test_inputs_of_the_model_stay_what_they_are() -> None:
-    for first, are_none in run_ranks(choose_inputs, 2):
-        assert first != 0
-        assert all(are_none)

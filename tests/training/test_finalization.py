@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
-from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +20,6 @@ from composable_shard import (
     MixedPrecisionPolicy,
     ShardError,
     fully_shard,
-    share_comm_ctx,
 )
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks
@@ -138,45 +134,6 @@ def test_a_reduction_over_the_replicas_that_was_left_is_made_by_the_call(togethe
     assert run_ranks(over_replicas, 4, together) == [["(Partial(avg), Shard(dim=0))"]] * 4
 
 
-class Chosen(nn.Module):
-    """A rank goes through the layers that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
-        for index in range(3):
-            y = self.layers[index](x)
-            x = x + (y if index in chosen else 0 * x)
-        return x
-
-
-def different_layers() -> list[bool]:
-    reference = Chosen()
-    model = copy.deepcopy(reference)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    model.set_manual_backward_finalization(True)
-    chosen = (0,) if dist.get_rank() == 0 else (0, 1)
-    for one in (reference, model):
-        for microbatch in range(2):
-            with model.no_sync() if one is model else nullcontext():
-                one(own_input(microbatch), chosen).square().sum().backward()
-    model.finalize_backward()
-    for param in reference.layers[1].parameters():  # type: ignore[union-attr]
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    average_gradients(reference.parameters())
-    assert_parity(model, reference)
-    return [param.grad is None for param in model.parameters()]
-
-
-def test_ranks_that_use_different_layers_finish_alike() -> None:
-    assert run_ranks(different_layers, 2) == [[False] * 4 + [True] * 2] * 2
-
-
 # As of torch's own ---------------------------------------------------------------------------
 
 
@@ -227,17 +184,15 @@ def test_losses_are_those_of_torch_bit_by_bit(
 # When what happens ---------------------------------------------------------------------------
 
 
-def events_of(is_last: bool, without_sync: bool) -> list[list[tuple[str, str]]]:
+def events_of(is_last: bool) -> list[list[tuple[str, str]]]:
     model = shard_net(Net(2))
     model.set_manual_backward_finalization(True)
     model.set_is_last_backward(is_last)
-    kinds = ("accumulate", "reduce_scatter", "wait_for_reduce_scatter")
     seen = []
     for act in ("backward", "finalize", "wait"):
-        with record_events(model, *kinds) as events:
+        with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as events:
             if act == "backward":
-                with model.no_sync() if without_sync else nullcontext():
-                    model(own_input()).sum().backward()
+                model(own_input()).sum().backward()
             elif act == "finalize":
                 handle = model.finalize_backward(async_op=True)
             else:
@@ -256,43 +211,7 @@ def test_only_the_wait_waits_for_the_last_reduction(is_last: bool) -> None:
         ("reduce_scatter", ""),
     ]
     wanted = [backward, [], [("wait_for_reduce_scatter", "")]]
-    assert run_ranks(events_of, 2, is_last, False) == [wanted] * 2
-
-
-def test_what_was_accumulated_is_launched_by_the_call() -> None:
-    names = ["blocks.1", "blocks.0", ""]
-    launched = [
-        ("reduce_scatter", ""),
-        ("wait_for_reduce_scatter", ""),
-        ("reduce_scatter", "blocks.0"),
-        ("wait_for_reduce_scatter", "blocks.0"),
-        ("reduce_scatter", "blocks.1"),
-    ]
-    wanted = [
-        [("accumulate", name) for name in names],
-        launched,
-        [("wait_for_reduce_scatter", "blocks.1")],
-    ]
-    assert run_ranks(events_of, 2, True, True) == [wanted] * 2
-
-
-def registered() -> list[bool]:
-    """Whether the sharded parameters are registered: after backward, and after the call."""
-    model = shard_net(Net(1))
-    model.set_manual_backward_finalization(True)
-    model.set_reshard_after_backward(False)
-    model(own_input()).sum().backward()
-    group_is_unsharded = [model.blocks[0]._get_fsdp_state()._fsdp_param_group.is_unsharded]
-    model.set_reshard_after_backward(True)
-    model.finalize_backward()
-    return [
-        *group_is_unsharded,
-        *(hasattr(param, "placements") for param in model.blocks[0].parameters()),
-    ]
-
-
-def test_the_call_reshards_as_is_set() -> None:
-    assert run_ranks(registered, 2) == [[True] * 7] * 2
+    assert run_ranks(events_of, 2, is_last) == [wanted] * 2
 
 
 # Wrong calls ---------------------------------------------------------------------------------
@@ -397,83 +316,9 @@ def test_a_root_that_ends_up_inside_of_another_says_so() -> None:
     assert run_ranks(set_before_the_root_was_made, 2) == [text] * 2
 
 
-@on_ranks(2)
-def test_a_failed_backward_needs_no_call() -> None:
-    """A backward that fails leaves nothing that the next iteration would have to finish."""
-    reference, model = two_nets(1)
-    model.set_manual_backward_finalization(True)
-
-    def fail(_: torch.Tensor) -> None:
-        raise ArithmeticError
-
-    output = model(own_input())
-    output.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        output.sum().backward()
-    model.set_manual_backward_finalization(False)
-    model.zero_grad()
-    for one in (model, reference):
-        one(own_input(3)).square().sum().backward()
-    average_gradients(reference.parameters())
-    assert_parity(model, reference)
-
-
-@on_ranks(2)
-def test_roots_that_share_finish_each_by_itself() -> None:
-    """Trees that share their bound on reductions finish each by itself."""
-    pairs = [two_nets(1) for _ in range(2)]
-    share_comm_ctx([model for _, model in pairs])
-    for _, model in pairs:
-        model.set_manual_backward_finalization(True)
-    for reference, model in pairs:
-        for one in (reference, model):
-            with model.no_sync() if one is model else nullcontext():
-                one(own_input()).square().sum().backward()
-        average_gradients(reference.parameters())
-    handles = [model.finalize_backward(async_op=True) for _, model in pairs]
-    for handle in reversed(handles):
-        handle.wait()
-    for reference, model in pairs:
-        assert_parity(model, reference)
-
-
 def test_a_choice_that_is_no_bool_is_refused() -> None:
     with fake_ranks(2):
         model = fully_shard(nn.Linear(4, 4))
         for name in ("set_manual_backward_finalization", "set_keep_unsharded_storage"):
             with pytest.raises(ValueError, match="to be a bool, got int: 1"):
                 getattr(model, name)(1)
-
-
-def test_a_deep_copy_leaves_reductions_under_way_as_its_source_does() -> None:
-    with fake_ranks(2):
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model).set_is_last_backward(False)
-        seen = []
-        for one in (copy.deepcopy(model), model):
-            with record_events(one, "reduce_scatter", "wait_for_reduce_scatter") as events:
-                one(torch.ones(2, 4)).sum().backward()
-            seen.append([event for event, _ in events])
-    assert seen[0] == seen[1]
-    assert seen[0].count("reduce_scatter") == seen[0].count("wait_for_reduce_scatter") + 1
-
-
-def most_under_way(bound: int) -> int:
-    model = shard_net(Net(4))
-    with model.no_sync():  # type: ignore[operator]
-        model(own_input()).sum().backward()
-    model.synchronize_gradients()  # type: ignore[operator]
-    model.set_reduce_scatter_max_input_buffers(bound)  # type: ignore[operator]
-    with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as recorded:
-        model(own_input()).sum().backward()
-    under_way = [0]
-    for event, _ in recorded:
-        under_way.append(under_way[-1] + (1 if event == "reduce_scatter" else -1))
-    return max(under_way)
-
-
-@pytest.mark.parametrize("bound", [1, 3])
-def test_a_bound_that_is_set_after_gradients_were_synchronized_holds_at_once(bound: int) -> None:
-    assert run_ranks(most_under_way, 2, bound, timeout=60) == [bound] * 2

@@ -9,27 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from nets import (
-    Net,
-    assert_parity,
-    assert_same,
-    average_gradients,
-    full,
-    own_input,
-    shard_net,
-    train_step,
-)
+from nets import Net, assert_parity, assert_same, own_input, shard_net, train_step
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
 
-from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
+from composable_shard import ShardError
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-
-Same = Callable[[Any], Any]
 
 
 def pair(reshard: bool | None, warm: bool) -> tuple[Net, Net]:
@@ -109,47 +97,6 @@ def test_functional_call_with_full_tensors(reshard: bool | None, warm: bool) -> 
             torch.testing.assert_close(got[name], wanted)
         assert all(isinstance(p, DTensor) for p in model.parameters()) or reshard is not True
         trains_on(reference, model)
-
-
-@pytest.mark.parametrize("reshard", [True, False, None])
-@on_ranks(2)
-def test_functional_call_between_forward_and_backward(reshard: bool | None) -> None:
-    """Between forward and backward, while the root is unsharded."""
-    reference, model = pair(reshard, True)
-    losses = [one(own_input()).square().sum() for one in (model, reference)]
-    params = doubled(reference)
-    got, wanted = (functional_call(one, params, (own_input(1),)) for one in (model, reference))
-    assert_same(got, wanted)
-    for loss in losses:
-        loss.backward()
-    average_gradients(reference.parameters())
-    assert_parity(model, reference)
-    model.zero_grad()
-    reference.zero_grad()
-    trains_on(reference, model)
-
-
-@pytest.mark.parametrize("reshard", [True, False, None])
-@on_ranks(2)
-def test_functional_call_for_one_group(reshard: bool | None) -> None:
-    """Replace the parameters of one group; the others are gathered as ever."""
-    reference, model = pair(reshard, True)
-    params = {n: p for n, p in doubled(reference).items() if n.startswith("blocks.1.")}
-    for _ in range(2):
-        for one in (model, reference):
-            functional_call(one, params, (own_input(1),)).square().sum().backward()
-        average_gradients(reference.parameters())
-        model.reshard()
-        for (name, param), wanted in zip(
-            model.named_parameters(), reference.parameters(), strict=True
-        ):
-            if name in params:
-                assert param.grad is None and wanted.grad is None, name
-            else:
-                torch.testing.assert_close(full(param.grad), wanted.grad)
-        model.zero_grad()
-        reference.zero_grad()
-    trains_on(reference, model)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -234,40 +181,3 @@ def test_transforms_of_sharded_modules(reshard: bool | None, warm: bool) -> None
         reference, model = pair(reshard, warm)
         torch.testing.assert_close(transform(model), transform(reference))
         trains_on(reference, model)
-
-
-def tangent(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return jvp(function, (x,), (torch.ones_like(x),))[1].square().sum()
-
-
-FROM_OUTSIDE: list[Callable[[nn.Module, torch.Tensor], torch.Tensor]] = [
-    tangent,
-    lambda model, x: tangent(lambda t: model(x) * t, torch.ones(3, 3)),
-    lambda model, x: tangent(lambda t: tangent(lambda u: model(x) * t * u, t), torch.ones(3, 3)),
-    lambda model, x: grad(lambda t: (model(x) * t).sum())(torch.ones(3, 3)).square().sum(),
-]
-
-
-@pytest.mark.parametrize("reshard", [False, None])
-@on_ranks(2)
-def test_an_input_from_outside_of_a_transform_may_need_a_gradient(reshard: bool | None) -> None:
-    for run in FROM_OUTSIDE:
-        reference, model = pair(reshard, warm=True)
-        grads = []
-        for one in (model, reference):
-            x = own_input().requires_grad_()
-            run(one, x * 2).backward()
-            grads.append(x.grad)
-        torch.testing.assert_close(*grads)
-        average_gradients(reference.parameters())
-        model.reshard()
-        assert_parity(model, reference)
-
-
-@on_ranks(2)
-def test_functional_call_casts_nothing() -> None:
-    """What is given is used as it is: the policy is about parameters of ours."""
-    model = fully_shard(nn.Linear(4, 3), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    params = {"weight": torch.ones(3, 4), "bias": torch.zeros(3)}
-    output = functional_call(model, params, (own_input(),))
-    assert torch.equal(output, F.linear(own_input(), params["weight"], params["bias"]))

@@ -283,34 +283,6 @@ def generated() -> nn.Module:
     return Parts(run, source=source, twice=twice, head=linear(W, 3))
 
 
-def written(way: str, frozen: Callable[[str], bool]) -> nn.Module:
-    """Blocks that write their inputs in place, some twice and reading a parameter."""
-
-    def write(block: Any, x: torch.Tensor) -> torch.Tensor:
-        if way == "activated":
-            return block.linear(nn.functional.leaky_relu_(x, 0.1))
-        return block.linear(x.mul_(block.scale.detach()).mul_(block.scale.detach()))
-
-    blocks = nn.ModuleList(Parts(write, scale=weight(W), linear=linear()) for _ in range(4))
-
-    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
-        x = model.first(x) * 1
-        for block in model.blocks:
-            x = block(x)
-        return model.head(x)
-
-    model = Parts(run, first=linear(), blocks=blocks, head=linear(W, 2))
-    for name, param in model.named_parameters():
-        param.requires_grad_(not frozen(name))
-    return model
-
-
-FROZEN: dict[str, Callable[[str], bool]] = {
-    "nothing": lambda _: False,
-    "everything": lambda name: name.startswith("blocks"),
-    "weights": lambda name: name.startswith("blocks") and name.endswith("weight"),
-    "the layers": lambda name: ".linear." in name,
-}
 INPUTS: Cases = {
     "none": Case(taking, lambda m, *_: sq(m())),
     "by name": Case(taking, lambda m, x, _: sq(m(x=x, nested={"terms": [x, x * 2]}))),
@@ -318,10 +290,6 @@ INPUTS: Cases = {
     "a leaf": Case(taking, after_a_gradient_of_the_input),
     "nested leaves": Case(taking, nested_leaves, SUMMED),
     "one twice": Case(taking, one_input_twice, {"tolerance": 2e-6}),
-} | {
-    f"written, {way}, {what} frozen": Case(partial(written, way, is_frozen))
-    for what, is_frozen in FROZEN.items()
-    for way in ("activated", "scaled")
 }
 
 
@@ -411,15 +379,6 @@ def prompts() -> nn.Module:
     return Parts(run, prompts=block, head=linear())
 
 
-def each_own_branch(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call a layer for an output and once more for a gradient within forward."""
-    x = model.first(x)
-    left = model.left(x)
-    probe = x.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(model.left(probe).sum(), probe)
-    return left * slope, model.right(x)
-
-
 def probe(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Differentiate a layer by an input within forward, then call it twice."""
     probed = x.detach().requires_grad_()
@@ -457,10 +416,6 @@ def with_input_gradient(model: Any, x: torch.Tensor, _: int) -> torch.Tensor:
     return sq(model(x.requires_grad_()))
 
 
-def branches() -> nn.Module:
-    return Parts(each_own_branch, first=linear(), left=linear(), right=linear())
-
-
 OUTPUTS: Cases = {
     "parameters": Case(
         prompts, lambda m, x, _: m(x), {"program": ["evaluate", "backward", "step", "evaluate"]}
@@ -469,7 +424,6 @@ OUTPUTS: Cases = {
         lambda: Parts(lambda m, length: m.table[:length], table=weight(8, W)),
         lambda m, *_: sq(m(5)),
     ),
-    "a branch for each rank": Case(branches, lambda m, x, rank: sq(m(x)[rank % 2])),
 } | {
     f"{run.__name__}{', frozen' * is_frozen}": Case(
         partial(layered, run, bool(is_frozen)), loss, EXACT

@@ -10,17 +10,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from near import Apart
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks
-from composable_shard.testing.strategies import AccumulationStep, accumulation_programs, uses
+from composable_shard.testing.strategies import accumulation_programs, uses
 from training.cases import reproducible
 from training.compare import Comparison
 from training.oracle import Unsharded
-from training.programs import NUM_PARAMS, Program, assert_same, follow
+from training.programs import NUM_PARAMS, Program, assert_same
 from training.trees import WIDTH, inputs_for
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -41,21 +40,6 @@ POLICIES = {
     "bf16 gradients": MixedPrecisionPolicy(BF16, FP32, grad_dtype=BF16),
     "fp64 gradients": MixedPrecisionPolicy(grad_dtype=FP64),
 }
-SYNC: tuple[AccumulationStep, ...] = ("sync", "step", "zero_grad", "sync", "step", "eval")
-NO_SYNC: tuple[AccumulationStep, ...] = ("no_sync", "no_sync", "sync", "step", "zero_grad", "sync")
-FOLDED: tuple[AccumulationStep, ...] = ("sync", "no_sync", "sync", "step", "sync")
-UNREDUCED: tuple[AccumulationStep, ...] = ("no_sync", "step", "sync")
-
-
-@pytest.mark.parametrize(
-    ("steps", "ranks"),
-    [(SYNC, 1), (SYNC, 2), (NO_SYNC, 2), (FOLDED, 2), (FOLDED, 3), (UNREDUCED, 2)],
-)
-@pytest.mark.parametrize("policy", list(POLICIES))
-def test_a_policy_trains_as_casts_by_hand(
-    policy: str, steps: tuple[AccumulationStep, ...], ranks: int
-) -> None:
-    assert_same(Program(steps, policy=POLICIES[policy]), ranks)
 
 
 @st.composite
@@ -93,28 +77,6 @@ def programs_of_differing_ranks(draw: st.DrawFn) -> tuple[Program, int]:
 @given(programs_of_differing_ranks())
 def test_ranks_that_use_different_parameters_agree_on_dtypes(case: tuple[Program, int]) -> None:
     assert_same(*case)
-
-
-def test_a_parameter_first_used_after_others_were_accumulated_joins_them() -> None:
-    first = (True, True, False, False, False, False)
-    used = ((first,) * 2, ((True,) * NUM_PARAMS,) * 2)
-    for name in ("bf16, reduced in fp32", "fp32, reduced in bf16"):
-        assert_same(Program(("no_sync", "sync"), used, policy=POLICIES[name]), 2)
-        assert_same(Program(("sync", "no_sync", "sync")[:2], used, policy=POLICIES[name]), 2)
-
-
-@pytest.mark.parametrize(
-    "policy", ["bf16, reduced in bf16", "fp32, reduced in bf16", "fp64 gradients"]
-)
-def test_ranks_agree_on_the_dtype_in_which_a_reduced_gradient_is_reduced_again(
-    policy: str,
-) -> None:
-    everything, one = (True,) * NUM_PARAMS, (True,) + (False,) * (NUM_PARAMS - 1)
-    used = ((everything,) * 3, (everything, one, one), (one, one, everything))
-    for ranks in (2, 3):
-        of_ranks = tuple(of_step[-ranks:] for of_step in used)
-        program = Program(("sync", "no_sync", "sync"), of_ranks, policy=POLICIES[policy])
-        assert_same(program, ranks)
 
 
 # Dtypes -------------------------------------------------------------------------------------
@@ -281,16 +243,6 @@ def test_batch_norm_trains_as_unsharded(policy: MixedPrecisionPolicy, ranks: int
 
 
 # Ranks that send, as those on other hosts do ----------------------------------------------------
-
-
-@pytest.mark.usefixtures("sharing")
-@pytest.mark.parametrize(("steps", "ranks"), [(SYNC, 2), (NO_SYNC, 2), (FOLDED, 3)])
-@pytest.mark.parametrize("policy", list(POLICIES))
-def test_a_policy_trains_as_casts_by_hand_on_ranks_that_send(
-    policy: str, steps: tuple[AccumulationStep, ...], ranks: int
-) -> None:
-    program = Program(steps, policy=POLICIES[policy])
-    assert run_ranks(Apart(follow), ranks, program, timeout=30) == [[]] * ranks
 
 
 class Gated(nn.Module):

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from near import kept_apart
 
 from composable_shard import MixedPrecisionPolicy
+from composable_shard.testing import run_on_ranks
 from composable_shard.testing.strategies import policies
 from training.cases import Case, cases, reproducible
+from training.iterations import iterate
 
 
 @reproducible(60)
@@ -47,3 +49,13 @@ def test_any_tree_follows_any_program_under_any_policy(
 @given(cases(), st.sampled_from([None, 1, 2]))
 def test_any_tree_follows_any_program_on_ranks_that_send(case: Case, apart: int | None) -> None:
     case.check(within=partial(kept_apart, apart))
+
+
+def test_forty_iterations_train_exactly_and_leave_nothing_behind() -> None:
+    """The short form of ``tests/long``."""
+    for found, (before, after) in run_on_ranks(iterate, 2, 40, (20, 40), timeout=120):
+        assert found == []
+        assert after.open_files == before.open_files
+        assert after.process_groups == before.process_groups
+        assert after.own_objects == before.own_objects
+        assert after.tensors == before.tensors

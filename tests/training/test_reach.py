@@ -1,4 +1,4 @@
-"""Ranks whose losses reach other parts of a model, and parts that are frozen, tied or recomputed.
+"""Ranks whose losses reach other parts of a model, and parts that are frozen or recomputed.
 
 The cases are those of the fuzzer, by hand: the oracle has the batches of all ranks, and a rank that
 does not reach a parameter counts as zeros.
@@ -16,16 +16,11 @@ from fuzz.model import Block, Call
 from fuzz.program import Case, Op, shown
 from nets import average_gradients, full, own_input
 from on_ranks import on_ranks
-from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks, run_ranks
-from training.models import Case as Trained
-from training.models import Cases, Parts, W, linear, shard_all, sq
-from training.models import check as check_trained
+from training.models import Parts, linear, sq
 
-WORDS = {"o": Op("step"), "s": Op("sync"), "z": Op("zero", how="optimizer")}
+WORDS = {"o": Op("step"), "s": Op("sync")}
 
 
 def check(
@@ -43,7 +38,7 @@ def check(
 
     Args:
         blocks: What is between the first layer and the last.
-        program: ``t`` trains and reduces, ``a`` trains, ``s`` reduces, ``o`` steps, ``z`` clears.
+        program: ``t`` trains and reduces, ``a`` trains, ``s`` reduces, ``o`` steps.
         off: Names of blocks, for each rank those whose outputs it detaches; in the next step a
             rank takes what the next one took.
         mesh: The extents.
@@ -200,7 +195,7 @@ def test_ranks_that_use_other_parameters_of_parts_without_an_input_gradient_trai
     check(blocks, "tototatot", off, unused=unused, orders=orders, mesh=(ranks,))
 
 
-# Frozen, thawed and tied --------------------------------------------------------------------------
+# Frozen and thawed, and never used ----------------------------------------------------------------
 
 
 def freeze(names: str, flag: bool = True) -> Op:
@@ -226,109 +221,6 @@ def test_a_parameter_frozen_at_the_first_forward_is_thawed_later(
     case = Case(2, blocks, ops, own="both", mesh=(ranks,), precision=precision)
     find = run(case, 30.0)
     assert find is None, find.text
-
-
-TIED = {"tied": True}
-KEPT_MODELS: dict[str, tuple[Block, ...]] = {
-    "adapted": (nest("p", B("p1", frozen=True, **APART), B("p2", "rows", **APART)),) * 1
-    + (nest("q", B("q1", frozen=True), B("q2", "rows")),),
-    "frozen at first": (B("p", frozen=True), B("q", frozen=True), B("r")),
-    "frozen in a group": (B("p", frozen=True, **APART), B("q", **APART), B("r", frozen=True)),
-    "tied in the root": (B("p", **APART, **TIED), B("q", "twice", **APART, **TIED)),
-    "tied in a group": (nest("p", B("p1", **APART), B("p2", **APART, **TIED)), B("r")),
-    "tied in a list": (B("p", group="g"), B("q", group="g", **TIED), B("r", group="g", **TIED)),
-}
-
-
-@pytest.mark.parametrize(("ranks", "reshard"), [(2, True), (2, False), (3, True), (1, None)])
-@pytest.mark.parametrize("model", KEPT_MODELS)
-def test_frozen_and_tied_parts_train_as_unsharded(
-    model: str, ranks: int, reshard: bool | None
-) -> None:
-    check(KEPT_MODELS[model], "toatozt", mesh=(ranks,), reshard=reshard)
-
-
-# Orders that differ between ranks, and what is left -----------------------------------------------
-
-
-def three_heads() -> nn.Module:
-    def run(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
-        x = model.trunk(x) * model.scale
-        return [head(x) for head in model.heads]
-
-    heads = nn.ModuleList(linear() for _ in range(3))
-    return Parts(run, trunk=linear(), heads=heads, scale=nn.Parameter(torch.randn(W)))
-
-
-def in_another_order(model: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
-    """The order in which a backward comes to the heads differs between ranks."""
-    outputs = model(x)[:: -1 if rank % 2 else 1]
-    return sq(torch.tanh(torch.tanh(outputs[0]) + outputs[1]) + outputs[2])
-
-
-def of_two_forwards(model: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
-    """Two forwards, of which one reaches less on some ranks."""
-    first, second = model(x), model(2 * x)
-    return sq(first[rank % 3]) + (sq(second[0] + second[2]) if rank else sq(second[1]))
-
-
-HEADS: Cases = {
-    "another order": Trained(three_heads, in_another_order, {"tolerance": 4e-6}),
-    "two forwards": Trained(three_heads, of_two_forwards, {"tolerance": 4e-6}),
-}
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", HEADS)
-def test_ranks_come_to_parts_in_another_order(name: str, ranks: int) -> None:
-    check_trained(__name__, "HEADS", name, world_size=ranks)
-
-
-def test_a_module_that_is_called_twice_is_freed_when_its_first_call_is_over() -> None:
-    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in (model.first, *model.twice, *model.twice, model.last):
-            x = torch.tanh(layer(x))
-        return x
-
-    with fake_ranks(2):
-        twice = nn.ModuleList(linear() for _ in range(3))
-        model: Any = shard_all(Parts(run, first=linear(), twice=twice, last=linear()))
-        loss = model(torch.ones(2, W)).sum()
-        with record_events(model) as events:
-            loss.backward()
-    seen = [name for event, name in events if event == "reshard"]
-    assert seen == ["last", "twice.2", "twice.1", "twice.0", "first"]
-
-
-def changed_between() -> list[bool]:
-    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
-        for part in model.parts:
-            x = torch.tanh(part(x))
-        return x
-
-    torch.manual_seed(0)
-    alone = Parts(run, parts=nn.ModuleList(linear() for _ in range(5)))
-    model: Any = shard_all(copy.deepcopy(alone))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
-    x = torch.ones(2, W)
-    for m, optimizer in zip((model, alone), optimizers, strict=True):
-        m(x).sum().backward()
-        m(x).sum()  # perhaps it was not finite
-        optimizer.step()
-        optimizer.zero_grad()
-        parts, m.parts = m.parts, nn.ModuleList([*m.parts[:2], *m.parts[3:]])
-        m(x).sum().backward()
-        m.parts = parts
-    return [
-        torch.allclose(full(got.grad), wanted.grad)
-        for got, wanted in zip(model.parameters(), alone.parameters(), strict=True)
-        if wanted.grad is not None
-    ]
-
-
-def test_a_loss_that_was_let_go_does_not_keep_parameters_from_changing() -> None:
-    """A part that the next loss skips, as layers that are dropped, was held against the change."""
-    assert run_ranks(changed_between, 2) == [[True] * 8] * 2
 
 
 @pytest.mark.parametrize("accumulates", [False, True])

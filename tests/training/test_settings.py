@@ -9,36 +9,31 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from nets import Net, own_input, shard_net
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from composable_shard import FSDPModule, fully_shard
+from composable_shard import FSDPModule
 from composable_shard.testing import run_ranks
 from training.cases import reproducible
 from training.compare import Comparison, step_both
 from training.oracle import Unsharded
-from training.scenarios import STACK_GROUPS, Stack, loss_of
-from training.trees import inputs_for
 
 Setting = tuple[str, str, bool]
 """Name of a module, of a setter, and what to set."""
 
 
-def sharded_stack() -> tuple[Stack, Unsharded]:
+GROUPS = ("blocks.0", "blocks.1", "blocks.2", "")
+
+
+def sharded_net() -> tuple[Net, Unsharded]:
     torch.manual_seed(3)
-    model = Stack()
+    model = Net(3)
     oracle = Unsharded(model)
-    for name in STACK_GROUPS:
-        fully_shard(model.get_submodule(name))
-    return model, oracle
+    return shard_net(model), oracle
 
 
-def one_step(model: nn.Module, oracle: Unsharded, step: int) -> list[torch.Tensor]:
-    x = inputs_for(step, dist.get_rank())
-    losses = [loss_of(m(x)) for m in (model, oracle)]
-    for loss in losses:
-        loss.backward()
-    return losses
+def losses_of(model: nn.Module, oracle: Unsharded, step: int) -> list[torch.Tensor]:
+    return [m(own_input(step)).square().mean() for m in (model, oracle)]
 
 
 # Microbatches whose reductions overlap ------------------------------------------------------
@@ -46,7 +41,7 @@ def one_step(model: nn.Module, oracle: Unsharded, step: int) -> list[torch.Tenso
 
 def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
     """Gradients are complete after the last of several backwards."""
-    model, oracle = sharded_stack()
+    model, oracle = sharded_net()
     assert isinstance(model, FSDPModule)
     comparison = Comparison(model, oracle, exact=dist.get_world_size() <= 2)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
@@ -56,7 +51,9 @@ def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
             model.set_is_last_backward(is_last)
             syncs = is_last or not alternates or microbatch % 2 == 0
             model.set_requires_gradient_sync(syncs)
-            losses = one_step(model, oracle, 10 * step + microbatch)
+            losses = losses_of(model, oracle, 10 * step + microbatch)
+            for loss in losses:
+                loss.backward()
             oracle.after_backward(sync=syncs)
             comparison.tensor(f"step {step}: loss {microbatch}", *losses)
         comparison.grads(f"step {step}")
@@ -78,27 +75,6 @@ def test_gradients_are_complete_after_the_last_of_several_backwards(
         assert differences == [[]] * ranks, differences
 
 
-def zeroed_while_under_way() -> list[bool]:
-    model, oracle = sharded_stack()
-    assert isinstance(model, FSDPModule)
-    model.set_is_last_backward(False)
-    one_step(model, oracle, 0)
-    model.zero_grad()
-    none_left = all(param.grad is None for param in model.parameters())
-    oracle.refresh()
-    oracle.leaves()
-    model.set_is_last_backward(True)
-    one_step(model, oracle, 1)
-    oracle.after_backward()
-    comparison = Comparison(model, oracle, exact=True)
-    comparison.grads("after")
-    return [none_left, comparison.differences == []]
-
-
-def test_zero_grad_clears_reductions_under_way() -> None:
-    assert run_ranks(zeroed_while_under_way, 2) == [[True, True]] * 2
-
-
 # Any settings at any time -------------------------------------------------------------------
 
 SETTERS = ("set_reshard_after_forward", "set_reshard_after_backward")
@@ -114,11 +90,11 @@ class Settings:
 
 
 def train_with(settings: Settings) -> list[str]:
-    model, oracle = sharded_stack()
+    model, oracle = sharded_net()
     comparison = Comparison(model, oracle, exact=dist.get_world_size() <= 2)
     params = list(model.parameters())
     optimizers = [torch.optim.SGD(p, lr=0.1) for p in (params, oracle.model.parameters())]
-    groups = [model.get_submodule(name) for name in STACK_GROUPS]
+    groups = [model.get_submodule(name) for name in GROUPS]
     for step in range(len(settings.before)):
         for group, targets in zip(groups, settings.prefetch, strict=False):
             assert isinstance(group, FSDPModule)
@@ -126,8 +102,7 @@ def train_with(settings: Settings) -> list[str]:
             group.set_modules_to_forward_prefetch(modules)  # type: ignore[arg-type]
             group.set_modules_to_backward_prefetch(modules[::-1])  # type: ignore[arg-type]
         apply(model, settings.before[step])
-        x = inputs_for(step, dist.get_rank())
-        losses = [loss_of(m(x)) for m in (model, oracle)]
+        losses = losses_of(model, oracle, step)
         comparison.tensor(f"step {step}: loss", *losses)
         apply(model, settings.between[step])
         for loss in losses:
@@ -144,7 +119,7 @@ def apply(model: nn.Module, settings: tuple[Setting, ...]) -> None:
         getattr(model.get_submodule(name), setter)(value, recurse=name == "")
 
 
-setting = st.tuples(st.sampled_from(STACK_GROUPS), st.sampled_from(SETTERS), st.booleans())
+setting = st.tuples(st.sampled_from(GROUPS), st.sampled_from(SETTERS), st.booleans())
 
 
 @st.composite
@@ -166,39 +141,3 @@ def test_any_settings_give_the_gradients_of_the_oracle(case: tuple[Settings, int
     settings, ranks = case
     differences = run_ranks(train_with, ranks, settings, timeout=20)
     assert differences == [[]] * ranks, differences
-
-
-# What a user may do by hand -----------------------------------------------------------------
-
-
-def full_values(model: nn.Module) -> list[torch.Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def unsharded_by_hand(async_op: bool) -> list[bool]:
-    """Whether unsharded parameters are the full ones, and sharded again afterwards."""
-    model, oracle = sharded_stack()
-    groups = [model.get_submodule(name) for name in STACK_GROUPS]
-    handles = [group.unshard(async_op) for group in groups]  # type: ignore[operator]
-    for handle in handles:
-        if handle is not None:
-            handle.wait()
-    full = [
-        torch.equal(*pair)
-        for pair in zip(full_values(model), full_values(oracle.model), strict=True)
-    ]
-    plain = not any(isinstance(param, DTensor) for param in model.parameters())
-    for group in groups:
-        group.reshard()  # type: ignore[operator]
-    sharded = all(isinstance(param, DTensor) for param in model.parameters())
-    losses = one_step(model, oracle, 0)
-    oracle.after_backward()
-    comparison = Comparison(model, oracle, exact=True)
-    comparison.grads("after")
-    return [all(full), plain, sharded, torch.equal(*losses), comparison.differences == []]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("async_op", [False, True])
-def test_unshard_gives_the_full_parameters(async_op: bool, ranks: int) -> None:
-    assert run_ranks(unsharded_by_hand, ranks, async_op) == [[True] * 5] * ranks

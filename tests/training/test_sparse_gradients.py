@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from faults.breaking import mesh_over
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_shard import CommunicationError, ShardError, fully_shard
+from composable_shard import ShardError, fully_shard
 from composable_shard.testing import fake_ranks, run_ranks
 
 TOKENS = torch.arange(8)
@@ -63,44 +60,3 @@ def test_on_one_rank_it_stays_sparse(is_apart: bool) -> None:
         model = made(is_apart)
         model(TOKENS).sum().backward()
         assert model[0].weight.grad._local_tensor.is_sparse
-
-
-def test_frozen_embeddings_and_evaluation_are_not_refused() -> None:
-    with fake_ranks(2):
-        model = made(True)
-        with torch.no_grad():
-            model(TOKENS)
-        model[0].weight.requires_grad_(False)
-        model(TOKENS).sum().backward()
-
-
-class Lookup(nn.Module):
-    """Looks rows up with sparse gradients on one rank alone, which no setting of a module says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.ones(8, 4))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(tokens, self.rows, sparse=dist.get_rank() == 1)
-
-
-def on_one_rank() -> str:
-    model = nn.Sequential(Lookup(), nn.Linear(4, 4))
-    mesh = mesh_over(dist.new_group(timeout=datetime.timedelta(seconds=100)))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    try:
-        for _ in range(2):
-            model(TOKENS).sum().backward()
-    except (ShardError, CommunicationError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def test_where_one_rank_has_it_the_others_are_told() -> None:
-    told, own = run_ranks(on_one_rank, 2, timeout=60)
-    assert own == f"ShardError: {TEXT.format('rows')}"
-    assert told.startswith("CommunicationError: Rank 0 failed while ")
-    assert f"ShardError: {TEXT.format('rows')}"[:100] in told
