@@ -74,53 +74,6 @@ def no_reduction_on_rank_1(model: Any, **options: Any) -> None:
         model.weight.register_post_accumulate_grad_hook(lambda param: param.grad.zero_())
 
 
-class Waves(nn.Module):
-    """Complex numbers, of which a loss sees the absolute values, and a counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
-        self.scale = nn.Parameter(torch.ones(4))
-        self.register_buffer("num_calls", torch.tensor(1000))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        return (self.phase * x).real.sum() + self.scale.sum()
-
-
-def waves_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return model(torch.ones(4))
-
-
-def turns_phases(model: Any, **options: Any) -> None:
-    """Imaginary parts of gradients are lost or found."""
-    shard_children(model, **options)
-    model.phase.register_hook(lambda grad: grad + 0.5j)
-
-
-def counts_twice(model: Any, **options: Any) -> None:
-    shard_children(model, **options)
-    model.register_forward_pre_hook(lambda module, _: module.num_calls.add_(1) and None)
-
-
-class Overflowing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self) -> torch.Tensor:
-        return self.scale.sum() * torch.inf
-
-
-def overflowing_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return model()
-
-
-def does_not_overflow(model: Any, **options: Any) -> None:
-    shard_children(model, **options)
-    model.register_forward_hook(lambda module, args, output: module.scale.sum())
-
-
 def stale_parameters(model: Any, **options: Any) -> None:
     """Forwards go on with the parameters that were gathered first."""
     shard_children(model, **options)

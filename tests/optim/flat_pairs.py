@@ -73,7 +73,6 @@ def pair(
     make: Make,
     dtype: torch.dtype = torch.float32,
     *,
-    is_elementwise: bool = False,
     is_one_group: bool = False,
     **options: Any,
 ) -> list[tuple[Any, Any]]:
@@ -86,7 +85,7 @@ def pair(
         torch.manual_seed(0)
         nets.append(sharded(Net(dtype), **options))
     optimizers = [make(net.parameters() if is_one_group else groups(net)) for net in nets]
-    assert flat(optimizers[1], elementwise=is_elementwise) is optimizers[1]
+    assert flat(optimizers[1]) is optimizers[1]
     return list(zip(nets, optimizers, strict=True))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from composable_shard.optim import Owned, Rows, Sharded, flat, with_layout
-from composable_shard.testing import fake_ranks
 from optim.whole import adamw, momentum, muon
 
 
@@ -189,38 +187,3 @@ def test_several_optimizers_of_one_tree() -> None:
     fully_shard(model)
     chosen = {**layouts(), "*": Sharded(lambda groups: flat(adamw(groups)))}
     follow(plain, model, with_layout(model, chosen).step)
-
-
-def test_capturable_is_refused_on_the_cpu_as_by_the_stock_optimizer() -> None:
-    said = []
-    with fake_ranks(2):
-        for wraps in (lambda one: one, flat):
-            _, model = nets()
-            fully_shard(model)
-            optimizer = wraps(torch.optim.AdamW(model.parameters(), capturable=True))
-            model(torch.ones(2, 6)).backward()
-            with pytest.raises(AssertionError, match="capturable=True") as caught:
-                optimizer.step()
-            said.append(str(caught.value))
-    assert said[0] == said[1]
-
-
-class Failing(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        raise RuntimeError("no step")
-
-
-@on_ranks(2)
-def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
-    """Also those of which steps see another form."""
-    _, model = nets()
-    fully_shard(model)
-    optimizer = with_layout(model, {"*": Sharded(partial(Failing, lr=0.1), is_elementwise=True)})
-    model(torch.ones(2, 6)).backward()
-    grads = [param.grad.redistribute(placements=[Replicate()]) for param in model.parameters()]
-    for param, grad in zip(model.parameters(), grads, strict=True):
-        param.grad = grad
-    with pytest.raises(RuntimeError, match="no step"):
-        optimizer.step()
-    for param, grad in zip(model.parameters(), grads, strict=True):
-        assert param.grad.placements == grad.placements

@@ -9,33 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from launches import counted
-from on_ranks import on_ranks
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from composable_shard import ShardPlacementResult, fully_shard
-from composable_shard.optim import Owned, Sharded, with_layout
 from composable_shard.optim.blocks import Block, blocks_of, choose_owners, cut_buckets, spread_over
 from composable_shard.testing import run_ranks
-from optim.rotated import Rotated
 from optim.whole import (
     Oracle,
-    Params,
+    Rotated,
     Spec,
-    adamw,
     assert_equal,
     follow,
-    muon,
     optimizer_of,
     set_gradients,
     sharded,
@@ -61,71 +50,10 @@ def test_two_all_to_alls_for_each_bucket(num_ranks: int, nbytes: int, num_bucket
     assert sum(map(sum, found)) == moved * (num_ranks - 1) // num_ranks
 
 
-def test_replicas_share_the_owning() -> None:
-    """Each matrix has one owner in all, which sends the rows to all who hold them."""
-    found = run_ranks(sent_by_steps, 4, EVEN, (2, 2), 2**20)
-    nbytes = sum(torch.Size(spec.shape).numel() for spec in EVEN) * 4
-    to_owners, back = map(sum, zip(*found, strict=True))
-    assert to_owners == 2 * nbytes // 2  # half of it is with the owner, in the owner's replica
-    assert back == nbytes // 2 * 3  # half a matrix to each of three
-    assert {sent[1] for sent in found} == {back // 4}  # of each rank the same
-
-
 @pytest.mark.parametrize("extents", [(1,), (2,), (4,)])
 def test_matrices_that_lie_whole_on_a_rank_stay_there(extents: tuple[int, ...]) -> None:
     specs = [Spec((4, 6, 5)), Spec((8, 3, 4)), Spec((5, 5), "sharded")]
     assert run_ranks(sent_by_steps, extents[0], specs, extents, 2**20) == [[]] * extents[0]
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(3, 6, 5))
-        self.router = nn.Parameter(torch.randn(6, 5))
-
-    def forward(self) -> torch.Tensor:
-        return (self.experts.sum(0) + self.router).square().sum()
-
-
-@on_ranks(4)
-def test_experts_on_a_mesh_of_one_shard_send_nothing() -> None:
-    grid = init_device_mesh("cpu", (4, 1), mesh_dim_names=("expert", "shard"))
-    model = Experts()
-    fully_shard(
-        model,
-        shard_placement_fn=lambda param: (
-            ShardPlacementResult(Shard(0), grid["shard"]) if param.ndim == 3 else None
-        ),
-    )
-    optimizer = with_layout(model, {"experts": Owned(muon), "*": Sharded(adamw)})
-    model().backward()
-    with counted() as launched:
-        optimizer.step()
-    assert launched == []
-
-
-@on_ranks(2)
-def test_all_of_nothing_moves_nothing() -> None:
-    model = sharded(EVEN)
-    optimizer = optimizer_of(model, EVEN)
-    before = [param.to_local().clone() for param in model.parameters()]
-    with counted() as launched:
-        optimizer.step()
-    assert launched == []
-    assert all(map(torch.equal, before, [param.to_local() for param in model.parameters()]))
-
-
-@on_ranks(4)
-def test_every_rank_owns_as_much() -> None:
-    model = sharded(EVEN + EVEN)
-    made: list[int] = []
-
-    def count(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made.append(sum(len(group["params"]) for group in groups))
-        return muon(groups)
-
-    with_layout(model, {"*": Owned(count)})
-    assert made[-1] == 2 and dist.get_world_size() == 4
 
 
 # Owners ------------------------------------------------------------------------------------------
@@ -205,50 +133,3 @@ def test_states_of_shapes_of_their_own(extents: tuple[int, ...]) -> None:
     assert set(states["p2"]) == {"left[0]", "step", "norm"}
     assert {"left[0]", "left[1]", "norm[0]", "norm[1]", "step"} == set(states["p1"])
     run_ranks(step_and_save, torch.Size(extents).numel(), extents, first)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6, bias=False)
-        self.second = nn.Linear(6, 6, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self) -> torch.Tensor:
-        return self.second(self.first(torch.ones(2, 6))).square().sum()
-
-
-@on_ranks(2)
-def test_tied_parameters_are_stepped_once() -> None:
-    plain = Tied()
-    for param in plain.parameters():
-        dist.broadcast(param.data, 0)
-    model = Tied()
-    model.load_state_dict(plain.state_dict())
-    fully_shard(model)
-    optimizer = with_layout(model, {"second.*": Owned(muon), "*": Sharded(adamw)})
-    stock = muon(plain.parameters())
-    for _ in range(2):
-        model().backward()
-        plain.first.weight.grad = model.first.weight.grad.full_tensor()
-        optimizer.step()
-        stock.step()
-        optimizer.zero_grad()
-        assert torch.equal(model.first.weight.full_tensor(), plain.first.weight)
-
-
-def test_plain_parameters_are_whole() -> None:
-    specs = [Spec((6, 4), (2, 4)), Spec((4,), "sharded")]
-    follow(Params(specs), specs)
-
-
-@on_ranks(4)
-def test_matrices_cut_along_both_dims() -> None:
-    """As those of tensor parallelism under data parallelism."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
-    specs = [Spec((7, 5)), Spec((8, 6), (4, 4))]
-    model = Params(specs)
-    for name, param in list(model.named_parameters()):
-        cut = distribute_tensor(param.detach(), mesh, [Shard(0), Shard(1)], src_data_rank=None)
-        setattr(model, name, nn.Parameter(cut))
-    follow(model, specs)

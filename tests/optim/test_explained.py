@@ -95,26 +95,10 @@ def held_by_each(
 OWNED = [Spec((8, 6)), Spec((5, 7)), Spec((7, 3), dim=1), Spec((12, 4), (4, 4, 4)), Spec((4, 6, 5))]
 
 
-SIZES = [1, 300, 2**26]
-
-
-@pytest.mark.parametrize("extents", EXTENTS)
-def test_messages_and_bytes_are_those_of_a_step(extents: tuple[int, ...]) -> None:
-    found = run_ranks(told_and_sent, num_ranks_of(extents), OWNED, extents, SIZES)
-    assert found == [found[0]] * len(found)
-
-
 @reproducible(8)
 @given(spec_lists, st.sampled_from(EXTENTS), st.sampled_from([1, 200, 2**26]))
 def test_generated_parameters(specs: list[Spec], extents: tuple[int, ...], nbytes: int) -> None:
     run_ranks(told_and_sent, num_ranks_of(extents), specs, extents, [nbytes])
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize("extents", EXTENTS)
-def test_memory_is_that_of_a_step(extents: tuple[int, ...], nbytes: int) -> None:
-    for told, held in held_by_each(OWNED, extents, nbytes):
-        assert told.held_nbytes == held
 
 
 @reproducible(12)
@@ -237,17 +221,6 @@ def test_estimates_are_what_is_explained_on_as_many_ranks(shape: tuple[int, int]
     assert result.between_steps.optimizer == kept
     if result.peak_at == "optimizer step":
         assert result.peak.optimizer > kept + told.held_nbytes
-
-
-def test_flat_steps_need_as_much_memory() -> None:
-    def flat_adamw(params: Any) -> torch.optim.Optimizer:
-        return flat(torch.optim.AdamW(params))
-
-    one, other = (
-        estimate(Stack, 4, batch=torch.empty(2, 256), optimizer=make)
-        for make in (flat_adamw, torch.optim.AdamW)
-    )
-    assert one == other
 
 
 def test_layouts_that_do_not_fit_are_refused() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
+import importlib
+import json
 import re
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,6 @@ from composable_shard.testing import fake_ranks, run_ranks
 from composable_shard.train.grad_scaler import ShardedGradScaler
 from optim.flat_pairs import (
     MAKES,
-    Make,
     Net,
     differences,
     groups,
@@ -81,125 +81,6 @@ def test_in_every_setting(setting: str, name: str) -> None:
     assert run_ranks(partial(check, name, dtype, **options), num_ranks) == [[]] * num_ranks
 
 
-class Strided(nn.Module):
-    """Parameters that lie in another order than that of their dims, and are stepped as DTensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv: nn.Module = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
-        self.linear = nn.Linear(6, 6)
-        self.turned = nn.Parameter(torch.randn(6, 4).t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.conv(x).mean((2, 3))) @ self.turned.t()
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw foreach", "adamw fused", "nesterov"])
-@on_ranks(2)
-def test_beside_parameters_that_lie_in_another_order(name: str) -> None:
-    def build() -> nn.Module:
-        net = Strided()
-        fully_shard(net.conv)
-        return fully_shard(net)
-
-    def loss(net: nn.Module, step: int) -> torch.Tensor:
-        return net(torch.full((2, 4, 5, 5), 0.1 * step + dist.get_rank())).square().sum()
-
-    assert two_ways(build, MAKES[name], stepping(loss, 4)) == []
-
-
-# What DTensors do not know -------------------------------------------------------------------
-
-
-UNKNOWN: dict[str, Make] = {
-    "sgd fused": partial(optim.SGD, lr=0.003, momentum=0.9, fused=True),
-    "rprop": partial(optim.Rprop, lr=0.01),
-}
-
-
-def assert_steps_like_plain(net: Any, optimizer: Any, make: Make, loss: Any) -> None:
-    """Step shards beside plain tensors of the same values, each by itself."""
-    plain = [nn.Parameter(param.to_local().detach().clone()) for param in net.parameters()]
-    stock = make(plain)
-    for step in range(4):
-        loss(step).backward()
-        for param, own in zip(net.parameters(), plain, strict=True):
-            own.grad = param.grad.to_local().clone()
-        optimizer.step()
-        stock.step()
-        optimizer.zero_grad()
-    for param, own in zip(net.parameters(), plain, strict=True):
-        assert torch.equal(param.to_local(), own)
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-@on_ranks(2)
-def test_what_knows_no_dtensors_steps_as_plain_tensors(name: str) -> None:
-    torch.manual_seed(0)
-    net = sharded(Net())
-
-    def loss(step: int) -> torch.Tensor:
-        random = torch.Generator().manual_seed(step)
-        return net(torch.randn(3, 9, generator=random)).square().mean()
-
-    optimizer = flat(UNKNOWN[name](net.parameters()))
-    assert_steps_like_plain(net, optimizer, UNKNOWN[name], loss)
-
-
-# Runs -----------------------------------------------------------------------------------------
-
-
-def runs_of_steps(net: Any, optimizer: Any, train: Any) -> list[int]:
-    """Return how many tensors each step of AdamW steps."""
-    seen = list[int]()
-    real = torch.optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]
-
-    def count(self: Any, closure: Any = None) -> Any:
-        seen.append(sum(len(group["params"]) for group in self.param_groups))
-        return real(self, closure)
-
-    with mock.patch.object(torch.optim.AdamW, "step", count):
-        train(net, optimizer)
-    return seen
-
-
-def test_neighbours_are_stepped_as_one_tensor() -> None:
-    """A group each, then without a block and the scale, then those by themselves."""
-    with fake_ranks(2):
-        for name, runs in (("adamw foreach", [3, 2, 4]), ("adamw fused", [10, 5, 10])):  # on CPUs
-            net = sharded(Net())
-            optimizer = flat(MAKES[name](net.parameters()))
-            assert runs_of_steps(net, optimizer, partial(train, steps=range(3))) == runs
-
-
-FUSED = {
-    "adam": partial(optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1, fused=True),
-    "adamw": partial(optim.AdamW, lr=0.01, fused=True),
-    "sgd": partial(optim.SGD, lr=0.003, momentum=0.9, weight_decay=0.1, fused=True),
-    "adagrad": partial(optim.Adagrad, lr=0.1, weight_decay=0.1, fused=True),
-}
-# By ranks, a row each: whole vectors of a CPU, then some more, then too few.
-IN_VECTORS = [(4, 16), (2, 8000), (2, 48), (2, 50016), (2, 33), (2, 64), (2, 5), (2, 16)]
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("name", FUSED)
-@on_ranks(2)
-def test_fused_shards_of_whole_vectors_are_one_tensor(name: str, num_threads: int) -> None:
-    """Those behind which there is a rest, of 33 and of 5 elements, are the last of their tensor."""
-    torch.set_num_threads(num_threads)
-    torch.manual_seed(0)
-    net: Any = fully_shard(Sum(IN_VECTORS))
-    optimizer: Any = flat(FUSED[name](net.parameters()))
-    net.used = -1
-
-    def loss(step: int) -> torch.Tensor:
-        return net(torch.full((2,), 0.1 * step + dist.get_rank()))
-
-    assert_steps_like_plain(net, optimizer, FUSED[name], loss)
-    assert optimizer.num_tensors() == [3]
-
-
 # States ---------------------------------------------------------------------------------------
 
 
@@ -226,21 +107,6 @@ def test_states_move_between_stock_and_flat(how: str, from_flat: bool) -> None:
         train(other, fresh, range(4, 7))
         moved.append((other, fresh))
     assert differences(moved) == []
-
-
-@on_ranks(2)
-def test_a_saved_state_dict_is_that_of_the_stock_optimizer() -> None:
-    net, optimizer = pair(MAKES["adamw foreach"])[1]
-    train(net, optimizer, range(2))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    numbers = [state["step"] for state in loaded["state"].values()]
-    assert len({number.data_ptr() for number in numbers}) == len(numbers)
-    again = copy.deepcopy(optimizer)
-    assert type(again) is type(optimizer)
-    assert again.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
 # What is refused ------------------------------------------------------------------------------
@@ -419,35 +285,6 @@ def with_a_scaler(net: Any, optimizer: Any, step: int) -> None:
     scaler.update()
 
 
-def with_a_schedule(net: Any, optimizer: Any, step: int) -> None:
-    schedule = net.__dict__.get("schedule")
-    if schedule is None:
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=9)
-        net.__dict__["schedule"] = schedule
-    loss_of(net).backward()
-    optimizer.step()
-    schedule.step()
-
-
-def thawed_later(net: Any, optimizer: Any, step: int) -> None:
-    net.blocks[0].up.weight.requires_grad_(step >= 2)
-    loss_of(net).backward()
-    optimizer.step()
-
-
-def with_hooks(net: Any, optimizer: Any, step: int) -> None:
-    def shrink(one: Any, *_: Any) -> None:
-        for group in one.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.mul_(0.5)
-
-    handle = optimizer.register_step_pre_hook(shrink)
-    loss_of(net).backward()
-    optimizer.step()
-    handle.remove()
-
-
 def with_edits(net: Any, optimizer: Any, step: int) -> None:
     """Parameters loaded, states changed in place, another group: all count."""
     loss_of(net).backward()
@@ -479,9 +316,6 @@ WAYS = [
     with_gradients_elsewhere,
     with_a_closure,
     with_a_scaler,
-    with_a_schedule,
-    thawed_later,
-    with_hooks,
     with_edits,
 ]
 
@@ -501,7 +335,7 @@ def test_what_users_do_with_optimizers(way: Any, name: str) -> None:
 @on_ranks(2)
 def test_flat_after_a_schedule_was_made() -> None:
     """What the scheduler put before the step of the class goes before the flat one."""
-    schedules, sizes = [], []
+    schedules = []
 
     def make(params: Any) -> torch.optim.Optimizer:
         optimizer = optim.AdamW(params, lr=0.01, foreach=True)
@@ -515,46 +349,25 @@ def test_flat_after_a_schedule_was_made() -> None:
             optimizer.zero_grad()
             schedules[-1].step()
 
-    def count(net: Any, optimizer: Any) -> None:
-        sizes.append(runs_of_steps(net, optimizer, run))
-
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Detected call of `lr_scheduler.step")
-        assert two_ways(lambda: sharded(Net()), make, count) == []
-    assert sizes == [[], [3, 3, 3]]  # the stock one has its step already
+        assert two_ways(lambda: sharded(Net()), make, run) == []
 
 
-@on_ranks(2)
-def test_a_step_before_gradients_are_reduced_is_refused_as_before() -> None:
-    said = []
-    for net, optimizer in pair(MAKES["adamw"]):
-        net.set_requires_gradient_sync(False)
-        loss_of(net).backward()
-        with pytest.raises(RuntimeError, match="placement") as caught:
-            optimizer.step()
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+# The benchmark ------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+benchmark = importlib.import_module("optimizer")
 
 
-@on_ranks(2)
-def test_tied_parameters() -> None:
-    def build() -> nn.Module:
-        net = Tied()
-        for layer in (net.first, net.second):
-            fully_shard(layer)
-        return fully_shard(net)
-
-    def loss(net: nn.Module, step: int) -> torch.Tensor:
-        return net(torch.full((2, 6), 0.1 * step + dist.get_rank())).square().mean()
-
-    assert two_ways(build, MAKES["adam"], stepping(loss, 3)) == []
+def test_each_optimizer_is_measured_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "NUM_GROUPS", 3)
+    path = tmp_path / "figures.json"
+    assert benchmark.main(["--rounds", "2", "--width", "8", "--json", str(path)]) == 0
+    seconds = json.loads(path.read_text())["seconds"]
+    assert seconds.keys() == benchmark.MAKES.keys()
+    for times in seconds.values():
+        assert {way: len(each) for way, each in times.items()} == dict(stock=2, flat=2, plain=2)
+        assert all(time > 0 for way in times.values() for time in way)

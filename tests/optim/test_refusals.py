@@ -19,8 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from composable_shard import ShardError
 from composable_shard.optim import Owned, Rows, Sharded, with_layout
 from composable_shard.testing import fake_ranks
-from optim.rotated import Rotated
-from optim.whole import Params, Spec, adamw, muon, set_gradients, sharded
+from optim.whole import Params, Rotated, Spec, adamw, muon, set_gradients, sharded
 
 MODEL = [Spec((4, 4)), Spec((6, 2)), Spec((4,))]
 REST = {"*": Sharded(adamw)}

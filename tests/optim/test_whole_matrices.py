@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from nets import Net, own_input, two_nets
+from nets import own_input, two_nets
 from on_ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from training.cases import reproducible
 
@@ -26,12 +21,10 @@ from composable_shard.testing import run_ranks
 from optim.whole import (
     EXTENTS,
     Oracle,
-    Params,
     Spec,
     adamw,
     assert_equal,
     assert_states_equal,
-    local,
     momentum,
     muon,
     num_ranks_of,
@@ -79,11 +72,6 @@ def train(
         assert_states_equal(get_optimizer_state_dict(model, optimizer)["state"], oracle)
 
 
-@pytest.mark.parametrize("extents", EXTENTS)
-def test_bits_of_the_unsharded_optimizer(extents: tuple[int, ...]) -> None:
-    run_ranks(train, num_ranks_of(extents), SPECS, extents, [1, 300, 2**26])
-
-
 def test_a_mesh_whose_rows_are_interleaved() -> None:
     """Its process group sorts the ranks; their places on the mesh are in another order."""
     run_ranks(train, 4, SPECS, (2, 2), [1, 300, 2**26], ranks=[[0, 2], [1, 3]])
@@ -101,19 +89,12 @@ def test_generated_parameters(
 # Training ------------------------------------------------------------------------------------
 
 
-def is_matrix(name: str, param: torch.Tensor) -> bool:
-    return param.ndim == 2
-
-
-def new_optimizer(model: Net) -> torch.optim.Optimizer:
-    return with_layout(model, {is_matrix: Owned(muon), "*": Sharded(adamw)})
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @on_ranks("num_ranks")
 def test_training_with_schedules_clipping_and_accumulation() -> None:
     reference, model = two_nets()
-    optimizer = new_optimizer(model)
+    layouts = {lambda name, param: param.ndim == 2: Owned(muon), "*": Sharded(adamw)}
+    optimizer = with_layout(model, layouts)
     params = list(reference.parameters())
     stock = [muon([p for p in params if p.ndim == 2]), adamw([p for p in params if p.ndim != 2])]
     schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (optimizer, *stock)]
@@ -133,61 +114,3 @@ def test_training_with_schedules_clipping_and_accumulation() -> None:
             assert param.grad is None
             assert torch.equal(param.full_tensor(), other)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05 / 8, 0.01 / 8]
-
-
-@on_ranks(2)
-def test_gradients_accumulated_without_sync() -> None:
-    """Step on gradients that are still to be reduced: they count as what they stand for."""
-    specs = [Spec((6, 5)), Spec((4, 3), "sharded")]
-    model, synced = sharded(specs), sharded(specs)
-    for one in (model, synced):
-        one.set_requires_gradient_sync(one is synced)
-        sum((param**2).sum() for param in [one()]).backward()
-        optimizer_of(one, specs).step()
-    for param, other in zip(model.parameters(), synced.parameters(), strict=True):
-        torch.testing.assert_close(local(param), local(other))
-
-
-# Checkpoints ---------------------------------------------------------------------------------
-
-
-def states(model: Params, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-
-
-def go_on(
-    folder: Path, specs: Sequence[Spec], extents: Sequence[int], first: int, last: int, stock: Any
-) -> None:
-    """Load what there is after ``first`` steps, train on, and save."""
-    model, oracle = sharded(specs, extents, seed=0 if first == 0 else 5), Oracle(specs, stock)
-    optimizer = optimizer_of(model, specs, stock, bucket_nbytes=300)
-    if first:
-        read = states(model, optimizer)
-        dcp.load(read, checkpoint_id=folder / str(first))
-        set_model_state_dict(model, read["model"])
-        set_optimizer_state_dict(model, optimizer, read["optimizer"])
-    for step in range(last):
-        oracle.set_gradients(step)
-        oracle.step()
-        if step >= first:
-            set_gradients(model, step)
-            optimizer.step()
-    assert_equal(model, oracle)
-    saved = states(model, optimizer)
-    assert_states_equal(saved["optimizer"]["state"], oracle)
-    for name, param in model.named_parameters():
-        for state in saved["optimizer"]["state"][name].values():
-            if state.ndim and state.shape == param.shape:
-                assert state.placements == param.placements
-    dcp.save(saved, checkpoint_id=folder / str(last))
-
-
-def test_checkpoints_go_on_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    route = [(2,), (4,), (1,), (2, 2), (3,)]
-    for step, extents in enumerate(route):
-        run_ranks(
-            go_on, num_ranks_of(extents), tmp_path, SPECS, extents, 2 * step, 2 * step + 2, muon
-        )

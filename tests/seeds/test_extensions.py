@@ -1,7 +1,7 @@
 """Document 002, the extension tests of PyTorch: tensor subclasses that gather themselves.
 
 Each test has the name it has there. Each runs between processes and between threads, on the CPU;
-between threads on one CUDA device too. ``tests/subclasses/test_two_tensors.py`` goes further.
+between threads on one CUDA device too. ``tests/subclasses`` goes further.
 """
 
 from __future__ import annotations

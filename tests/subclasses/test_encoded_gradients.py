@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from near import Apart
 from nets import Net, assert_same, average_gradients, full, own_input, shard_net
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from training.cases import reproducible
 
 from composable_shard import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     fully_shard,
 )
-from composable_shard.testing import ParamSpec, TreeSpec, assert_trains_like_unsharded, run_ranks
-from int8_gradients import BLOCK, Int8Gradients, send_int8_gradients
+from composable_shard.testing import TreeLoss, TreeSpec, assert_trains_like_unsharded, run_ranks
+from composable_shard.testing.strategies import (
+    meshes,
+    module_trees,
+    policies,
+    reshard_choices,
+    training_programs,
+    uses,
+)
+from int8_gradients import send_int8_gradients
 from subclasses.lossless import Lossless, as_type, shard_encoded, wire
 
 # What arrives ----------------------------------------------------------------------------------
-
-
-TREE = TreeSpec(
-    (ParamSpec((5, 3)), ParamSpec((6,))), (TreeSpec((ParamSpec((3, 5), dim=1), ParamSpec((4, 2)))),)
-)
-PROGRAM: list[Any] = [*("accumulate", "backward", "step", "zero_grad"), *("backward", "step") * 2]
-
-
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        *((mesh, {}) for mesh in [(1,), (2,), (3,), (2, 2), (2, 1)]),
-        ((2,), {"reshard_after_forward": False}),
-        ((2,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    ],
-)
-def test_what_loses_nothing_trains_as_the_plain_model(
-    mesh: tuple[int, ...], options: dict[str, Any]
-) -> None:
-    assert_trains_like_unsharded(TREE, PROGRAM, mesh=mesh, shard=shard_encoded, **options)
 
 
 def exchange() -> None:
@@ -97,17 +84,6 @@ class Branches(nn.Module):
         return x * self.weights[which] if which < 2 else x
 
 
-def backward_of(model: nn.Module, choice: tuple[int, int]) -> tuple[list[float | None], int]:
-    """Let each rank use the weight of its choice; return sums of gradients, and exchanges."""
-    model.zero_grad()
-    loss = model(torch.full((3, 3), 2.0, requires_grad=True), choice[dist.get_rank()]).sum()
-    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as said:
-        loss.backward()
-    grads = [weight.grad for weight in model.weights]
-    sums = [None if grad is None else grad.full_tensor().sum().item() for grad in grads]
-    return sums, said.call_count
-
-
 @on_ranks(2)
 def test_hooks_are_called_where_there_is_a_gradient_and_none_is_where_nobody_has_one() -> None:
     model = fully_shard(as_type(Branches(), Lossless))
@@ -117,60 +93,12 @@ def test_hooks_are_called_where_there_is_a_gradient_and_none_is_where_nobody_has
         ((2, 1), [None, 9.0], ([2, 0], [1, 1])),
         ((2, 2), [None, None], ([2, 0], [1, 1])),
     ):
-        assert backward_of(model, choice)[0] == sums
+        model.zero_grad()
+        model(torch.full((3, 3), 2.0, requires_grad=True), choice[dist.get_rank()]).sum().backward()
+        grads = [weight.grad for weight in model.weights]
+        assert [None if g is None else g.full_tensor().sum().item() for g in grads] == sums
         calls = [weight._local_tensor.num_calls for weight in model.weights]
         assert calls == num_calls[dist.get_rank()]
-
-
-@on_ranks(2)
-def test_what_hooks_returned_is_known_when_more_becomes_trainable() -> None:
-    """Formats are exchanged once, while weights are (un)frozen.
-
-    The second hook of Lossless compares the metadata with what the first one returned last.
-    """
-    model = fully_shard(as_type(Branches(), Lossless))
-    for choice, trains, sums, num_exchanges in (
-        ((0, 0), False, [18.0, None], 1),
-        ((0, 1), True, [9.0, 9.0], 1),
-        ((1, 1), True, [None, 18.0], 0),
-        ((0, 1), True, [9.0, 9.0], 0),
-    ):
-        model.weights[1].requires_grad_(trains)
-        assert backward_of(model, choice) == (sums, num_exchanges)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@on_ranks(2)
-def test_a_weight_that_lies_transposed_in_memory(dim: int) -> None:
-    """Its rows are the columns in memory."""
-    plain = nn.Linear(5, 3, bias=False)
-    layer = copy.deepcopy(plain)
-    layer.weight = nn.Parameter(Lossless(plain.weight.detach().t().contiguous().t()))
-    fully_shard(layer, shard_placement_fn=lambda _: Shard(dim))
-    for step in range(2):
-        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-        for each in (plain, layer):
-            each(x).square().sum().backward()
-    average_gradients(plain.parameters())
-    torch.testing.assert_close(full(layer.weight.grad), plain.weight.grad)
-    assert layer.weight._local_tensor.t().is_contiguous()
-
-
-@on_ranks(4)
-def test_under_tensor_parallelism() -> None:
-    """A weight that is cut by a model-parallel axis too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    plain = nn.Linear(6, 4, bias=False)
-    layer = copy.deepcopy(plain)
-    local = Lossless(layer.weight.detach().chunk(2)[mesh["model"].get_local_rank()].clone())
-    layer.weight = nn.Parameter(DTensor.from_local(local, mesh["model"], [Shard(0)]))
-    fully_shard(layer, mesh=mesh["data"])
-    generator = torch.Generator().manual_seed(mesh["data"].get_local_rank())
-    x = torch.randn(3, 6, generator=generator)
-    layer(DTensor.from_local(x, mesh["model"])).square().sum().backward()
-    plain(x).square().sum().backward()
-    average_gradients(plain.parameters())  # each part of the data is on two ranks
-    torch.testing.assert_close(layer.weight.grad.full_tensor(), plain.weight.grad)
 
 
 # What is lost ----------------------------------------------------------------------------------
@@ -219,47 +147,25 @@ def test_an_overflow_is_seen_and_does_not_stay() -> None:
     assert torch.equal(layer.weight.grad.full_tensor(), torch.ones(2, 2))
 
 
-@on_ranks(2)
-def test_int8_gradients_take_little_more_than_a_quarter_of_the_bytes() -> None:
-    layer, numel = nn.Linear(256, 128, bias=False), 256 * 128
-    send_int8_gradients(layer)
-    fully_shard(layer)
-    with wire() as sent:
-        layer(torch.ones(1, 256)).sum().backward()
-    assert sum(sent) == numel + 4 * (numel // BLOCK) + 2 * 16 <= 0.3 * 4 * numel
+# Any tree -----------------------------------------------------------------------------------------
 
 
-def test_tied_weights_send_one_gradient() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    send_int8_gradients(model)
-    assert model[1].weight is model[0].weight
-    assert all(isinstance(param, Int8Gradients) for param in model.parameters())
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[TreeSpec, list[str], dict[str, Any]]:
+    mesh = draw(meshes())
+    spec = draw(module_trees(mesh[-1]))
+    loss = TreeLoss(draw(uses(draw(st.integers(1, 3)), spec().num_params)))
+    program = draw(training_programs(without=["fail_backward"]))
+    reshard = draw(reshard_choices(mesh[-1]))
+    return spec, program, {"mesh": mesh, "loss": loss, "reshard_after_forward": reshard}
 
 
-class Shared(nn.Module):
-    """Has one weight twice, a frozen one, and a scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 3))
-        self.again = self.weight
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight @ self.again * self.scale + self.frozen
-
-
-@on_ranks(2)
-def test_ties_within_a_module_and_what_is_frozen_or_scalar_stay_as_they_are() -> None:
-    model = Shared()
-    expected = (torch.ones(1, 3) @ model.weight @ model.weight).sum().item()
-    send_int8_gradients(model)
-    assert model.again is model.weight
-    assert not model.frozen.requires_grad
-    kinds = [type(param.detach()).__name__ for param in model.parameters()]
-    assert kinds == ["Int8Gradients", "Tensor", "Tensor"]
-    fully_shard(model)
-    model(torch.ones(1, 3)).sum().backward()
-    assert model.scale.grad.full_tensor().item() == pytest.approx(expected)
+@reproducible(20)
+@given(cases(), policies([torch.float64]))
+def test_any_tree_with_encoded_gradients_follows_any_program(
+    case: tuple[TreeSpec, list[str], dict[str, Any]], policy: MixedPrecisionPolicy
+) -> None:
+    spec, program, options = case
+    assert_trains_like_unsharded(
+        spec, program, shard=shard_encoded, policy=policy, timeout=30, **options
+    )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from nets import assert_same, average_gradients
+from nets import average_gradients
 from on_ranks import on_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from two_tensors import two_tensor_hooks
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks
@@ -141,31 +140,23 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
         torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-5, atol=1e-6)
 
 
-def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return what a TwoTensor, of TwoTensors perhaps, is made of."""
-    if not isinstance(tensor, TwoTensor):
-        return [tensor]
-    return plain_parts(tensor.a) + plain_parts(tensor.b)
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what a TwoTensor of two is made of."""
+    return [part for one in (tensor.a, tensor.b) for part in (one.a, one.b)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [6, 5, 2])
-@pytest.mark.parametrize("num_parts", [2, 3, 4])
 @on_ranks("num_ranks")
 def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
-    num_rows: int, param_dtype: torch.dtype | None, num_parts: int
+    num_rows: int, param_dtype: torch.dtype | None
 ) -> None:
-    """Take two SGD steps on one TwoTensor weight, and on its inner tensors as plain weights.
-
-    Of three and four, inner tensors are TwoTensors themselves.
-    """
+    """Take two SGD steps on one TwoTensor of TwoTensors, and on their parts as plain weights."""
     layer = nn.Linear(COLUMNS, num_rows, bias=False)
-    inner = [torch.randn(num_rows, COLUMNS) for _ in range(num_parts)]
-    while len(inner) > 2:
-        inner = [*inner[2:], TwoTensor(*inner[:2])]
-    layer.weight = nn.Parameter(TwoTensor(*inner))
-    plain = [nn.Parameter(part.clone()) for part in plain_parts(layer.weight.detach())]
+    a, b, c, d = (torch.randn(num_rows, COLUMNS) for _ in range(4))
+    layer.weight = nn.Parameter(TwoTensor(TwoTensor(a, b), TwoTensor(c, d)))
+    plain = [nn.Parameter(part.clone()) for part in (a, b, c, d)]
     model = nn.Sequential(layer)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     fully_shard(model, mp_policy=policy)
@@ -174,7 +165,7 @@ def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
     for _ in range(2):
         out = model(x)
         out.square().sum().backward()
-        for param, got in zip(plain, plain_parts(out), strict=True):
+        for param, got in zip(plain, parts_of(out), strict=True):
             low = param.detach().to(param_dtype or param.dtype).requires_grad_()
             expected = nn.functional.linear(x.to(low.dtype), low)
             expected.square().sum().backward()
@@ -184,30 +175,56 @@ def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
         for optimizer in optimizers:
             optimizer.step()
         rank, chunk = dist.get_rank(), -(-num_rows // dist.get_world_size())
-        for got, param in zip(plain_parts(layer.weight.to_local()), plain, strict=True):
+        for got, param in zip(parts_of(layer.weight.to_local()), plain, strict=True):
             assert_near(got, param[rank * chunk : (rank + 1) * chunk])
         for optimizer in optimizers:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("with_hooks", [False, True])
+# What hooks get -----------------------------------------------------------------------------------
+
+
+seen: list[tuple[Any, ...]] = []
+
+
+def pre_with_all(self, m, size, stride, owner, policy, /):
+    """Take what a hook may take, under other names than PyTorch's and by position only."""
+    return note(self, m, size, stride, owner, policy)
+
+
+def pre_with_mesh(self, m, /):
+    return note(self, m)
+
+
+def note(self, *given):
+    seen.append(given)
+    return (self,), None
+
+
+def pre_bare(self):
+    return note(self)
+
+
+def post_as_it_is(self, outputs, metadata, param_dtype, *, out=None):
+    if out is not None:
+        return out.copy_(outputs[0]) and None
+    return outputs[0].to(param_dtype), outputs
+
+
+@pytest.mark.parametrize(
+    ("hook", "num_given"), [(pre_bare, 0), (pre_with_mesh, 1), (pre_with_all, 5)]
+)
 @on_ranks(2)
-def test_subclass_and_plain_parameters_in_one_group(with_hooks: bool) -> None:
-    """One group with a TwoTensor weight and a plain bias: the bias gets both gradients' sum."""
-    num_rows = 5
-    with two_tensor_hooks() if with_hooks else nullcontext():
-        layer = nn.Linear(COLUMNS, num_rows, bias=False)
-        plain = nn.Parameter(torch.randn(num_rows))
-        weight = layer.weight.detach().clone()
-        layer.weight = nn.Parameter(TwoTensor(weight.clone(), weight / 2))
-        layer.register_parameter("scale", nn.Parameter(plain.detach().clone()))
-        model = fully_shard(nn.Sequential(layer))
-        x = torch.randn(2, COLUMNS, generator=torch.Generator().manual_seed(dist.get_rank()))
-        (model(x).sum() + layer.scale.square().sum()).backward()
-        plain.square().sum().backward()
-        assert_same(layer.scale.grad, plain.grad)
-        grad = layer.weight.grad.to_local()
-        expected = x.sum(0).expand(num_rows, -1).clone()
-        dist.all_reduce(expected)
-        own = expected[3 * dist.get_rank() :][: grad.shape[0]] / dist.get_world_size()
-        assert torch.equal(grad.a, own) and torch.equal(grad.b, own)
+def test_hooks_get_their_arguments_by_position(hook: Callable[..., Any], num_given: int) -> None:
+    seen.clear()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    model = nn.Sequential(nn.Linear(3, 5, bias=False))
+    weight = model[0].weight.detach().clone()
+    fully_shard(model, mp_policy=policy)
+    mesh, local = model[0].weight.device_mesh, model[0].weight._local_tensor
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = hook, post_as_it_is
+    x = torch.randn(2, 3)
+    assert torch.equal(model(x), x @ weight.T)
+    (arguments,) = seen
+    expected = (mesh, torch.Size([5, 3]), (3, 1), model[0], policy)
+    assert arguments == expected[:num_given]

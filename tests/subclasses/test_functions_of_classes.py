@@ -13,7 +13,7 @@ from nets import assert_same, average_gradients, full, own_input
 from on_ranks import on_ranks
 from torch import nn
 
-from composable_shard import MixedPrecisionPolicy, fully_shard, unsharded
+from composable_shard import MixedPrecisionPolicy, fully_shard
 
 WIDTH = 130
 
@@ -105,28 +105,6 @@ def test_the_unsharded_parameter_is_of_the_class(
                     one.grad = None
     for (name, param), expected in pairs:
         assert_same(param, expected, name)
-
-
-@on_ranks(2)
-def test_so_is_a_full_copy() -> None:
-    """Forward with full copies, and edit them; afterwards the shards are those of the edited."""
-    torch.manual_seed(0)
-    model = Model()
-    x = own_input()
-    expected = [model(x)]
-    with torch.no_grad():
-        model[1].weight.mul_(0.5)
-    expected.append(model(x))
-    torch.manual_seed(0)
-    sharded = Model().shard()
-    with unsharded(sharded, writeback=True):
-        with torch.no_grad():
-            got = [sharded(x)]
-        with torch.no_grad():
-            sharded[1].weight.mul_(0.5)
-    got.append(sharded(x))
-    assert torch.equal(expected[0], got[0])
-    assert torch.equal(expected[1], got[1])
 
 
 class Packed(nn.Parameter):

@@ -12,7 +12,7 @@ from nets import average_gradients
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import two_tensor_hooks
 
@@ -40,20 +40,19 @@ class Sum(nn.Module):
 class Pair:
     """A sharded model of TwoTensors, and a plain one for each inner tensor."""
 
-    def __init__(self, outputs: int = 5, dim: int = 0, replicas: int = 1, **kwargs: Any) -> None:
+    def __init__(self, replicas: int = 1, **kwargs: Any) -> None:
         torch.manual_seed(0)
-        values = [torch.randn(outputs, 3) for _ in range(2)]
+        values = [torch.randn(5, 3) for _ in range(2)]
         self.plain = {name: Sum([value * by for value in values]) for name, by in FACTORS.items()}
         self.model: Any = Sum(
             [TwoTensor(*(value * by for by in FACTORS.values())) for value in values]
         )
-        self.dim = dim
         extents = (replicas, dist.get_world_size() // replicas)[replicas == 1 :]
         mesh = init_device_mesh(
             "cpu", extents, mesh_dim_names=("replicate", "shard")[-len(extents) :]
         )
         self.shard_rank, self.num_shards = mesh.get_local_rank(mesh.ndim - 1), extents[-1]
-        fully_shard(self.model, mesh=mesh, shard_placement_fn=lambda _: Shard(dim), **kwargs)
+        fully_shard(self.model, mesh=mesh, **kwargs)
 
     def run(self, step: int, uses: Uses = ALL) -> None:
         """Run forward and backward of all; plain gradients are not averaged."""
@@ -70,10 +69,9 @@ class Pair:
                 mean = nn.Parameter(torch.zeros_like(own))
                 mean.grad = torch.zeros_like(own) if own.grad is None else own.grad.clone()
                 average_gradients([mean])
-                parts = mean.grad.chunk(self.num_shards, self.dim)
-                parts = [*parts, *[mean.grad.narrow(self.dim, 0, 0)] * self.num_shards]
+                parts = [*mean.grad.chunk(self.num_shards), *[mean.grad[:0]] * self.num_shards]
                 assert isinstance(param.grad, DTensor)
-                assert param.grad.placements[-1] == Shard(self.dim)
+                assert param.grad.placements[-1] == Shard(0)
                 got = getattr(param.grad.to_local(), name)
                 torch.testing.assert_close(got, parts[self.shard_rank], rtol=1e-5, atol=1e-5)
 
@@ -146,67 +144,3 @@ def test_accumulation_without_sync(with_hooks: bool, reduce_dtype: torch.dtype |
         pair.assert_mean()
         pair.model.zero_grad()
         assert all(param.grad is None for param in pair.model.parameters())
-
-
-@both
-@on_ranks(2)
-def test_parameters_that_no_rank_uses_and_frozen_ones_have_no_gradient(with_hooks: bool) -> None:
-    """They get theirs when they are used, or unfrozen, later."""
-    with hooks(with_hooks):
-        for is_frozen in (False, True):
-            pair = Pair()
-            first, second = pair.model.weights
-            first.requires_grad_(not is_frozen)
-            pair.run(0, ALL if is_frozen else SECOND)
-            pair.model.reshard()
-            assert first.grad is None and second.grad is not None
-            if is_frozen:
-                first.requires_grad_(True)
-                pair.zero_grad()
-            pair.run(1)
-            pair.assert_mean()
-
-
-@both
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@on_ranks("num_ranks")
-def test_sharded_on_columns(with_hooks: bool) -> None:
-    with hooks(with_hooks):
-        pair = Pair(outputs=4, dim=1)
-        for step in range(2):
-            pair.run(step)
-        pair.assert_mean()
-
-
-@both
-@on_ranks(2)
-def test_state_dicts(with_hooks: bool) -> None:
-    """Load another model's state; what is gathered next is the loaded weight."""
-    with hooks(with_hooks):
-        source, target = Pair(), Pair()
-        target.run(0)
-        target.model.zero_grad()
-        source.model.weights[0].to_local().a.mul_(3)
-        source.plain["a"].weights[0].data.mul_(3)
-        state = source.model.state_dict()
-        assert all(isinstance(tensor.to_local(), TwoTensor) for tensor in state.values())
-        target.model.load_state_dict(state)
-        x = torch.ones(2, 3)
-        out = target.model(x, ALL)
-        for name, plain in source.plain.items():
-            torch.testing.assert_close(getattr(out, name), plain(x, ALL))
-
-
-@on_ranks(4)
-def test_a_gradient_of_the_users_waits_for_the_replicas() -> None:
-    """A gradient that users have put there, of a weight that no backward has reached."""
-    model = Pair(replicas=2).model
-    for param in model.weights:
-        whole = TwoTensor(torch.ones(5, 3), torch.full((5, 3), 7.0))
-        param.grad = distribute_tensor(whole, param.device_mesh, param.placements)
-    model.set_requires_all_reduce(False)
-    model(torch.ones(1, 3), FIRST).sum().backward()
-    model.synchronize_gradients()
-    model.reshard()
-    found = [param.grad.to_local() for param in model.weights]
-    assert [[one.a[0, 0], one.b[0, 0]] for one in found] == [[2.0, 8.0], [1.0, 7.0]]

@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from two_tensors import post_all_gather, pre_all_gather, two_tensor_hooks
 
 from composable_shard.testing.extension_kit import Finding, check_extension
+from int8_gradients import Int8Gradients
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 Hook = Callable[..., Any]
@@ -49,32 +50,6 @@ def test_a_right_subclass_keeps_every_promise(arguments: dict[str, Any]) -> None
     assert str(report).startswith("TwoTensor: all 14 checks pass\n  ok    hooks: Both hooks exist")
 
 
-def pre_with_all_arguments(
-    self: TwoTensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-) -> Any:
-    assert outer_stride == (outer_size[1], 1) and tuple(outer_size) in ((8, 4), (5, 4))
-    assert module.weight.shape == outer_size
-    assert mp_policy.param_dtype in (None, torch.float32, torch.bfloat16)
-    assert mesh.size() == dist.get_world_size()
-    return (self.a, self.b), (mesh.size(), {"scale": torch.ones(2)})
-
-
-def post_with_metadata(self: TwoTensor, outputs: Any, metadata: Any, *more: Any, **out: Any) -> Any:
-    assert metadata[0] == dist.get_world_size()
-    return post_all_gather(self, outputs, None, *more, **out)
-
-
-def test_the_other_signature_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TwoTensor, PRE, pre_with_all_arguments)
-    monkeypatch.setattr(TwoTensor, POST, post_with_metadata)
-    skip = ["training", "offload", *CHECKS[10:]]
-    assert check_extension(make, world_sizes=[1, 3], shapes=[(5, 4)], skip=skip).ok
-
-
-def test_a_subclass_that_does_not_train() -> None:
-    assert check_extension(make, world_sizes=[2], shapes=[(5, 4)], trains=False).ok
-
-
 def test_a_subclass_without_hooks_travels_by_its_inner_tensors() -> None:
     del TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather
     report = check_extension(make, world_sizes=[2], shapes=[(5, 4)])
@@ -89,14 +64,6 @@ def failing_on_one_rank(self: TwoTensor, mesh: Any) -> Any:
     if mesh.get_local_rank() == 1:
         raise KeyError("scale")
     return (self.a, self.b), None
-
-
-def half_precision_of_odd_ranks(self: TwoTensor, mesh: Any) -> Any:
-    return (self.a, self.b.half() if mesh.get_local_rank() % 2 else self.b), None
-
-
-def two_arguments(self: TwoTensor, mesh: Any, size: Any) -> Any:
-    raise AssertionError("must not be called")
 
 
 def post(create: Hook, fill: Hook = lambda out, outputs, dtype: None) -> Hook:
@@ -135,26 +102,16 @@ FILL = (
     f"Expected {POST} to write into out the values that arrived, got {{}}; fill out where it is "
     "not the all-gather outputs themselves"
 )
-ALIKE = (
-    "Expected tensors of the same number, dtypes and trailing dims from all ranks, got {} on rank 0"
-)
 UNCHANGED = (
     "Expected {} to leave the shard as it is, got inner tensor 1 of it changed in place; work on "
     "a copy"
 )
-ROWS = "torch.float32 [rows, 4], torch.float32 [rows, 4]"
 # Of the first hook: what it returns; the check that fails, the sentence.
 FIRST: list[tuple[Hook, str, str]] = [
     (
         lambda self, mesh: ((self.a[:1], self.b[:1]), None),
         "gathered",
         f"Expected {POST} to return a tensor of shape [8, 4], got [1, 4]{ONE}",
-    ),
-    (
-        lambda self, mesh: ((self.a,), None),
-        "shard",
-        "Expected no error, got ValueError on rank 0: not enough values to unpack "
-        f"(expected 2, got 1){ONE}",
     ),
     (
         lambda self, mesh: ((self.a, self.b), {"scale": torch.tensor(1.0 * mesh.get_local_rank())}),
@@ -165,37 +122,15 @@ FIRST: list[tuple[Hook, str, str]] = [
     ),
     (lambda self, mesh: ((self.a, self.b.mul_(2)), None), "shard", UNCHANGED.format(PRE) + ONE),
     (
-        half_precision_of_odd_ranks,
-        "sent",
-        f"{ALIKE.format(ROWS)} and torch.float32 [rows, 4], torch.float16 [rows, 4] on rank 1{TWO}",
-    ),
-    (
         lambda self, mesh: ((self.a, self.b if len(self.b) else torch.empty(0)), None),
         "sent",
-        f"{ALIKE.format(ROWS)} and torch.float32 [rows, 4], torch.float32 [rows] on rank 3 "
-        "(4 ranks, shape [5, 4])",
-    ),
-    (
-        lambda self, mesh: self.a,
-        "sent",
-        f"Expected {PRE} to return (tensors, metadata), got Tensor{ONE}",
-    ),
-    (
-        lambda self, mesh: (self.a, None),
-        "sent",
-        f"Expected {PRE} to return a tuple of tensors and metadata, got Tensor as its "
-        f"first element{ONE}",
-    ),
-    (
-        two_arguments,
-        "hooks",
-        f"Expected {PRE} to take (mesh) or (mesh, outer_size, outer_stride, module, "
-        f"mp_policy), got 2 parameters: (mesh: 'Any', size: 'Any') -> 'Any'{ONE}",
+        "Expected tensors of the same number, dtypes and trailing dims from all ranks, got "
+        "torch.float32 [rows, 4], torch.float32 [rows, 4] on rank 0 and "
+        "torch.float32 [rows, 4], torch.float32 [rows] on rank 3 (4 ranks, shape [5, 4])",
     ),
     (failing_on_one_rank, "sent", f"Expected no error, got KeyError on rank 1: 'scale'{TWO}"),
 ]
 SECOND: list[tuple[Hook, str, str]] = [
-    (post(cast), "out", FILL.format("those of the gather before") + ONE),
     (post(copied), "out", FILL.format("those of the gather before") + ONE),
     (
         post(copied, lambda out, outputs, dtype: out.a.copy_(outputs[0])),
@@ -215,17 +150,12 @@ SECOND: list[tuple[Hook, str, str]] = [
         f"torch.float32{ONE}",
     ),
     (scales_shard, "shard", UNCHANGED.format(POST) + ONE),
-    (
-        post(lambda outputs, dtype: TwoTensor(*outputs)),
-        "gathered",
-        f"Expected {POST} to return (tensor, inner tensors) when out is None, got TwoTensor{ONE}",
-    ),
 ]
 FAULTS = [
     *((pre, post_all_gather, check, sentence) for pre, check, sentence in FIRST),
     *((pre_all_gather, post, check, sentence) for post, check, sentence in SECOND),
     (
-        FIRST[1][0],
+        lambda self, mesh: ((self.a,), None),
         post(first_twice),
         "gathered",
         "Expected to compute with the gathered tensor what the unsharded one gives, "
@@ -269,11 +199,6 @@ def test_one_hook_alone(monkeypatch: pytest.MonkeyPatch, there: str, missing: st
     (finding,) = check_extension(make, strict=False)
     assert finding == ("hooks", False, f"Expected {PRE} and {POST}, got {there} alone{ONE}")
     setattr(TwoTensor, missing, None)
-
-
-def test_a_plain_tensor() -> None:
-    (finding,) = check_extension(torch.randn, strict=False)
-    assert finding == ("hooks", False, f"Expected {PRE} and {POST}, got neither{ONE}")
 
 
 # What only a model shows
@@ -333,14 +258,105 @@ def test_faults_that_only_a_model_shows(
         assert re.fullmatch(pattern, finding.sentence), finding.sentence
 
 
-def test_what_is_skipped_is_said() -> None:
-    skip = ["sent", "training", "offload", "deepcopy"]
-    report = check_extension(make, world_sizes=[1], shapes=[(8, 4)], skip=skip)
-    assert [finding.check for finding in report if finding.sentence == "skipped"] == skip
-
-
 def test_skipping_what_is_no_check() -> None:
     with pytest.raises(ValueError) as caught:
         check_extension(make, skip=["copies"])
     known = [*CHECKS[:5], "gradient sent", "gradient summed", "no gradient", *CHECKS[5:]]
     assert str(caught.value) == f"Expected skip to name checks out of {known}, got ['copies']"
+
+
+# Hooks for gradients ------------------------------------------------------------------------------
+
+REDUCE_PRE, REDUCE_POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
+OF_GRADIENTS = ["gradient sent", "gradient summed", "no gradient"]
+SKIP = [*CHECKS[5:9], *CHECKS[10:]]
+
+
+def report(kind: type[Int8Gradients], world_sizes: Any, shapes: Any) -> Any:
+    return check_extension(
+        lambda shape: kind(torch.randn(shape)),
+        world_sizes=world_sizes,
+        shapes=shapes,
+        tolerance=0.01,
+        skip=SKIP,
+        strict=False,
+    )
+
+
+def test_int8_with_error_feedback_passes_on_any_number_of_ranks() -> None:
+    found = report(Int8Gradients, (1, 4), [(5, 4)])
+    assert found.ok, str(found)
+    assert [finding.check for finding in found][5:8] == OF_GRADIENTS
+
+
+@pytest.mark.matrix
+def test_the_example_passes_the_whole_kit() -> None:
+    found = check_extension(
+        lambda shape: Int8Gradients(torch.randn(shape)),
+        world_sizes=(3,),
+        shapes=[(5, 4)],
+        tolerance=0.03,
+    )
+    assert len(found.findings) == 16
+
+
+def half_of_odd_ranks(self: Any, grad: torch.Tensor, mesh: Any) -> Any:
+    return (grad.half() if dist.get_rank() % 2 else grad,), None
+
+
+def filling(decode: Any) -> Any:
+    """Return a second hook that fills ``out`` with what ``decode`` makes of what arrived."""
+
+    def hook(self: Any, received: Any, metadata: Any, out: torch.Tensor) -> None:
+        out.copy_(decode(received[0], metadata))
+
+    return hook
+
+
+total = filling(lambda rows, metadata: rows.sum(0))
+SENT, SUMMED, NONE = OF_GRADIENTS
+# What the first hook returns, the second one, the check that fails, and what it says.
+OF_REDUCTIONS: dict[str, tuple[Any, Any, str, str]] = {
+    "half of odd ranks": (
+        half_of_odd_ranks,
+        total,
+        SENT,
+        f"Expected {REDUCE_PRE} to return the same dtypes and shapes on all ranks and each time, "
+        "got [torch.float32 [16]] on rank 0 and [torch.float16 [16]] on rank 1",
+    ),
+    "halves": (
+        lambda self, grad, mesh: ((grad / 2,), None),
+        total,
+        SUMMED,
+        "Expected the mean of 8 reductions to be the sum over ranks, got values that are off by "
+        "5.0e-01 of the largest, where 0.01 is allowed",
+    ),
+    "returns it": (
+        lambda self, grad, mesh: ((grad,), None),
+        lambda self, received, metadata, out: received[0].sum(0),
+        SUMMED,
+        f"Expected {REDUCE_POST} to fill out, 16 elements, got some that it left; write into it",
+    ),
+    "asks shape": (
+        lambda self, grad, mesh: ((grad.flatten(1),), grad.shape),
+        filling(lambda rows, metadata: rows.sum(0).view(metadata[1:])),
+        NONE,
+        f"Expected {REDUCE_POST} to work on a rank that never had a gradient, whose metadata is "
+        "None, got TypeError: 'NoneType' object is not subscriptable",
+    ),
+    "shifted": (
+        lambda self, grad, mesh: ((grad + 1,), None),
+        filling(lambda rows, metadata: (rows - 1).sum(0)),
+        NONE,
+        f"Expected {REDUCE_POST} to make zeros of zero bytes, got values up to 2; a rank without a "
+        "gradient sends zero bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", OF_REDUCTIONS)
+def test_what_is_wrong_is_said(fault: str) -> None:
+    pre, post, check, sentence = OF_REDUCTIONS[fault]
+    kind = type("Sends", (Int8Gradients,), {REDUCE_PRE: pre, REDUCE_POST: post})
+    (failure,) = report(kind, (2,), [(8, 4)]).failures
+    assert failure == (check, False, sentence + TWO)

@@ -9,13 +9,39 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from torch import nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 
 from composable_shard import fully_shard, unsharded
-from subclasses.wrappers import Wrapper
 
 
-class Caching(Wrapper):
-    """Keeps what it has computed until ``fsdp_post_all_gather`` fills it."""
+class Caching(torch.Tensor):
+    """Wraps a tensor, and keeps what it has computed until ``fsdp_post_all_gather`` fills it."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, inner.stride(), dtype=inner.dtype
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *rest: object) -> Any:
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        plain, named = tree_map_only(cls, lambda one: one.inner, (args, kwargs or {}))
+        out = tree_map_only(torch.Tensor, cls, func(*plain, **named))
+        return return_and_correct_aliasing(func, args, kwargs or {}, out)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.inner,), None
 
     @functools.cached_property
     def largest(self) -> float:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -96,36 +93,6 @@ def test_the_moments_are_those_of_torch() -> None:
         gathers[2],
     ]
     assert not any(reshards for iteration in ours for _, _, reshards in iteration)
-
-
-def test_a_copy_has_a_state_of_its_own() -> None:
-    with fake_ranks(2):
-        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
-        fully_shard(model[0])
-        state = state_seen_by(model[0][0])
-        copied = copy.deepcopy(fully_shard(model))
-        assert state is model[0]._get_fsdp_state() is _get_module_state(model[0])
-        assert copied[0]._get_fsdp_state() is _get_module_state(copied[0])
-        assert copied[0]._get_fsdp_state() is not state
-        copied[0].unshard()
-        assert not state._fsdp_param_group.is_unsharded
-        assert state_seen_by(copied[0][0])._fsdp_param_group.is_unsharded
-
-
-def test_nothing_keeps_a_module_alive() -> None:
-    with fake_ranks(2):
-        model = fully_shard(nn.Linear(4, 4))
-        assert model in _module_state_mapping
-        seen = weakref.ref(model)
-        del model
-        gc.collect()
-    assert seen() is None
-
-
-def test_a_module_without_parameters_has_no_group() -> None:
-    with fake_ranks(2):
-        state = fully_shard(nn.ReLU())._get_fsdp_state()
-        assert state._fsdp_param_group is None and state._fsdp_param_groups == []
 
 
 def text(names: str, name: str) -> str:

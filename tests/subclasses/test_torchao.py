@@ -27,10 +27,7 @@ from composable_shard.testing import RankError, run_ranks
 
 pytest.importorskip("torchao", reason="torchao is not installed; it comes with the extra 'test'")
 
-from faults.poisoned import inner_tensors
 from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
-from torchao.prototype.quantized_training import bitnet
 
 from subclasses.torchao_layers import agree_on_scales, averages_by_sum, model_of
 
@@ -261,24 +258,6 @@ def test_losses_are_those_of_an_unsharded_run_and_of_fsdp2(case: Case) -> None:
         assert off_unsharded <= TOLERANCES[case.kind][case.low]
         # Both quantize alike; more than two ranks are summed in another order.
         assert off_fsdp2 <= (0 if case.mesh[-1] <= 2 else TOLERANCES[case.kind][0])
-
-
-def with_scales_freed(case: Case) -> tuple[float, float]:
-    kinds = {
-        "float8": WeightWithDynamicFloat8CastTensor,
-        "bitnet": bitnet.BitNetTrainingLinearWeight,
-    }
-    with inner_tensors(kinds[case.kind]):
-        return compare_losses(case)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["float8", "bitnet"])
-def test_freeing_what_autograd_saved_is_seen(kind: str) -> None:
-    """Freeing all that an unsharded tensor shows frees scales; small ones kept their content."""
-    case = Case(kind, EVEN, (2,), False, True, 1, "sgd")
-    for off_unsharded, _ in run_ranks(with_scales_freed, 2, case):
-        assert not off_unsharded <= TOLERANCES[kind][1]
 
 
 def cut_nf4() -> None:

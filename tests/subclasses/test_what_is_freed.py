@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
 from composable_shard import fully_shard
-from composable_shard.testing import RankError, run_ranks, run_threads
+from composable_shard.testing import RankError, run_ranks
 
 STEPS = 4
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -75,50 +75,11 @@ class Aliased(Wrapped):
         return None
 
 
-class LastFirst(Aliased):
-    """The first rank sends the rows of the second too, which sends none: padding lies between."""
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> Any:
-        values = self.values_.bfloat16()
-        rows = -(-outer_size[0] // mesh.size())
-        parts = [torch.empty(rows, outer_size[1], dtype=values.dtype) for _ in range(mesh.size())]
-        padded = torch.zeros_like(parts[0])
-        padded[: len(values)] = values
-        dist.all_gather(parts, padded, group=mesh.get_group())
-        first = torch.cat([parts[0], parts[1]])
-        return ([first, values[:0], values][mesh.get_local_rank()],), None
-
-
 class Released(Wrapped):
     """Says that it needs no more of what arrived."""
 
     def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
         return True
-
-
-class Padded(Wrapped):
-    """Sends padding itself, and returns it behind the unsharded rows, plain."""
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> Any:
-        assert outer_stride == (outer_size[1], 1)
-        rows = -(-outer_size[0] // mesh.size())
-        padded = torch.full((rows, outer_size[1]), torch.nan, dtype=torch.bfloat16)
-        padded[: len(self.values_)] = self.values_
-        return (padded,), None
-
-    def fsdp_post_all_gather(
-        self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        (values,) = outputs
-        if out is not None:
-            out.copy_(values)
-            return None
-        unsharded = values.to(dtype)
-        return unsharded, (unsharded,)
 
 
 class Product(torch.autograd.Function):
@@ -181,7 +142,7 @@ def train(kind: type[Wrapped], rows: int, reshards: bool | int, mesh_shape: Any 
             optimizer.zero_grad()
 
 
-KINDS = [Wrapped, Foreign, Aliased, Released, Padded]
+KINDS = [Wrapped, Foreign, Aliased, Released]
 
 
 @pytest.mark.parametrize(
@@ -200,12 +161,6 @@ def test_classes_with_the_two_hooks_alone_train(
     On a hybrid mesh hooks get the axis of the shards.
     """
     run_ranks(train, num_ranks, kind, 5, reshards, mesh_shape)
-
-
-@pytest.mark.parametrize("reshards", [True, False])
-def test_what_arrives_lies_where_it_lay_whatever_ranks_send(reshards: bool) -> None:
-    """Where rows are missing in the middle hooks get a copy, in the same memory each time."""
-    run_ranks(train, 3, LastFirst, 8, reshards)
 
 
 @on_ranks(2)
@@ -310,14 +265,3 @@ def test_what_cannot_be_is_refused_on_all_ranks(
         run_ranks(train, num_ranks, kind, 6, True, timeout=20)
     failure = caught.value.agreed()
     assert (failure.type_name, failure.message) == ("ExtensionError", text)
-
-
-def test_nothing_is_left_of_a_module_that_was_refused() -> None:
-    def shard() -> None:
-        layer = Layer(NotOnOne, 6, 6)
-        before = layer.weight
-        with pytest.raises(RuntimeError, match="rank 1: "):
-            fully_shard(layer)
-        assert layer.weight is before and type(layer) is Layer
-
-    run_threads(shard, 2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +19,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from composable_shard import move
+from composable_shard.optim.flat import flat
+from composable_shard.optim.layouts import Owned, Sharded, with_layout
 from composable_shard.train.parking import parked
 
 MiB = 2**20
@@ -111,6 +116,57 @@ def from_disk(
         loaded, optim, model_state_dict=back["model"], optim_state_dict=back["optimizer"]
     )
     return loaded, optim
+
+
+def stock(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def of_layouts(model: nn.Module) -> torch.optim.Optimizer:
+    return with_layout(
+        model,
+        {
+            "*.weight": Owned(partial(torch.optim.Adagrad, lr=0.02)),
+            "*": Sharded(partial(torch.optim.AdamW, lr=0.01)),
+        },
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "stock": stock,
+    "flat": lambda model: flat(stock(model)),
+    "layouts": of_layouts,
+}
+
+
+def follow_a_route(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    places: Sequence[Any],
+    is_at: Callable[[Any], bool],
+    build: Callable[[Any], tuple[nn.Module, torch.optim.Optimizer]],
+    train: Callable[..., list[float]],
+    folder: Path,
+    suffix: str = "",
+) -> None:
+    """Move from place to place; compare with what a checkpoint gives there, and train both on."""
+    ids = [id(param) for param in model.parameters()]
+    for number, (before, after) in enumerate(pairwise(places)):
+        has_it, there = (is_at(before), is_at(after)), partial(build, after)
+        disk = from_disk(model, optimizer, has_it, folder / str(number), there, suffix)
+        move(model, optimizer, after, bucket_nbytes=200)
+        assert [id(param) for param in model.parameters()] == ids
+        params = [param for param in model.parameters() if isinstance(param, DTensor)]
+        if disk is None:
+            assert not any(param.to_local().numel() for param in params)
+            continue
+        others = [param for param in disk[0].parameters() if isinstance(param, DTensor)]
+        for param, other in zip(params, others, strict=True):
+            assert (param.device_mesh, param.placements) == (other.device_mesh, other.placements)
+        assert_same_bits(values(model, optimizer), values(*disk))
+        steps = (10 * number + 2, 10 * number + 3)
+        assert train(model, optimizer, *steps) == train(*disk, *steps)
+        assert_same_bits(values(model, optimizer), values(*disk))
 
 
 def _named(state: dict[str, Any], suffix: str) -> dict[str, Any]:

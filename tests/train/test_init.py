@@ -232,16 +232,3 @@ def test_errors_are_the_same_on_all_ranks() -> None:
         with pytest.raises(Exception) as caught:
             init_sharded(fully_shard(make()), init, seed=0)
         assert f"{type(caught.value).__name__}: {caught.value}" == text
-
-
-@on_ranks(2)
-def test_a_step_after_it_is_that_of_the_unsharded_model() -> None:
-    """Also where values were written while gathered ones were there."""
-    models = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(2)]
-    for part in (models[0][0], models[0]):
-        fully_shard(part, reshard_after_forward=False)
-    models[0](own_input())
-    init_sharded(models[0], seed=5)
-    torch.manual_seed(5)
-    models[1].apply(reset)
-    assert torch.equal(*(model(own_input()) for model in models))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -12,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults.breaking import BAD, failures, kill_this_rank
 from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import on_ranks
@@ -24,7 +22,6 @@ from training.cases import reproducible
 from composable_shard import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    RankMismatchError,
     ShardError,
     clip_grad_norm_,
     fully_shard,
@@ -32,15 +29,21 @@ from composable_shard import (
     parked,
     unsharded,
 )
-from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box
-from composable_shard.optim.flat import flat
-from composable_shard.optim.layouts import Owned, Sharded, with_layout
 from composable_shard.testing import RankError, run_ranks
 from composable_shard.train.moving import cargo
 from composable_shard.train.moving.ground import Cut, Ground
 from composable_shard.train.moving.plan import COPIES_SENT, Piece, cut_box, pieces_of, rounds_of
-from train.moved import as_device, assert_same_bits, from_disk, is_in, on_mesh, values
+from train.moved import (
+    OPTIMIZERS,
+    as_device,
+    assert_same_bits,
+    follow_a_route,
+    is_in,
+    on_mesh,
+    stock,
+    values,
+)
 
 # PURE ---------------------------------------------------------------------------------------------
 
@@ -161,27 +164,6 @@ def sharded(mesh: DeviceMesh, device: str = "cpu", **kwargs: Any) -> Odd:
     return fully_shard(model, ignored_params={model.plain}, **kwargs)
 
 
-def stock(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-
-def of_layouts(model: nn.Module) -> torch.optim.Optimizer:
-    return with_layout(
-        model,
-        {
-            "*.weight": Owned(partial(torch.optim.Adagrad, lr=0.02)),
-            "*": Sharded(partial(torch.optim.AdamW, lr=0.01)),
-        },
-    )
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "stock": stock,
-    "flat": lambda model: flat(stock(model)),
-    "layouts": of_layouts,
-}
-
-
 def batch(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(4, 5, generator=generator)
@@ -223,27 +205,14 @@ def test_training_goes_on_as_from_a_checkpoint(route: str, make: str, tmp_path: 
     if is_in(meshes[0]):
         train(model, optimizer, 0, 1)
         optimizer.param_groups[0]["lr"] *= 0.5
-    names = [id(param) for param in model.parameters()]
-    for number, (before, after) in enumerate(pairwise(meshes)):
 
-        def build(after: DeviceMesh = after) -> tuple[nn.Module, torch.optim.Optimizer]:
-            loaded = sharded(after)
-            optim = OPTIMIZERS[make](loaded)
-            train(loaded, optim, 99)
-            return loaded, optim
+    def build(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+        loaded = sharded(mesh)
+        optim = OPTIMIZERS[make](loaded)
+        train(loaded, optim, 99)
+        return loaded, optim
 
-        has_it = is_in(before), is_in(after)
-        disk = from_disk(model, optimizer, has_it, tmp_path / str(number), build)
-        move(model, optimizer, after, bucket_nbytes=200)
-        assert [id(param) for param in model.parameters()] == names
-        if disk is None:
-            with pytest.raises(ShardError, match="on other ranks"):
-                model(batch(0))
-            continue
-        assert_same_bits(values(model, optimizer), values(*disk))
-        steps = (10 * number + 2, 10 * number + 3)
-        assert train(model, optimizer, *steps) == train(*disk, *steps)
-        assert_same_bits(values(model, optimizer), values(*disk))
+    follow_a_route(model, optimizer, meshes, is_in, build, train, tmp_path)
 
 
 def losses(model: Odd, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -296,53 +265,6 @@ def test_gradients_and_what_hangs_on_parameters_move(name: str) -> None:
     for index, back in enumerate(models):
         move(back, optimizers[index], one)
     assert_same_bits(values(model, optimizer), values(other, optimizers[1]))
-
-
-# What is sent, in how large messages     -------------------------------------------------------
-
-
-@pytest.mark.parametrize("nbytes", [64, 700, 10**6])
-@on_ranks(3)
-def test_each_byte_is_sent_once_in_messages_of_a_bucket(nbytes: int) -> None:
-    meshes = on_mesh(0, 1, 2), on_mesh(0, 1)
-    model = sharded(meshes[0])
-    optimizer = stock(model)
-    train(model, optimizer, 0)
-    real, messages = exchange.Exchange.__init__, list[tuple[int, int]]()
-
-    def counted(self: exchange.Exchange, *args: Any) -> None:
-        messages.append((sum(t.nbytes for ts in args[1] for t in ts), sum(args[2])))
-        real(self, *args)
-
-    items = [(param.shape, dim_of(param)) for param in model.parameters() for _ in copies(param)]
-    before, after = (Ground.of(mesh, roles_of(mesh.shape)) for mesh in meshes)
-    moves = [
-        pieces_of(0, before.holding(shape, Cut(dim)), after.holding(shape, Cut(dim)))
-        for shape, dim in items
-    ]
-    expected = [
-        4 * piece.box.numel
-        for pieces in moves
-        for piece in pieces
-        if piece.source == dist.get_rank() != piece.target
-    ]
-    with mock.patch.object(exchange.Exchange, "__init__", counted):
-        move(model, optimizer, meshes[1], bucket_nbytes=nbytes)
-    assert bool(expected) == (dist.get_rank() > 0)  # the first one has the first rows already
-    assert sum(out for out, _ in messages) == sum(expected)
-    assert all(COPIES_SENT * out + into <= nbytes for out, into in messages)
-
-
-def dim_of(param: nn.Parameter) -> int | None:
-    (placement,) = param.placements
-    return placement.dim if isinstance(placement, Shard) else None
-
-
-def copies(param: nn.Parameter) -> list[str]:
-    """Return what of a parameter moves: itself, its gradient and two moments."""
-    if not isinstance(param, DTensor):
-        return []
-    return ["itself", "gradient", "exp_avg", "exp_avg_sq"] if param.requires_grad else ["itself"]
 
 
 # What is refused ----------------------------------------------------------------------------------
@@ -419,24 +341,15 @@ def test_what_is_refused(message: str) -> None:
 
 
 @on_ranks(2)
-def test_ranks_outside_of_the_group() -> None:
-    rank, model = dist.get_rank(), sharded(on_mesh(0, 1))
+def test_a_mesh_some_of_whose_ranks_do_not_call_is_refused() -> None:
+    rank = dist.get_rank()
     alone = [dist.new_group([other]) for other in range(2)][rank]
-    single = fully_shard(nn.Linear(2, 2), mesh=[on_mesh(0), on_mesh(1)][rank])
-    for one, text in (
-        (
-            model,
-            "Expected the model on all ranks of its meshes, and without values on the others, got "
-            f"it on ranks [{rank}] and meshes of ranks [0, 1]",
-        ),
-        (
-            single,
-            f"Expected all ranks of the mesh to call move() with it, got none of [{1 - rank}]",
-        ),
-    ):
-        with pytest.raises(ShardError) as missing:
-            move(one, (), on_mesh(0, 1), process_group=alone)
-        assert str(missing.value) == text
+    layer = fully_shard(nn.Linear(2, 2), mesh=[on_mesh(0), on_mesh(1)][rank])
+    with pytest.raises(ShardError) as caught:
+        move(layer, (), on_mesh(0, 1), process_group=alone)
+    assert str(caught.value) == (
+        f"Expected all ranks of the mesh to call move() with it, got none of [{1 - rank}]"
+    )
 
 
 # Faults -------------------------------------------------------------------------------------------
@@ -444,7 +357,6 @@ def test_ranks_outside_of_the_group() -> None:
 
 @on_ranks(2)
 def test_a_rank_that_fails_leaves_all_as_it_was() -> None:
-    """Without memory, and with a state that the others do not have."""
     models = [sharded(on_mesh(0, 1)) for _ in range(2)]
     pairs = [(model, stock(model)) for model in models]
     for model, optimizer in pairs:
@@ -467,42 +379,3 @@ def test_a_rank_that_fails_leaves_all_as_it_was() -> None:
     for model, optimizer in pairs:
         train(model, optimizer, 1)
     assert_same_bits(values(*pairs[0]), values(*pairs[1]))
-    if dist.get_rank() == 1:
-        pairs[0][1].state[models[0].inp.weight]["more"] = torch.ones(3)
-    with pytest.raises(RankMismatchError) as mismatch:
-        move(*pairs[0], on_mesh((0,), (1,)))
-    assert str(mismatch.value) == (
-        "Expected the same state on all ranks, got on rank 0: ('state', 0, 4, 'exp_avg'): "
-        "Item(shape=(7,), stride=(1,), dtype=torch.float32, dtypes=(torch.float32,), param=7, "
-        "cut=Cut(shard=0, num_parts=None, model=())); on rank 1: ('state', 0, 3, 'more'): "
-        "Item(shape=(3,), stride=(1,), dtype=torch.float32, dtypes=(torch.float32,), param=None, "
-        "cut=Cut(shard=None, num_parts=None, model=()))"
-    )
-
-
-def killed_on_the_way() -> None:
-    model = sharded(on_mesh(0, 1))
-    real = exchange.Exchange.wait
-
-    def wait(self: exchange.Exchange) -> None:
-        if dist.get_rank() == BAD:
-            kill_this_rank()
-        real(self)
-        real(exchange.Exchange(*again))
-
-    again: list[Any] = []
-    begin = exchange.Exchange.__init__
-
-    def noted(self: exchange.Exchange, *args: Any) -> None:
-        again[:] = args
-        begin(self, *args)
-
-    exchange.Exchange.__init__, exchange.Exchange.wait = noted, wait
-    move(model, (), on_mesh((0,), (1,)), bucket_nbytes=64)
-
-
-def test_a_rank_that_is_killed_on_the_way_is_an_error_on_the_others() -> None:
-    said = failures(killed_on_the_way, 2, apart=False)
-    assert said.pop(BAD).startswith("RuntimeError: The process ended during the call")
-    assert list(said) == [0]
-    assert said[0].startswith("CommunicationError: Rank 0 failed while moving FSDPOdd: ")

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +38,7 @@ from composable_shard.testing import RankError, run_ranks, stop_ranks
 from train.moved import (
     MiB,
     assert_same_bits,
-    from_disk,
+    follow_a_route,
     is_in,
     memory,
     on_mesh,
@@ -244,31 +243,18 @@ def test_every_mesh_moves_as_from_a_checkpoint(name: str, tmp_path: Path) -> Non
     batch = 0 if isinstance(first, DeviceMesh) else dist.get_rank()
     if member(places[0]):
         train(model, optimizer, batch, 0, 1)
-    ids = [id(param) for param in model.parameters()]
     suffix = f" {column(dist.get_rank())}" if make is with_experts else ""
-    for number, (before, after) in enumerate(pairwise(places)):
 
-        def build(after: Where = after) -> tuple[nn.Module, torch.optim.Optimizer]:
-            loaded = make(after, "cpu")
-            optim = stock(loaded)
-            train(loaded, optim, 0, 99)
-            return loaded, optim
+    def build(where: Where) -> tuple[nn.Module, torch.optim.Optimizer]:
+        loaded = make(where, "cpu")
+        optim = stock(loaded)
+        train(loaded, optim, 0, 99)
+        return loaded, optim
 
-        has_it = member(before), member(after)
-        disk = from_disk(model, optimizer, has_it, tmp_path / str(number), build, suffix)
-        move(model, optimizer, after, bucket_nbytes=200)
-        assert [id(param) for param in model.parameters()] == ids
-        if disk is None:
-            for param in model.parameters():
-                assert param.to_local().numel() == 0 and not optimizer.state.get(param)
-            continue
-        for param, other in zip(model.parameters(), disk[0].parameters(), strict=True):
-            assert param.device_mesh == other.device_mesh
-            assert param.placements == other.placements
-        assert_same_bits(values(model, optimizer), values(*disk))
-        steps = (10 * number + 2, 10 * number + 3)
-        assert train(model, optimizer, batch, *steps) == train(*disk, batch, *steps)
-        assert_same_bits(values(model, optimizer), values(*disk))
+    def run(one: nn.Module, optim: torch.optim.Optimizer, *steps: int) -> list[float]:
+        return train(one, optim, batch, *steps)
+
+    follow_a_route(model, optimizer, places, member, build, run, tmp_path, suffix)
 
 
 # Tensor subclasses --------------------------------------------------------------------------------
@@ -302,19 +288,10 @@ def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tup
                     yield f"{name} {kind} {number}", from_local(leaf.detach(), spec_of(one))
 
 
-PAIRS_ROUTES = {
-    "to hybrid and fewer": [(0, 1, 2), ((0, 1), (2, 3)), (1, 2)],
-    "more": [(1,), (0, 1, 2, 3)],
-}
-
-
-@pytest.mark.parametrize(("route", "hooks"), [("to hybrid and fewer", True), ("more", False)])
 @on_ranks(4)
-def test_subclasses_move_as_through_a_file_of_what_they_are_made_of(
-    route: str, hooks: bool, tmp_path: Path
-) -> None:
-    meshes = [on_mesh(*ranks) for ranks in PAIRS_ROUTES[route]]
-    with two_tensor_hooks() if hooks else nullcontext():
+def test_subclasses_move_as_through_a_file_of_what_they_are_made_of(tmp_path: Path) -> None:
+    meshes = [on_mesh(*ranks) for ranks in [(0, 1, 2), ((0, 1), (2, 3)), (1, 2)]]
+    with two_tensor_hooks():
         alone = [on_mesh(rank) for rank in range(4)][dist.get_rank()]
         has_it = is_in(meshes[0])
         model = of_pairs(meshes[0], "cpu") if has_it else of_pairs(alone, "meta")
@@ -412,40 +389,24 @@ def plain(mesh: DeviceMesh) -> nn.Module:
 
 def test_memory_of_both_layouts_and_a_bucket() -> None:
     stop_ranks()  # what earlier tests have left in memory is none of this
-    for kind in ("plain", "pairs", "tensor parallel", "experts"):
-        run_ranks(memory_of_a_move, 2, kind)
+    run_ranks(memory_of_a_move, 2)
 
 
-def large(kind: str, ranks: tuple[int, ...]) -> tuple[nn.Module, Where]:
-    """Make a model of 32 MiB, half of it on each of two ranks."""
-    layer = nn.Linear(2048, 4096 if kind != "pairs" else 2048, bias=False)
-    mesh = DeviceMesh("cpu", torch.tensor(ranks)[:, None], mesh_dim_names=("shard", "tensor"))
-    if kind == "pairs":
-        layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach() + 1))
-    elif kind == "tensor parallel":
-        parallelize_module(layer, mesh["tensor"], ColwiseParallel())
-    return layer, part(mesh, ("shard",))
-
-
-def memory_of_a_move(kind: str) -> None:
-    whole, bucket = 32 * MiB, 2 * MiB
-    last = DeviceMesh("cpu", torch.tensor([[1]]), mesh_dim_names=("shard", "tensor"))
-    last = part(last, ("shard",))
-    with poisoned_memory(False), two_tensor_hooks():
+def memory_of_a_move() -> None:
+    """Move a model of 32 MiB, half of it on each of two ranks, to one of them."""
+    whole, bucket, last = 32 * MiB, 2 * MiB, on_mesh(1)
+    with poisoned_memory(False):
         ctypes.CDLL(None).mallopt(-3, MiB // 4)  # what is bigger goes back when it is freed
-        layer, where = large(kind, (0, 1))
-        own = {"shard_placement_fn": lambda _: where} if kind == "experts" else {"mesh": where}
-        model = fully_shard(nn.Sequential(layer), **own)
+        model = fully_shard(nn.Linear(2048, 4096, bias=False), mesh=on_mesh(0, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for param in model.parameters():
             optimizer.state[param]["momentum_buffer"] = torch.ones_like(param)
         small = plain(on_mesh(0, 1))
         move(small, (), on_mesh(1))  # what is loaded at the first time is none of this
-        del layer
         return_unused()
         before = memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        move(model, optimizer, {"*": last} if kind == "experts" else last, bucket_nbytes=bucket)
+        move(model, optimizer, last, bucket_nbytes=bucket)
         peak = memory("VmHWM") - before
         return_unused()
         after = memory("VmRSS") - before
@@ -524,9 +485,6 @@ def joins_a_plain_dtensor() -> None:
     move(model, (), on_mesh(0, 1))
 
 
-"""What raises a ValueError on a rank, which all of them are told of."""
-
-
 def name_other_meshes() -> None:
     move(plain(on_mesh(0, 1)), (), [on_mesh(0, 1), on_mesh((0,), (1,))][dist.get_rank()])
 
@@ -601,53 +559,25 @@ def test_what_is_refused(message: str) -> None:
 # States in the order of the ranks that had them ---------------------------------------------------
 
 
-WIDTH = 4
-
-
-class Scaled(nn.Module):
-    """Three equal layers, and a scalar, whose states are numbers and tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.scale = nn.Parameter(torch.tensor(1.25))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x * self.scale
-
-
-def model_of_rank_0() -> tuple[nn.Module, nn.Module]:
-    """Return a model that rank 0 has and that others have without values; and the same, plain."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    whole = Scaled()
-    model = copy.deepcopy(whole).to("meta" if rank else "cpu")
-    for layer in model.layers:
-        fully_shard(layer, mesh=on_mesh(rank))
-    return fully_shard(model, mesh=on_mesh(rank)), whole
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, WIDTH)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @on_ranks(2)
 def test_a_full_checkpoint_after_a_join_has_the_moments_of_each_parameter() -> None:
     """The first layer is trained from the second step on: it comes last among the states."""
-    model, whole = model_of_rank_0()
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    model: Any = copy.deepcopy(whole).to("meta" if rank else "cpu")
+    for layer in (*model, model):
+        fully_shard(layer, mesh=on_mesh(rank))
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, whole)]
     for one, optimizer in zip((model, whole), optimizers, strict=True):
-        if one is whole or dist.get_rank() == 0:
-            for is_trained in (False, True):
-                one.layers[0].weight.requires_grad_(is_trained)
-                step(one, optimizer)
+        for is_trained in (False, True) if one is whole or rank == 0 else ():
+            one[0].weight.requires_grad_(is_trained)
+            one(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     move(model, optimizers[0], on_mesh(0, 1))
     orders = [list(optimizer.state_dict()["state"]) for optimizer in optimizers]
-    assert orders[0] == orders[1] == [0, 2, 3, 1]  # of the scalar, and of the layers
+    assert orders[0] == orders[1] == [1, 2, 0]
     full: Any = get_optimizer_state_dict(
         model, optimizers[0], options=StateDictOptions(full_state_dict=True)
     )
@@ -656,35 +586,3 @@ def test_a_full_checkpoint_after_a_join_has_the_moments_of_each_parameter() -> N
         assert list(full["state"][name]) == list(expected)
         for kind, value in expected.items():
             torch.testing.assert_close(full["state"][name][kind], value, msg=f"{name} {kind}")
-
-
-def check_goes_back(kind: type[torch.optim.Optimizer], step_after: bool) -> None:
-    """Let rank 1 join, and leave again."""
-    model, whole = model_of_rank_0()
-    optimizers = [kind(one.parameters(), lr=0.1) for one in (model, whole)]
-    step(whole, optimizers[1])
-    if dist.get_rank() == 0:
-        step(model, optimizers[0])
-    move(model, optimizers[0], on_mesh(0, 1))
-    names = [[*map(list, optimizer.state.values())] for optimizer in optimizers]
-    assert names[0] == names[1]
-    for one, optimizer in zip((model, whole), optimizers, strict=True):
-        if step_after:
-            step(one, optimizer)
-    move(model, optimizers[0], on_mesh(0))
-    if dist.get_rank() == 0:
-        pairs = zip(model.parameters(), whole.parameters(), strict=True)
-        for param, plain in pairs:
-            states = optimizers[0].state[param]
-            for name, value in optimizers[1].state[plain].items():
-                got = states[name]
-                full = got.to_local() if hasattr(got, "to_local") else got
-                torch.testing.assert_close(full, value, msg=name)
-
-
-@on_ranks(2)
-def test_numbers_and_tensors_keep_their_order_as_a_rank_joins() -> None:
-    """Their order is that in which an optimizer makes them; that of a scalar is told, not sent."""
-    for kind in (torch.optim.NAdam, torch.optim.ASGD):
-        for step_after in (False, True):
-            check_goes_back(kind, step_after)

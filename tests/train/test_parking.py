@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from gathered import nbytes_of, note_gathered
 from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from training.cases import reproducible
-from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import (
     CPUOffloadPolicy,
@@ -41,15 +37,11 @@ from composable_shard import (
     parked,
     save_full,
     sync_module_states,
-    uneven,
     unsharded,
-    weigh,
 )
-from composable_shard.optim.flat import flat
-from composable_shard.optim.layouts import Owned, Sharded, with_layout
 from composable_shard.train.parking import parked as parking
 from composable_shard.train.parking.device_storages import DeviceStorages, Span, merged
-from train.moved import as_device, assert_same_bits, on_mesh, values
+from train.moved import OPTIMIZERS, as_device, assert_same_bits, on_mesh, stock, values
 
 BIG = 64 * 1024  # bytes
 
@@ -83,23 +75,6 @@ def sharded_pair(**kwargs: Any) -> tuple[Wide, Wide]:
     return one, other
 
 
-def of_layouts(model: nn.Module) -> torch.optim.Optimizer:
-    return with_layout(
-        model,
-        {
-            "*.weight": Owned(partial(torch.optim.Muon, lr=0.02)),
-            "*": Sharded(partial(torch.optim.AdamW, lr=0.01)),
-        },
-    )
-
-
-def stock(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-OPTIMIZERS = {"stock": stock, "flat": lambda model: flat(stock(model)), "layouts": of_layouts}
-
-
 def batch(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(5, 8, generator=generator)
@@ -109,20 +84,13 @@ def backward(model: nn.Module, step: int) -> None:
     model(batch(step)).square().mean().backward()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def all_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found = {name: local(tensor).clone() for name, tensor in model.named_parameters()}
-    found |= {name: tensor.clone() for name, tensor in model.named_buffers()}
-    for name, param in model.named_parameters():
-        if param.grad is not None:
-            found[f"grad of {name}"] = local(param.grad).clone()
-    for index, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            found[f"{name} of {index}"] = local(torch.as_tensor(value)).clone()
-    return found
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return values(model, optimizer) | {
+        f"grad of {name}": (grad.to_local() if isinstance(grad, DTensor) else grad).clone()
+        for name, grad in grads.items()
+        if grad is not None
+    }
 
 
 def what_it_is(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
@@ -153,12 +121,12 @@ def test_a_step_is_what_it_would_have_been(make: str) -> None:
 
     def park(*kinds: str) -> None:
         before = what_it_is(parked_one, first)
-        values = all_values(parked_one, first) if make != "layouts" else {}
+        earlier = all_values(parked_one, first) if make != "layouts" else {}
         with as_device(), parked(parked_one, first) as memory:
             for kind in ("parameters", *kinds):
                 assert getattr(memory, kind) > BIG, kind
         assert what_it_is(parked_one, first) == before
-        assert_same_bits(values, all_values(parked_one, first) if values else {})
+        assert_same_bits(earlier, all_values(parked_one, first) if earlier else {})
 
     park("buffers")
     for step in range(3):
@@ -178,67 +146,6 @@ def test_a_step_is_what_it_would_have_been(make: str) -> None:
             optimizer.zero_grad()
     assert hooked == ["grad"] * 3
     assert_same_bits(all_values(parked_one, first), all_values(other, second))
-
-
-@pytest.mark.parametrize("name", ["kept", "last", "offloaded", "hybrid", "held"])
-@on_ranks(2)
-def test_whatever_is_set(name: str) -> None:
-    kwargs: dict[str, Any] = {}
-    if name == "offloaded":
-        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    if name == "hybrid":
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        kwargs["mesh"] = mesh
-    one, other = sharded_pair(**kwargs)
-    gathered = note_gathered(one) if name != "hybrid" else []  # there shards are used as such
-    pairs = [(one, stock(one)), (other, stock(other))]
-    for model, _ in pairs:
-        if name == "kept":
-            model.set_keep_unsharded_storage(True)
-        if name == "last":
-            model.set_is_last_backward(False)
-    for step in range(3):
-        for model, _ in pairs:
-            backward(model, step)
-        if name == "held":
-            one.inp.unshard()
-        assert any(nbytes_of(gathered)) == (name in ("kept", "held"))
-        with as_device(), parked(one, pairs[0][1]) as memory:
-            assert memory.parameters > BIG
-            assert not any(nbytes_of(gathered))
-        for model, optimizer in pairs:
-            if name == "last":
-                model.set_is_last_backward(True)
-                backward(model, step)
-                model.set_is_last_backward(False)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_bits(all_values(*pairs[0]), all_values(*pairs[1]))
-
-
-@on_ranks(2)
-def test_tensor_subclasses() -> None:
-    with two_tensor_hooks():
-        torch.manual_seed(2)
-        one = two_tensor_mlp(alike=False, dim=160)
-        other = copy.deepcopy(one)
-        pairs = []
-        for model in (one, other):
-            for layer in model:
-                fully_shard(layer)
-            pairs.append((fully_shard(model), torch.optim.SGD(model.parameters(), lr=0.01)))
-        for step in range(2):
-            for model, optimizer in pairs:
-                optimizer.zero_grad()
-                torch.manual_seed(step)
-                model(torch.randn(4, 160)).sum().backward()
-            with as_device(), parked(*pairs[0]) as memory:
-                assert memory.parameters > 2 * BIG
-            for _, optimizer in pairs:
-                optimizer.step()
-        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-            inner, expected = mine.to_local(), theirs.to_local()
-            assert torch.equal(inner.a, expected.a) and torch.equal(inner.b, expected.b)
 
 
 # The memory is free -------------------------------------------------------------------------------
@@ -301,18 +208,6 @@ def test_parking_frees_exactly_what_explain_names(kind: str) -> None:
     assert set(freed) == {0} if kind == "stock" else min(freed) >= 0, freed
 
 
-@on_ranks(1)
-def test_a_shard_that_somebody_views_stays() -> None:
-    (model, _) = sharded_pair(mesh=init_device_mesh("cpu", (1,)))
-    view = model.inp.weight.to_local()
-    with as_device(), parked(model) as memory:
-        viewed = sum(param.to_local().nbytes for param in model.inp.parameters())
-        assert viewed <= memory.left < viewed + 4096
-        assert model.first.weight.to_local().isnan().all()
-        assert not view.isnan().any()
-    assert view.data_ptr() == model.inp.weight.to_local().data_ptr()
-
-
 # When it is refused -------------------------------------------------------------------------------
 
 
@@ -360,7 +255,8 @@ def failing(name: str, rank: int) -> Any:
 
 
 @on_ranks(2)
-def test_a_host_of_one_rank_without_memory_leaves_all_as_it_was() -> None:
+def test_one_rank_without_memory_on_its_host_or_later_on_its_device() -> None:
+    """The first leaves all as it was; after the second, the model stays parked."""
     model, other = sharded_pair()
     pairs = [(model, stock(model)), (other, stock(other))]
     for one, _ in pairs:
@@ -376,16 +272,7 @@ def test_a_host_of_one_rank_without_memory_leaves_all_as_it_was() -> None:
         optimizer.step()
     assert_same_bits(all_values(*pairs[0]), all_values(*pairs[1]))
 
-
-@on_ranks(2)
-def test_a_device_without_room_for_what_comes_back() -> None:
-    (model, _) = sharded_pair()
-    with (
-        pytest.raises(ShardError) as caught,
-        as_device(),
-        failing("come_back", 0),
-        parked(model),
-    ):
+    with pytest.raises(ShardError) as caught, as_device(), failing("come_back", 0), parked(model):
         pass
     assert str(caught.value) == (
         "Expected all ranks to have the parked model in memory again, got on rank 0: "
@@ -393,29 +280,6 @@ def test_a_device_without_room_for_what_comes_back() -> None:
     )
     with pytest.raises(ShardError, match="got it parked"):
         model(batch(0))
-
-
-@on_ranks(2)
-def test_an_exception_within_wakes_it() -> None:
-    """On one rank alone, which does not wait for the other."""
-    model, other = sharded_pair()
-    if dist.get_rank() == 0:
-        with pytest.raises(KeyError), parked_alone(model):
-            raise KeyError("of the user")
-    else:
-        with parked_alone(model):
-            pass
-    for one in (model, other):
-        backward(one, 0)
-    assert_same_bits(*[all_values(one, stock(one)) for one in (model, other)])
-
-
-@contextlib.contextmanager
-def parked_alone(model: nn.Module) -> Iterator[None]:
-    """Park in groups of one rank, so that nobody waits."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    with as_device(), parked(model, process_group=alone[dist.get_rank()]):
-        yield
 
 
 # PURE ---------------------------------------------------------------------------------------------
@@ -524,28 +388,6 @@ def test_a_parked_model_is_not_used(tmp_path: Path) -> None:
     assert_same_bits(*(values(*pair) for pair in pairs))
     copied = copy.deepcopy(model)
     assert torch.equal(copied.weight.full_tensor(), model.weight.full_tensor())
-
-
-@on_ranks(2)
-def test_what_a_rank_that_a_model_has_left_begins_for_training() -> None:
-    """Nothing that waits for the ranks that it was on."""
-    model = fully_shard(nn.Linear(4, 4), mesh=on_mesh(0, 1))
-    batches = uneven(model, [torch.ones(1, 4)])
-    move(model, (), on_mesh(0))
-    begun: dict[str, Callable[[], Any]] = {
-        "to be explained": lambda: explain(model),
-        "to weigh a loss": lambda: weigh(model).__enter__(),
-        "for a loop of uneven()": lambda: next(iter(batches)),
-    }
-    if dist.get_rank() == 1:
-        for purpose, begin in begun.items():
-            expected = f"Expected the root group in memory {purpose}, got it on other ranks; "
-            with pytest.raises(ShardError, match=f"^{re.escape(expected)}"):
-                begin()
-        return
-    assert explain(model).groups[0].parameters[0].num_shards == 1
-    for batch in batches:  # alone on the new mesh
-        assert torch.equal(model(batch), model(torch.ones(1, 4)))
 
 
 @on_ranks(2)

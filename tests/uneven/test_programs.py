@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 from composable_shard import FSDPModule, sit_out
 from composable_shard.testing import RankError, run_ranks
 from composable_shard.train.weighing import Weighing
-from uneven.programs import Program, StepSpec, TowerSpec, Turn, check, programs
+from uneven.programs import Program, check, programs
 
 NUM_PARTS = 30
 NUM_EXAMPLES = 8 if os.environ.get("BRIEF_EXAMPLES") else 100
@@ -53,48 +52,6 @@ def run(program: Program) -> None:
 def test_ranks_that_do_not_do_the_same_train_like_one_process(part: int) -> None:
     """Sitting out, weighing, failing, clipping, clearing and synchronizing as drawn."""
     generated(START + part, NUM_EXAMPLES * TIMES, run)
-
-
-# Programs that were wrong once --------------------------------------------------------------------
-
-
-def program(*towers: TowerSpec, turns: list[Turn], as_whole: bool = False) -> Program:
-    """Return a program whose first step all ranks compute, as each of ``turns`` is one besides."""
-    num_ranks = len(turns[0].runs)
-    calls = (True,) * sum(tower.num_calls for tower in towers)
-    known = Turn((calls,) * num_ranks, (True,) * num_ranks)
-    steps = tuple(StepSpec((turn,)) for turn in (known, *turns))
-    return Program(num_ranks, 1, towers, steps, None, False, as_whole)
-
-
-PLAIN = TowerSpec(1, True, False, False, "", is_frozen=False, num_calls=1)
-FROZEN_TWICE = replace(PLAIN, is_frozen=True, num_calls=2)
-LAST_OUT = Turn(((True, False), (True, True)), (True, True))
-IN_CHECKPOINT = [
-    replace(PLAIN, num_blocks=3, has_groups=True, checkpoints=kind)
-    for kind in ("reentrant", "non-reentrant")
-]
-NO_BATCH = Turn((None, (True,)), (True, True))
-
-
-KNOWN = {
-    "freed after the first call, and read again": program(FROZEN_TWICE, turns=[LAST_OUT]),
-    **{
-        f"no batch, {one.checkpoints}": program(replace(one, is_group=False), turns=[NO_BATCH])
-        for one in IN_CHECKPOINT
-    },
-    **{
-        f"no batch, inner groups, {one.checkpoints}": program(
-            replace(one, has_inner_groups=True), turns=[NO_BATCH], as_whole=True
-        )
-        for one in IN_CHECKPOINT
-    },
-}
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_a_program_that_was_wrong_once(name: str) -> None:
-    run(KNOWN[name])
 
 
 # Faults -------------------------------------------------------------------------------------------

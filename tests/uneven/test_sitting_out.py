@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import re
 from typing import Any
 
@@ -11,25 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from launches import counted
-from new_objects import seen_alone
 from on_ranks import on_ranks
 from torch import nn
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, sit_out
+from composable_shard import fully_shard, sit_out
 from composable_shard.errors import ShardError
 from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks
+from composable_shard.testing import fake_ranks, shard_children
 
 
 def layers(count: int = 3, width: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
-
-
-def sharded(model: nn.Sequential, **options: Any) -> Any:
-    for layer in model:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
 
 
 COMMUNICATION = (
@@ -41,7 +33,7 @@ COMMUNICATION = (
 @on_ranks(2)
 def test_a_rank_that_sits_out_has_the_events_of_one_that_computes() -> None:
     """Gathers, prefetches and reductions, in the same order; nothing is gathered twice."""
-    model = sharded(layers())
+    model = shard_children(layers())
     told = []
     for computes in (True, True, dist.get_rank() == 0):
         with counted() as launched, record_events(model, *COMMUNICATION) as events:
@@ -59,7 +51,7 @@ def test_trees_in_a_container_are_sat_out_together(is_known: bool) -> None:
     whole = nn.Sequential(layers(2), layers(3))
     model: Any = copy.deepcopy(whole)
     for tower in model:
-        sharded(tower)
+        shard_children(tower)
     if is_known:
         model(torch.ones(2, 4)).sum().backward()
         model.zero_grad()
@@ -71,61 +63,20 @@ def test_trees_in_a_container_are_sat_out_together(is_known: bool) -> None:
 
 @on_ranks(3)
 def test_what_nobody_runs_gets_no_gradient() -> None:
-    model = sharded(layers())
+    model = shard_children(layers())
     sit_out(model).backward()
     assert [param.grad for param in model.parameters()] == [None] * 6
 
 
 @on_ranks(2)
 def test_in_evaluation_the_zero_has_no_backward_and_nothing_stays_gathered() -> None:
-    model = sharded(layers())
+    model = shard_children(layers())
     with torch.no_grad():
         zero = sit_out(model) if dist.get_rank() == 1 else model(torch.ones(2, 4)).sum() * 0
     assert zero.item() == 0 and not zero.requires_grad
     with record_events(model, "all_gather") as events, torch.no_grad():
         model(torch.ones(2, 4))
     assert [group for _, group in events] == ["0", "1", "2"]
-
-
-@on_ranks(2)
-def test_mixed_precision_and_offload_are_those_of_a_rank_that_computes() -> None:
-    for options in (
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)},
-    ):
-        computing, partly = (sharded(layers(), **options) for _ in range(2))
-        x = torch.ones(2, 4)
-        for model in (computing, partly):
-            model(x).sum().backward()  # each has its order
-            model.zero_grad()
-        computing(x * (dist.get_rank() == 0)).sum().backward()
-        computing.zero_grad()
-        (computing(x).sum() * (dist.get_rank() == 0)).backward()
-        (partly(x).sum() if dist.get_rank() == 0 else sit_out(partly)).backward()
-        for one, other in zip(computing.parameters(), partly.parameters(), strict=True):
-            assert torch.equal(one.grad.to_local(), other.grad.to_local())
-
-
-@on_ranks(2)
-def test_it_goes_on_after_a_forward_that_failed() -> None:
-    """Each rank raises in the same place; what was begun is forgotten."""
-    model = sharded(layers())
-    model(torch.ones(2, 4)).sum().backward()
-    model.zero_grad()
-    handle = model[1].register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="a bad sample"):
-        model(torch.ones(2, 4))
-    handle.remove()
-    whole = copy.deepcopy(layers())
-    (sit_out(model) if dist.get_rank() == 1 else model(torch.ones(2, 4)).sum()).backward()
-    (whole(torch.ones(2, 4)).sum() / 2).backward()
-    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
-
-
-def fail(*_: object) -> None:
-    raise ValueError("a bad sample")
 
 
 class Reused(nn.Module):
@@ -157,15 +108,6 @@ def test_several_calls_inside_of_a_container_are_told_apart_by_sharding_it() -> 
         assert sit_out(model[0]).item() == 0
 
 
-def test_a_part_of_a_group_has_nothing_to_take_part_in() -> None:
-    with fake_ranks(2):
-        model = fully_shard(layers())
-        with counted() as launched:
-            zero = sit_out(model[1])
-        assert zero.item() == 0 and not zero.requires_grad
-        assert launched == []
-
-
 def test_what_is_not_sharded_is_refused() -> None:
     expected = (
         "Expected a module to sit out with sharded modules, got none in Linear; apply fully_shard "
@@ -175,20 +117,3 @@ def test_what_is_not_sharded_is_refused() -> None:
         sit_out(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"^Expected module to be an nn\.Module, got int: 3$"):
         sit_out(3)  # type: ignore[arg-type]
-
-
-def test_what_is_known_of_calls_does_not_grow() -> None:
-    """Of each kind of forward, the last one."""
-    with fake_ranks(2), seen_alone():
-        model, numbers = sharded(layers()), []
-        for _ in range(3):
-            for _ in range(4):
-                model(torch.ones(2, 4)).sum().backward()
-                model[0](torch.ones(2, 4)).sum().backward()
-                sit_out(model).backward()
-                with torch.no_grad():
-                    model(torch.ones(2, 4))
-            gc.collect()
-            kinds = [str(type(one).__module__) for one in gc.get_objects()]
-            numbers.append(sum(kind.startswith("composable_shard.") for kind in kinds))
-        assert numbers == [numbers[0]] * 3

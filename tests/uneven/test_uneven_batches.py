@@ -18,9 +18,9 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_shard import clip_grad_norm_, fully_shard, sit_out, uneven
+from composable_shard import clip_grad_norm_, sit_out, uneven
 from composable_shard.errors import CommunicationError, ShardError
-from composable_shard.testing import RankError, run_ranks
+from composable_shard.testing import RankError, run_ranks, shard_children
 
 WIDTH = 5
 
@@ -40,18 +40,9 @@ class Model(nn.Module):
 
 
 def sharded(whole: Model, num_replicas: int = 1) -> Any:
-    num_ranks = dist.get_world_size()
-    mesh = (
-        init_device_mesh("cpu", (num_ranks,))
-        if num_replicas == 1
-        else init_device_mesh(
-            "cpu", (num_replicas, num_ranks // num_replicas), mesh_dim_names=("r", "s")
-        )
-    )
-    model = copy.deepcopy(whole)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    shape = (num_replicas, dist.get_world_size() // num_replicas)[num_replicas == 1 :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+    return shard_children(copy.deepcopy(whole), mesh=mesh)
 
 
 def batch_of(*place: int) -> torch.Tensor:
@@ -140,19 +131,6 @@ def test_any_numbers_of_batches_train_like_one_process(
     run_ranks(check, num_ranks, counts, num_replicas, timeout=60)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (3, 1), (4, 2)])
-@on_ranks("num_ranks")
-def test_who_has_a_batch_and_which_is_the_last(num_replicas: int) -> None:
-    """In each of several epochs, also after one that all ranks leave early."""
-    counts = [2, 0, 3, 1][: dist.get_world_size()]
-    own, most = counts[dist.get_rank()], max(counts)
-    loop = uneven(sharded(Model(), num_replicas), list(range(1, 1 + own)))
-    for _ in range(2):
-        told = [(batch is not None, loop.is_last) for batch in loop]
-        assert told == [(turn < own, turn == most - 1) for turn in range(most)]
-        next(iter(loop))
-
-
 @on_ranks(2)
 def test_each_turn_costs_one_small_all_reduce_launched_a_turn_ahead() -> None:
     one = "c10d.allreduce_.default"
@@ -210,16 +188,3 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
     )
     with pytest.raises(ShardError, match=f"^{re.escape(expected)}$"):
         uneven(nn.Linear(2, 2), [])
-
-
-@on_ranks(4)
-def test_trees_on_fewer_ranks_do_not_decide_who_is_asked() -> None:
-    """Experts on two ranks each, and a gate on all, in a plain model."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
-    model = nn.ModuleDict({"expert": nn.Linear(WIDTH, WIDTH), "gate": nn.Linear(WIDTH, WIDTH)})
-    fully_shard(model["expert"], mesh=mesh["data"])
-    fully_shard(model["gate"], mesh=init_device_mesh("cpu", (4,)))
-    loop = uneven(model, range(1, 1 + dist.get_rank()))
-    assert [batch is not None for batch in loop] == [True] * dist.get_rank() + [False] * (
-        3 - dist.get_rank()
-    )

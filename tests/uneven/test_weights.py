@@ -7,7 +7,6 @@ import copy
 import math
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,22 +16,18 @@ from launches import counted
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.nn.functional import all_reduce
 from train.moved import on_mesh
 from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    ShardedGradScaler,
-    clip_grad_norm_,
-    fully_shard,
     move,
     sit_out,
     weigh,
 )
 from composable_shard.errors import ShardError
-from composable_shard.testing import fake_ranks
+from composable_shard.testing import fake_ranks, shard_children
 
 WIDTH = 8
 SUMS = "The gradients are sums; clear them by zero_grad()"
@@ -50,12 +45,6 @@ class Block(nn.Module):
 def blocks(count: int = 3) -> Any:
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(count))).double()
-
-
-def sharded(model: nn.Module, **options: Any) -> Any:
-    for child in model.children():
-        fully_shard(child, **options)
-    return fully_shard(model, **options)
 
 
 def tokens(rank: int, count: int, step: int = 0) -> torch.Tensor:
@@ -110,110 +99,14 @@ def alone(model: Any, factor: float) -> None:
             module.set_gradient_divide_factor(factor)
 
 
-SETTINGS: dict[str, tuple[int, Callable[[Any], object]]] = {
-    "plain": (2, lambda _: None),
-    "without sync": (2, lambda model: model.set_requires_gradient_sync(False)),
-    "replicas": (4, lambda _: None),
-    "without sync of replicas": (4, lambda model: model.set_requires_all_reduce(False)),
-    "divide factor": (4, partial(alone, factor=3.0)),
-    "divide factor without sync": (
-        2,
-        lambda model: (alone(model, 3.0), model.set_requires_gradient_sync(False)),
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "num_ranks"), [(name, SETTINGS[name][0]) for name in SETTINGS])
-@on_ranks("num_ranks")
-def test_gradients_are_those_of_the_mean_over_all_tokens(name: str) -> None:
-    """Replicas are ranks like others."""
-    whole, num_ranks = blocks(), dist.get_world_size()
-    extents = (2, 2) if num_ranks == 4 else (num_ranks,)
-    names = ("replicate", "shard")[-len(extents) :]
-    mesh = init_device_mesh("cpu", extents, mesh_dim_names=names)
-    model = sharded(copy.deepcopy(whole), mesh=mesh)
-    SETTINGS[name][1](model)
-    for steps in [[(5, 1, 0, 2), (1, 7, 3, 0)], [(3, 0, 0, 4)]]:
-        own = [counts[:num_ranks] for counts in steps]
-        weighing = train(model, own)
-        loss = train_whole(whole, own)
-        expect_gradients(model, whole)
-        assert weighing.total == sum(map(sum, own))
-        assert weighing.loss == pytest.approx(loss, rel=1e-12)
-        for one in (whole, model):  # zeros are no gradients
-            one.zero_grad(set_to_none=False)
-
-
-@on_ranks(4)
-def test_experts_see_the_tokens_of_all_ranks() -> None:
-    """Each on two ranks of four; the rest is sharded over all four."""
-    rank, counts = dist.get_rank(), [3, 0, 5, 1]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
-    group, place = mesh["expert"].get_group(), mesh["expert"].get_local_rank()
-    torch.manual_seed(0)
-    gate = nn.Linear(WIDTH, WIDTH).double()
-    experts = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
-
-    def masked(x: torch.Tensor, expert: int) -> torch.Tensor:
-        return (x.sum(-1, keepdim=True) > 0).double().sub(1 - expert).abs()
-
-    own = copy.deepcopy(experts[place])
-    model = nn.Sequential(copy.deepcopy(gate), own)  # called one by one
-    fully_shard(own, mesh=mesh["data"])
-    everywhere = init_device_mesh("cpu", (4,))
-    fully_shard(model[0], mesh=everywhere)
-    fully_shard(model, mesh=everywhere)
-    padded = torch.zeros(max(counts), WIDTH, dtype=torch.float64)
-    padded[: counts[rank]] = tokens(rank, counts[rank])
-    with weigh(model) as weighing:
-        hidden = model[0](padded)
-        both = torch.stack([hidden * (place == other) for other in range(2)])
-        both = all_reduce(both, group=group)
-        routed = all_reduce(own(both) * masked(both, place), group=group)
-        loss = routed[place][: counts[rank]].square().sum() / max(counts[rank], 1)
-        weighing.add(counts[rank], loss).backward()
-    for other, count in enumerate(counts):
-        hidden = gate(tokens(other, count))
-        out = sum(expert(hidden) * masked(hidden, n) for n, expert in enumerate(experts))
-        (out.square().sum() / 9).backward()
-    assert weighing.total == 9
-    expect_gradients(model[0], gate)
-    expect_gradients(own, experts[place])
-
-
 @on_ranks(4)
 def test_ranks_of_tensor_parallelism_are_not_counted() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole = blocks()
-    model = sharded(copy.deepcopy(whole), mesh=mesh["data"])
+    model = shard_children(copy.deepcopy(whole), mesh=mesh["data"])
     assert train(model, [(3, 4)], mesh["data"].get_local_rank()).total == 7
     train_whole(whole, [(3, 4)])
     expect_gradients(model, whole)
-
-
-@on_ranks(2)
-def test_the_scaler_and_clipping_see_means() -> None:
-    rank, whole = dist.get_rank(), blocks()
-    model = sharded(copy.deepcopy(whole))
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (whole, model)]
-    for step, counts in enumerate([(3, 5), (1, 2)]):
-        with weigh(model) as weighing:
-            loss = weighing.add(counts[rank], mean(model, tokens(rank, counts[rank])))
-            scaler.scale(loss * (math.inf if step == 1 and rank == 1 else 1.0)).backward()
-        scaler.unscale_(optimizers[1])
-        norm = clip_grad_norm_(model.parameters(), 0.01)
-        scaler.step(optimizers[1])
-        scaler.update()
-        optimizers[1].zero_grad()
-        if step == 0:
-            train_whole(whole, [counts])
-            expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
-            torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0.0)
-            optimizers[0].step()
-    assert scaler.get_scale() == 2.0**9
-    for got, full in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(got.full_tensor(), full, rtol=1e-12, atol=1e-14)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -233,7 +126,7 @@ def test_powers_of_two_give_bitwise_what_losses_divided_by_hand_do(kind: str) ->
         with two_tensor_hooks() if kind == "subclass" else contextlib.nullcontext():
             model = blocks().float()
             model = two_tensor_mlp() if kind == "subclass" else model
-            model = sharded(model, **KINDS[kind])
+            model = shard_children(model, **KINDS[kind])
             with weigh(model) if weighs else contextlib.nullcontext() as weighing:
                 for step, of_ranks in enumerate(counts):
                     x = tokens(rank, of_ranks[rank], step).to(next(model.parameters()).dtype)
@@ -250,7 +143,7 @@ def test_powers_of_two_give_bitwise_what_losses_divided_by_hand_do(kind: str) ->
 @on_ranks(2)
 def test_numbers_are_those_at_the_call_and_may_be_tensors() -> None:
     """A rank without tokens may have no loss, as a mean over none is NaN; evaluation adds up."""
-    rank, model, count, sums = dist.get_rank(), sharded(blocks()), torch.tensor(0), 0.0
+    rank, model, count, sums = dist.get_rank(), shard_children(blocks()), torch.tensor(0), 0.0
     with weigh(model) as weighing:
         for step, weight in enumerate((3, 4)):
             count.fill_(weight)
@@ -276,7 +169,7 @@ def test_numbers_are_those_at_the_call_and_may_be_tensors() -> None:
 @on_ranks(2)
 def test_gradients_at_the_begin_are_an_error_on_all_ranks() -> None:
     """Though one rank alone has a gradient, which is not reduced."""
-    model = sharded(blocks())
+    model = shard_children(blocks())
     with model.no_sync():
         output = mean(model, tokens(0, 3)) if dist.get_rank() else sit_out(model)
         output.backward()
@@ -318,7 +211,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 @on_ranks(2)
 def test_what_one_rank_does_wrong_is_an_error_on_all_at_the_end(name: str) -> None:
     do, expected = WRONG[name]
-    rank, model = dist.get_rank(), sharded(blocks())
+    rank, model = dist.get_rank(), shard_children(blocks())
     text = f"Expected {expected}; got others on some rank. {SUMS}"
     with expect_refusal(text), weigh(model) as weighing:
         weighing.add(3, mean(model, tokens(rank, 3))).backward()
@@ -339,7 +232,7 @@ def test_what_one_rank_does_wrong_is_an_error_on_all_at_the_end(name: str) -> No
 @on_ranks(2)
 def test_reductions_under_way_moves_and_scopes_without_tokens_are_errors_on_all_ranks() -> None:
     """At the end; an exception inside says that nothing was divided."""
-    rank, model = dist.get_rank(), sharded(blocks())
+    rank, model = dist.get_rank(), shard_children(blocks())
     with pytest.raises(ShardError, match=r"^Expected finished reductions at the end of weigh"):
         model.set_is_last_backward(False)
         train(model, [(3, 3)])
@@ -387,7 +280,7 @@ def test_hooks_that_would_see_sums_are_refused(name: str) -> None:
         f"{where}; remove it, and step optimizers after the scope"
     )
     with fake_ranks(2):
-        model = sharded(blocks())
+        model = shard_children(blocks())
         put(model)
         with expect_refusal(expected), weigh(model):
             pass
@@ -399,7 +292,7 @@ def test_scopes_within_one_another_and_models_that_are_not_sharded_are_refused()
         "microbatches to that"
     )
     with fake_ranks(1):
-        model = sharded(blocks())
+        model = shard_children(blocks())
         with weigh(model) as weighing:
             with expect_refusal(expected), weigh(model[1]):
                 pass
@@ -431,7 +324,7 @@ def test_scopes_within_one_another_and_models_that_are_not_sharded_are_refused()
 def test_two_all_reduces_for_each_scope() -> None:
     """And nothing in a loop that weighs nothing."""
     with fake_ranks(4):
-        model = sharded(blocks())
+        model = shard_children(blocks())
         model(tokens(0, 2)).sum().backward()  # ranks agree on the model once
         model.zero_grad()
         with counted() as launched:
