@@ -300,10 +300,7 @@ def test_distributed_checkpoints_of_pairs(tmp_path: Path) -> None:
         with torch.serialization.safe_globals([TwoTensor]):
             dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
         set_state_dict(
-            target,
-            target_optimizer,
-            model_state_dict=model_state,
-            optim_state_dict=optimizer_state,
+            target, target_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
         )
         for steps in (0, 2):
             train_pairs(source, optimizer, steps)

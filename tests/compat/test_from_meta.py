@@ -17,13 +17,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.wrap as torch_wrap
 from on_ranks import on_ranks
-from seeds.models import (
-    CPU,
-    assert_same_gradients,
-    assert_same_parameters,
-    average_gradients,
-    full,
-)
+from seeds.models import CPU, assert_same_gradients, assert_same_parameters, average_gradients, full
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -23,12 +23,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as taken_before
 from torch.distributed.tensor import Shard
-from torch_versions import (
-    FOLLOWS_GRADIENTS,
-    IS_OLD,
-    needs_new_reduce_dtype,
-    needs_newer_torch,
-)
+from torch_versions import FOLLOWS_GRADIENTS, IS_OLD, needs_new_reduce_dtype, needs_newer_torch
 
 import composable_shard
 from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall

@@ -462,10 +462,7 @@ def test_evaluation_in_full_precision(name: str) -> None:
         plain, reference = two_of(make().eval())
         with mock.patch.dict(os.environ, {name: "1"}):
             model = FSDP(
-                plain,
-                auto_wrap_policy=policy,
-                mixed_precision=MixedPrecision(BF16),
-                device_id=CPU,
+                plain, auto_wrap_policy=policy, mixed_precision=MixedPrecision(BF16), device_id=CPU
             )
         with torch.no_grad():
             assert torch.equal(model(batch), reference(batch))

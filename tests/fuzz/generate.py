@@ -261,10 +261,7 @@ class Generator:
             chance = self.random.choice([0.0, 0.3, 0.7]) if "unused" in self.features else 0.0
             unused.append(frozenset(n for n in many if self.random.random() < chance))
         return Call(
-            order,
-            tuple(off) if any(off) else (),
-            tuple(unused) if any(unused) else (),
-            skipped,
+            order, tuple(off) if any(off) else (), tuple(unused) if any(unused) else (), skipped
         )
 
     def train(self, case: Case, sync: bool) -> Op:
