@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from launches import counted
 from nets import full
-from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,9 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from checkpoint.meshes import CASES, WIDTH, Case, Net
 from checkpoint.models import State, assert_equal, structure
@@ -32,35 +29,28 @@ from composable_shard.testing import run_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-EVEN, UNEVEN = 8, 10
-"""Hidden units, of which two tensor-parallel ranks hold 4 or 5 each; 2 data-parallel ones cut
-these."""
+HIDDEN = 10
+"""Hidden units: two tensor-parallel ranks hold 5 each, which two data-parallel ones cut."""
 
 FEW = {"hybrid-inner", "own-mesh", "tp", "hybrid-tp"}
 """Of these meshes each axis and placement is one."""
 
-
-def place(name: str, hidden: int = UNEVEN, few: set[str] = FEW) -> Any:
-    marks = () if name in few and hidden == UNEVEN else pytest.mark.matrix
-    return pytest.param(name, hidden, marks=marks)
-
-
-EVEN_PLACES = [place("tp", EVEN), place("tp-alone", EVEN)]
-places = pytest.mark.parametrize(("name", "hidden"), [*map(place, CASES), *EVEN_PLACES])
+places = pytest.mark.parametrize(
+    "name",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.matrix) for name in CASES],
+)
 
 ROUTES = {
     "1-d": ("hybrid", "tp"),
-    "hybrid-inner": ("1-d", "hybrid-tp"),
-    "own-mesh": ("hybrid-inner", "own-mesh"),
-    "tp": ("1-d", "tp", "hybrid-tp"),
-    "hybrid-tp": ("own-mesh", "tp-alone"),
+    "hybrid-inner": ("own-mesh", "hybrid-tp"),
+    "hybrid-tp": ("1-d", "tp-alone"),
 }
 """On what a checkpoint is written, and on what it is read."""
 
 
-def net(hidden: int, seed: int) -> Net:
+def net(seed: int) -> Net:
     torch.manual_seed(seed)
-    return Net(hidden)
+    return Net(HIDDEN)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -85,21 +75,21 @@ def copied(state: State) -> State:
 
 
 def assert_is_after(
-    steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, hidden: int, min_dims: int = 0
+    steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, min_dims: int = 0
 ) -> None:
     """Assert that both states are those of the unsharded model after so many steps."""
-    plain = net(hidden, 0)
+    plain = net(0)
     plain_optimizer = adam(plain, min_dims)
     train(plain, plain_optimizer, 0, steps)
     states, expected = get_state_dict(model, optimizer), get_state_dict(plain, plain_optimizer)
     assert_equal(states, expected, exact=False)
 
 
-def loaded(case: Case, hidden: int) -> None:
+def loaded(case: Case) -> None:
     """Full tensors in, full tensors out, plainly; nothing is communicated on the way in."""
-    expected = net(hidden, 0).state_dict()
+    expected = net(0).state_dict()
     for assign in (False, True):
-        model = case(net(hidden, 1))
+        model = case(net(1))
         with counted() as launched:
             model.load_state_dict(copied(expected), assign=assign)
         assert launched == []
@@ -108,32 +98,32 @@ def loaded(case: Case, hidden: int) -> None:
         assert launched == []
         assert all(isinstance(tensor, DTensor) for tensor in state.values())
         assert_equal(state, expected)
-        assert torch.allclose(full(model(batch(0))), net(hidden, 0)(batch(0)))
+        assert torch.allclose(full(model(batch(0))), net(0)(batch(0)))
         model.reshard()
         assert_equal(model.state_dict(), expected)
-        other = case(net(hidden, 2))
+        other = case(net(2))
         other.load_state_dict(model.state_dict(), assign=assign)
         assert_equal(other.state_dict(), expected)
         assert structure(other.state_dict()) == structure(state)
 
 
 @places
-def test_load_state_dict(name: str, hidden: int) -> None:
-    run_ranks(loaded, CASES[name].num_ranks, CASES[name], hidden)
+def test_load_state_dict(name: str) -> None:
+    run_ranks(loaded, CASES[name].num_ranks, CASES[name])
 
 
-def gathered(case: Case, hidden: int) -> None:
+def gathered(case: Case) -> None:
     """Take model and optimizer to another model, in full, from all ranks and from the first."""
-    model = case(net(hidden, 0))
+    model = case(net(0))
     optimizer = adam(model, min_dims=1)  # torch loads scalar state as plain tensors
     train(model, optimizer, 0, 2)
     states = get_state_dict(model, optimizer, options=FULL)
-    assert_is_after(2, model, optimizer, hidden, min_dims=1)
+    assert_is_after(2, model, optimizer, min_dims=1)
     # torch cannot cut a full tensor over uneven shards of tensor-parallel parts, and says so.
-    refused = "tp" in case.names and hidden == UNEVEN and case.extents == (2, 2)
+    refused = "tp" in case.names and case.extents == (2, 2)
     for options in (FULL, FROM_RANK_0):
         with torch.device("meta" if options is FROM_RANK_0 else "cpu"):
-            target = case(net(hidden, 1))
+            target = case(net(1))
         heard = states if options is FULL or dist.get_rank() == 0 else ({}, {})
         heard = copy.deepcopy(heard)  # the optimizer takes the step counts as they are
         if refused and options is FULL:
@@ -148,44 +138,25 @@ def gathered(case: Case, hidden: int) -> None:
         set_optimizer_state_dict(target, target_optimizer, heard[1], options=options)
         assert_equal(get_optimizer_state_dict(target, target_optimizer, options=FULL), states[1])
         train(target, target_optimizer, 2, 4)
-        assert_is_after(4, target, target_optimizer, hidden, min_dims=1)
+        assert_is_after(4, target, target_optimizer, min_dims=1)
 
 
 @pytest.mark.brief(2)
 @places
-def test_full_states(name: str, hidden: int) -> None:
-    run_ranks(gathered, CASES[name].num_ranks, CASES[name], hidden)
+def test_full_states(name: str) -> None:
+    run_ranks(gathered, CASES[name].num_ranks, CASES[name])
 
 
-@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
-@on_ranks(4)
-def test_states_of_tensor_parallel_models(hidden: int) -> None:
-    """A state from before ``fully_shard``, of DTensors on the tensor-parallel axis alone."""
-    case = CASES["tp"]
-    mesh = init_device_mesh("cpu", case.extents, mesh_dim_names=case.names)
-    for assign in (False, True):
-        source = net(hidden, 0)
-        expected = copied(source.state_dict())
-        for block in source.blocks:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh["tp"], plan)
-        model = case.build(net(hidden, 1), mesh)
-        with counted() as launched:
-            model.load_state_dict(source.state_dict(), assign=assign)
-        assert launched == []
-        assert_equal(model.state_dict(), expected)
-
-
-def write(case: Case, hidden: int, folder: Path) -> None:
-    model = case(net(hidden, 0))
+def write(case: Case, folder: Path) -> None:
+    model = case(net(0))
     optimizer = adam(model)
     train(model, optimizer, 0, 2)
     states = get_state_dict(model, optimizer)
     dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
 
 
-def read(case: Case | None, hidden: int, folder: Path) -> None:
-    model = net(hidden, 1) if case is None else case(net(hidden, 1))
+def read(case: Case | None, folder: Path) -> None:
+    model = net(1) if case is None else case(net(1))
     optimizer = adam(model)
     state: dict[str, Any] = {
         "model": get_model_state_dict(model),
@@ -194,18 +165,15 @@ def read(case: Case | None, hidden: int, folder: Path) -> None:
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    assert_is_after(2, model, optimizer, hidden)
+    assert_is_after(2, model, optimizer)
     train(model, optimizer, 2, 4)
-    assert_is_after(4, model, optimizer, hidden)
+    assert_is_after(4, model, optimizer)
 
 
 @pytest.mark.brief(1)
-@pytest.mark.parametrize(
-    ("name", "hidden"),
-    [*(place(name, few={"hybrid-inner", "hybrid-tp"}) for name in ROUTES), place("tp", EVEN)],
-)
-def test_from_mesh_to_mesh(tmp_path: Path, name: str, hidden: int) -> None:
-    run_ranks(write, CASES[name].num_ranks, CASES[name], hidden, tmp_path)
+@pytest.mark.parametrize("name", ROUTES)
+def test_from_mesh_to_mesh(tmp_path: Path, name: str) -> None:
+    run_ranks(write, CASES[name].num_ranks, CASES[name], tmp_path)
     for other in ROUTES[name]:
-        run_ranks(read, CASES[other].num_ranks, CASES[other], hidden, tmp_path)
-    run_ranks(read, 1, None, hidden, tmp_path)
+        run_ranks(read, CASES[other].num_ranks, CASES[other], tmp_path)
+    run_ranks(read, 1, None, tmp_path)
