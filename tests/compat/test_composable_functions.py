@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +20,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from composable_shard import apply_fully_shard, clip_grad_norm_, fully_shard
+from composable_shard import clip_grad_norm_, fully_shard
 from composable_shard.testing import fake_ranks
 
 WIDTH = 5
@@ -100,11 +97,9 @@ def replicate(kind: str, module: nn.Module) -> None:
 
 
 ARRANGEMENTS: dict[str, list[str]] = {
-    "a child first": ["+1", "-0", "-"],
     "a child after others": ["-0", "+1", "+4", "-"],
     "in a list": ["+1.up", "-0 1 2", "-"],
     "around": ["-1", "-2 3", "+"],
-    "within each other": ["-1.up", "+1", "-2", "-"],
     "everything inside": ["+0", "+1", "+2", "+3", "+4", "-"],
 }
 """The names of what is replicated, after "+", and of what is sharded, after "-", in turns."""
@@ -130,67 +125,6 @@ def test_replicated_and_sharded_modules_train_as_one_model(kind: str, arrangemen
     forms = {str(getattr(param, "placements", "plain")) for param in model.parameters()}
     kept = "plain" if kind == "ddp" else "(Replicate(),)"
     assert forms == {kept} | ({"(Shard(dim=0),)"} if "inside" not in arrangement else set())
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@on_ranks(3)
-def test_replicated_modules_accumulate_and_are_clipped_with_the_others(kind: str) -> None:
-    model = arrange(kind, ARRANGEMENTS["a child after others"])
-    assert differences(model, make(), microbatches=2, clip=0.5) == []
-
-
-SHARDERS: dict[str, Callable[[nn.Module], Any]] = {
-    "root": fully_shard,
-    "by blocks": lambda model: apply_fully_shard(model, Block),
-    "by size": lambda model: apply_fully_shard(model, 100),
-}
-
-
-@pytest.mark.parametrize("shard", SHARDERS)
-@on_ranks(2)
-def test_a_module_in_ddp_stays_replicated(shard: str) -> None:
-    model = make()
-    model[1] = DistributedDataParallel(model[1])
-    own = list(map(id, model[1].parameters()))
-    SHARDERS[shard](model)
-    assert differences(model, make()) == []
-    assert list(map(id, model[1].parameters())) == own
-
-
-@pytest.mark.parametrize("shard", ["by blocks", "root"])
-@on_ranks(2)
-def test_what_torch_has_sharded_is_left_to_it(shard: str) -> None:
-    model = make()
-    torch_fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
-    SHARDERS[shard](model)
-    assert differences(model, make()) == []
-
-
-class Tied(nn.Module):
-    """A head whose weight is that of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, WIDTH)
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.new_zeros(x.shape) + self.embedding(x.abs().long().sum(1, keepdim=True) % 7)[:, 0]
-        return self.head(self.block(x))
-
-
-@on_ranks(2)
-def test_what_is_tied_to_a_replicated_parameter_is_replicated() -> None:
-    torch.manual_seed(0)
-    model = Tied()
-    reference, own = copy.deepcopy(model), model.embedding.weight
-    replicate("ddp", model.embedding)
-    fully_shard(model.block)
-    fully_shard(model)
-    assert differences(model, reference) == []
-    assert model.embedding.weight is model.head.weight is own
 
 
 ITSELF = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as checkpoint
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor
 
 from composable_shard.compat.fsdp1 import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
-    MixedPrecision,
     ModuleWrapPolicy,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -179,25 +176,6 @@ def test_only_the_first_rank_has_full_states_if_asked() -> None:
 
 
 @on_ranks(2)
-def test_files_of_plain_models(tmp_path: Path) -> None:
-    """A file of a plain model loads, and one of a wrapped model loads into a plain one."""
-    model, _, reference, _ = trained(
-        None, mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16)
-    )
-    states, file = model.state_dict(), tmp_path / "states.pt"
-    assert {value.dtype for value in states.values()} == {torch.float32, torch.int64}
-    reference.load_state_dict(states)
-    if dist.get_rank() == 0:
-        torch.save(states, file)
-    dist.barrier()
-    other = FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU)
-    for one in (Net(), other):
-        one.load_state_dict(torch.load(file))
-        for key, value in one.state_dict().items():
-            same(value, states[key])
-
-
-@on_ranks(2)
 def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
     root = nn.Sequential(FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU))
     states = root.state_dict()
@@ -278,6 +256,12 @@ def test_optimizers_that_do_not_fit() -> None:
         assert raised(lambda: FSDP.optim_state_dict_to_load(model, own, states)) == (
             "Expected states of parameters that the optimizer has, got some of ['gain']"
         )
+        for groups, has in (([], []), ([{"params": ["other"]}], [["other"]])):
+            unnamed = {"state": {}, "param_groups": groups}
+            assert raised(lambda s=unnamed: FSDP.optim_state_dict_to_load(model, own, s)) == (
+                "Expected param_groups of which one has 'weight', as optim_state_dict returns "
+                f"them, got groups of {has}"
+            )
         FSDP.set_state_dict_type(
             model,
             StateDictType.FULL_STATE_DICT,
@@ -331,56 +315,3 @@ def test_shards_of_other_ranks_are_refused() -> None:
             "states",
         )
     ]
-
-
-def named_optimizer(model: Any) -> Any:
-    optimizer = _NamedOptimizer(
-        model.named_parameters(), torch.optim.Adam, module=model, lr=0.1, betas=(0.5, 0.9)
-    )
-    model(torch.full((2, 4), 2.0)).square().sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-@on_ranks(2)
-def test_an_optimizer_of_names() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=always_wrap_policy, device_id=CPU)
-    reference = named_optimizer(plain).state_dict()
-    optimizer = named_optimizer(model)
-    named = FSDP.optim_state_dict(model, optimizer)
-    assert (
-        set(named["state"])
-        == set(reference["state"])
-        == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    )
-    assert named["param_groups"] == reference["param_groups"]
-    for name, values in reference["state"].items():
-        for key, value in values.items():
-            same(named["state"][name][key], value)
-    with torch.no_grad():
-        for state in optimizer.state.values():
-            state["exp_avg"].zero_()
-    result = FSDP.optim_state_dict_to_load(model, optimizer, named, is_named_optimizer=True)
-    optimizer.load_state_dict(result)
-    for name, param in model.named_parameters():
-        moment = optimizer.state[param]["exp_avg"]
-        same(moment.full_tensor(), reference["state"][name]["exp_avg"])
-
-
-@pytest.mark.parametrize(("what", "has"), [("param_groups", []), ("weight", [["other"]])])
-@on_ranks(2)
-def test_states_without_a_group_of_a_parameter(what: str, has: list[list[str]]) -> None:
-    model, optimizer = stepped()
-    named = FSDP.optim_state_dict(model, optimizer)
-    if what == "param_groups":
-        del named[what]
-    else:
-        named["param_groups"][0]["params"] = ["other"]
-    with pytest.raises(ValueError) as caught:
-        FSDP.optim_state_dict_to_load(model, optimizer, named)
-    assert str(caught.value) == (
-        "Expected param_groups of which one has 'weight', as optim_state_dict returns them, got "
-        f"groups of {has}"
-    )

@@ -23,7 +23,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as taken_before
 from torch.distributed.tensor import Shard
-from torch_versions import FOLLOWS_GRADIENTS, IS_OLD, needs_new_reduce_dtype, needs_newer_torch
+from torch_versions import FOLLOWS_GRADIENTS, needs_new_reduce_dtype, needs_newer_torch
 
 import composable_shard
 from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall
@@ -322,14 +322,6 @@ def test_torchrun_runs_it_on_every_rank(tmp_path: Path) -> None:
     ]
 
 
-def test_the_sitecustomize_that_is_hidden_runs_too(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('the hidden one')\n")
-    at_start = ROOT / "composable_shard" / "compat" / "torch_dropin" / "at_start"
-    program = "import sys; print('torch' in sys.modules)"
-    output = run_python(tmp_path, "-c", program, PYTHONPATH=f"{at_start}:{tmp_path}")
-    assert output.splitlines() == ["the hidden one", "False"]
-
-
 def test_a_script_and_what_it_spawns_get_ours_without_knowing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,19 +375,3 @@ def test_wrong_arguments(
     printed = capsys.readouterr()
     assert printed.out == (f"{USAGE}\n" if code == 0 else "")
     assert printed.err == (f"{USAGE}\n{text}\n" if code else "")
-
-
-def test_a_torch_without_some_of_the_names_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older ones have no `share_comm_ctx` and no `DataParallelMeshDims`; private modules move."""
-    monkeypatch.delattr(fsdp, "share_comm_ctx", raising=not IS_OLD)
-    monkeypatch.delattr(fsdp, "DataParallelMeshDims", raising=not IS_OLD)
-    monkeypatch.setitem(sys.modules, "torch.distributed._composable.fsdp.fully_shard", None)
-    spec = importlib.util.spec_from_file_location("functions_on_old_torch", functions.__file__)
-    assert spec is not None and spec.loader is not None
-    on_old = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(on_old)
-    assert sorted(on_old.OF_TORCH) == ["fully_shard", "register_fsdp_forward_method"]
-    with fake_ranks(2), install() as installation:
-        assert "torch.distributed.fsdp.fully_shard" in installation.replaced
-        model = fsdp.fully_shard(nn.Linear(4, 4), mp_policy=fsdp.MixedPrecisionPolicy())
-    assert isinstance(model, composable_shard.FSDPModule)

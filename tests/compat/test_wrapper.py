@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,6 @@ from seeds.models import (
     wrap_nested,
 )
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -112,18 +110,6 @@ def test_the_ranks_may_be_said_in_many_ways() -> None:
         assert (model.world_size, model.rank) == ranks
         got = (param.placements, param.device_mesh.shape, param.to_local().shape[0])
         assert got == expected
-
-
-@on_ranks(4)
-def test_a_part_of_the_ranks() -> None:
-    pairs, half = [dist.new_group([0, 1]), dist.new_group([2, 3])], dist.get_rank() // 2
-    model, reference = FSDP(mlp(), process_group=pairs[half], device_id=CPU), mlp()
-    for either in (model, reference):
-        either(torch.full((1, 4), half + 1.0)).sum().backward()
-    assert_same_gradients(model, reference)
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, reference.state_dict()[key])
-    assert dist.get_process_group_ranks(model.process_group) == [2 * half, 2 * half + 1]
 
 
 @on_ranks(2)
@@ -257,26 +243,6 @@ def test_clip_grad_norm(strategy: ShardingStrategy) -> None:
         assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@on_ranks(2)
-def test_activation_checkpoints(inside: bool) -> None:
-    def wrap(module: nn.Module) -> Any:
-        layers = module
-        if inside:
-            layers[1] = FSDP(checkpoint_wrapper(layers[1]), device_id=CPU)
-        else:
-            layers[1] = checkpoint_wrapper(FSDP(layers[1], device_id=CPU))
-        return FSDP(module, device_id=CPU)
-
-    plain, reference = two_of(mlp())
-    model = wrap(plain)
-    for either in (model, reference):
-        either(of_rank(2, 4)).square().sum().backward()
-    average_gradients(reference)
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), expected.grad)
-
-
 class Vocabulary(nn.Module):
     """An embedding and an output layer that share a weight, each with a wrapper of its own."""
 
@@ -300,39 +266,8 @@ def test_no_sync_of_an_inner_wrapper() -> None:
     assert partial == [False] * 2 + [True] * 4 + [False] * 4  # the second and third of five layers
 
 
-class Layers(nn.Module):
-    """Calls what is in a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:A container without a forward")
 @on_ranks(2)
-def test_a_container_of_modules_that_are_sharded() -> None:
-    plain, reference = two_of(Layers())
-    for layer in plain.layers[:2]:
-        fully_shard(layer)
-    plain.layers = FSDP(plain.layers, device_id=CPU)
-    assert plain.layers.process_group is dist.group.WORLD
-    assert len(plain.layers.fsdp_groups()) == 3
-    batch = of_rank(2, 4)
-    with plain.layers.no_sync():
-        plain(batch).square().sum().backward()
-    assert all(param.grad.placements[0].is_partial() for param in plain.parameters())
-    reference(batch).square().sum().backward()
-    assert_same_backward(plain, reference, batch)
-
-
-@pytest.mark.parametrize("pickles", [False, True])
-@on_ranks(2)
-def test_copies_of_wrappers_that_were_given_process_groups(pickles: bool) -> None:
+def test_copies_of_wrappers_that_were_given_process_groups() -> None:
     plain, reference = two_of(mlp())
     model = FSDP(
         plain,
@@ -342,13 +277,7 @@ def test_copies_of_wrappers_that_were_given_process_groups(pickles: bool) -> Non
         use_orig_params=True,
         device_id=CPU,
     )
-    if pickles:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        model = torch.load(file, weights_only=False)
-    else:
-        model = copy.deepcopy(model)
+    model = copy.deepcopy(model)
     assert model.fsdp_choices.use_orig_params
     assert_same_backward(model, reference, of_rank(2, 4))
 
@@ -390,28 +319,6 @@ def test_who_casts_inputs() -> None:
         with mock.patch.object(nn.Linear, "forward", lambda self, x: x @ self.weight.to(x.dtype)):
             model(torch.ones(2, 4))
         assert (first.seen, second.seen) == (outer, inner)
-
-
-@on_ranks(2)
-def test_exempt_modules_compute_in_their_own_precision() -> None:
-    low, own = [BF16] * 3, [BF16, torch.float32, BF16]
-    policy = ModuleWrapPolicy({nn.Embedding})
-    for used, classes, seen in (
-        (policy, (), low),
-        (None, (nn.LayerNorm,), low),
-        (policy, (nn.LayerNorm,), own),
-    ):
-        norm = Noting(nn.LayerNorm(4))
-        model = FSDP(
-            nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4)),
-            auto_wrap_policy=used,
-            mixed_precision=MixedPrecision(BF16, _module_classes_to_ignore=classes),
-            device_id=CPU,
-        )
-        out = model(torch.ones(2, 4))
-        out.sum().backward()
-        assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
-        assert (norm.seen, out.dtype) == (seen, BF16)
 
 
 @on_ranks(2)
@@ -475,18 +382,6 @@ def test_evaluation_in_full_precision(name: str) -> None:
             "gradients enabled; or unset COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL and "
             "FSDP_USE_FULL_PREC_IN_EVAL"
         )
-
-
-@on_ranks(2)
-def test_a_wrapper_of_a_wrapper() -> None:
-    def wrap(module: nn.Module) -> Any:
-        return FSDP(FSDP(module, device_id=CPU), device_id=CPU)
-
-    model = train_as_plain(wrap)
-    assert [wrapper.check_is_root() for wrapper in FSDP.fsdp_modules(model)] == [True, False]
-    assert list(model.state_dict()) == list(mlp().state_dict())
-    model.load_state_dict(mlp().state_dict())
-    assert_same_parameters(model, mlp())
 
 
 # What is refused --------------------------------------------------------------------------------
@@ -623,7 +518,6 @@ def last_gets(**arguments: Any) -> CustomPolicy:
     )
 
 
-PAIR = "Expected ignored_modules or ignored_states, got both; pass ignored_states"
 NO_RESET = (
     "Expected Nothing on the meta device to have reset_parameters(), got none; pass param_init_fn"
 )
@@ -633,9 +527,6 @@ LINEAR = ModuleWrapPolicy({nn.Linear})
 REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
     (nn.Linear, {"auto_wrap_policy": last_gets(strategy="full")}, "got an unexpected keyword arg"),
     (nn.Linear, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}builtins.bool"),
-    (nn.Linear, {"auto_wrap_policy": last_gets(ignored_modules=[])}, PAIR),
-    (nn.Linear, {"ignored_modules": ["0"]}, "Expected ignored_modules to be modules, got str"),
-    (nn.Linear, {"cpu_offload": True}, f"{OFFLOAD}builtins.bool"),
     (nn.Linear, {"auto_wrap_policy": 3}, "Expected auto_wrap_policy to be a function, a "),
     (Final, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear, Final})}, NO_CLASS),
     (Final, {"auto_wrap_policy": LINEAR}, NO_CLASS),

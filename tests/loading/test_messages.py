@@ -122,8 +122,8 @@ def two_tensors() -> nn.Module:
 
 def test_a_subclass_of_several_tensors(whole: Path) -> None:
     assert all_say(lambda: load_sharded(two_tensors(), whole)) == (
-        f"Expected tensors in '{whole}' that fit the model, got 'weight' for a TwoTensor, which only "
-        "its own code makes from a plain tensor"
+        f"Expected tensors in '{whole}' that fit the model, got 'weight' for a TwoTensor, which "
+        "only its own code makes from a plain tensor"
     )
     target = whole.parent / "new.safetensors"
     assert all_say(lambda: save_full(two_tensors(), target)) == (
