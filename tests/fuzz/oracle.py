@@ -6,8 +6,10 @@ parameter that no rank has used keeps ``None``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -171,7 +173,7 @@ class Oracle:
         """An exception in forward or backward, at the first of the names."""
         for rank in self.ranks:
             self._clear(self.model)
-            with failing(self.model, op), expected_failure():
+            with failing(self.model, op):
                 data = batch(self.case, self.num_op, 0, rank)
                 loss = self.model(data, op.calls[0].for_rank(rank))
                 if not loss.requires_grad:
@@ -281,34 +283,23 @@ def alone_loss(model: Model, op: Op, data: torch.Tensor) -> torch.Tensor:
     return unpacked(part(data, data, Plan())).double().square().mean()
 
 
-class failing:
-    """Raise where a program wants it."""
+@contextlib.contextmanager
+def failing(model: Any, op: Op) -> Iterator[None]:
+    """Raise where a program wants it, and go on behind."""
 
-    def __init__(self, model: Any, op: Op) -> None:
-        name = op.names[0]
-        part = next(m for n, m in model.named_modules() if n.split(".")[-1] == name or not name)
-        if op.how == "forward":
-            self.handle = part.register_forward_pre_hook(self._raise)
-        else:
-            self.handle = part.register_forward_hook(self._watch)
-
-    def _raise(self, *_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise Planned
 
-    def _watch(self, module: Any, args: Any, output: Any) -> None:
+    def watch(module: Any, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(self._raise)
+            output.register_hook(fail)
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        self.handle.remove()
-
-
-class expected_failure:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *_: Any) -> bool:
-        return kind is not None and issubclass(kind, Planned)
+    name = op.names[0]
+    part = next(m for n, m in model.named_modules() if n.split(".")[-1] == name or not name)
+    is_forward = op.how == "forward"
+    handle = (
+        part.register_forward_pre_hook(fail) if is_forward else part.register_forward_hook(watch)
+    )
+    with contextlib.suppress(Planned):
+        yield
+    handle.remove()

@@ -23,7 +23,7 @@ from composable_shard import (
 from composable_shard.insight.events import record_events
 
 from .model import Block, Leaf, Model, Nest, build
-from .oracle import alone_loss, batch, expected_failure, failing, make_optimizer, owner
+from .oracle import alone_loss, batch, failing, make_optimizer, owner
 from .program import Case, Op
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "": None}
@@ -200,7 +200,7 @@ class Sharded:
             ]
 
     def fail(self, op: Op) -> None:
-        with failing(self.model, op), expected_failure():
+        with failing(self.model, op):
             data = batch(self.case, self.num_op, 0, self.rank)
             self.model(data, op.calls[0].for_rank(self.rank)).backward()
         self.model.zero_grad()
@@ -235,8 +235,6 @@ class Sharded:
         if not self.is_synced:
             self.sync(op)
         self.optimizer.step()
-        if "keep" not in op.how:
-            pass
 
     def clip(self, op: Op) -> None:
         if not self.is_synced:
