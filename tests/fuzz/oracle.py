@@ -230,17 +230,8 @@ class Oracle:
             if owner(name) in op.names:
                 param.requires_grad_(op.flag)
 
-    @torch.no_grad()
     def edit(self, op: Op) -> None:
-        params = list(self.model.parameters())
-        if op.how == "clamp":
-            for param in params:
-                param.clamp_(-0.4, 0.4)
-        elif op.how == "foreach":
-            torch._foreach_mul_(params, 0.9)
-        else:
-            for param in params:
-                param.mul_(0.9)
+        edit_all(list(self.model.parameters()), op.how)
 
     @torch.no_grad()
     def save(self, op: Op) -> None:
@@ -270,6 +261,15 @@ class Oracle:
         """What is about shards alone."""
 
     unshard = reshard = set_reshard = set_keep = prefetch = double = nothing
+
+
+@torch.no_grad()
+def edit_all(params: list[torch.Tensor], how: str) -> None:
+    if how == "foreach":
+        torch._foreach_mul_(params, 0.9)
+        return
+    for param in params:
+        param.clamp_(-0.4, 0.4) if how == "clamp" else param.mul_(0.9)
 
 
 def owner(name: str) -> str:

@@ -23,7 +23,7 @@ from composable_shard import (
 from composable_shard.insight.events import record_events
 
 from .model import Block, Leaf, Model, Nest, build
-from .oracle import alone_loss, batch, failing, make_optimizer, owner
+from .oracle import alone_loss, batch, edit_all, failing, make_optimizer, owner
 from .program import Case, Op
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "": None}
@@ -248,17 +248,8 @@ class Sharded:
             if owner(name) in op.names:
                 param.requires_grad_(op.flag)
 
-    @torch.no_grad()
     def edit(self, op: Op) -> None:
-        params = list(self.params().values())
-        if op.how == "clamp":
-            for param in params:
-                param.clamp_(-0.4, 0.4)
-        elif op.how == "foreach":
-            torch._foreach_mul_(params, 0.9)
-        else:
-            for param in params:
-                param.mul_(0.9)
+        edit_all(list(self.params().values()), op.how)
 
     @torch.no_grad()
     def save(self, op: Op) -> None:

@@ -42,20 +42,8 @@ def train_twice(program: str) -> tuple[list[str], list[bool]]:
 
 
 # Those that give work to streams cannot be trained without a device.
-# The others of them are crossed with what these have already, and run in the whole matrix.
-BRIEF = (
-    *("bf16", "one shard", "kept after forward", "replicas, now and then", "offload, one shard"),
-    *("subclasses, fewer ranks", "missing gradients, replicas", "sitting out, offload"),
-    *("weighed, replicas", "custom, subclasses", "dropped"),
-)
-NUMBERS = [
-    pytest.param(name, marks=() if name in BRIEF else pytest.mark.matrix)
-    for name, one in PROGRAMS.items()
-    if one.is_for_any_device
-]
-
-
-@pytest.mark.parametrize("program", NUMBERS)
+@pytest.mark.brief(11)
+@pytest.mark.parametrize("program", [n for n, one in PROGRAMS.items() if one.is_for_any_device])
 def test_training_is_that_of_the_cpu(program: str) -> None:
     num_ranks = PROGRAMS[program].replicas * PROGRAMS[program].shards
     for faults, are_same in run_ranks(train_twice, num_ranks, program, timeout=60):
