@@ -491,40 +491,6 @@ def test_within_compute() -> None:
 
 
 @on_ranks(2)
-def test_hooks_run_in_their_order() -> None:
-    calls: list[tuple[str, str]] = []
-    linear = nn.Linear(3, 4)
-
-    def saw(what: str, value: object) -> None:
-        calls.append((what, type(value).__name__))
-
-    def register(module: nn.Module, when: str) -> None:
-        module.register_state_dict_pre_hook(lambda m, *_: saw(f"save {when}", m.weight))
-        module.register_state_dict_post_hook(
-            lambda m, state, prefix, _: saw(f"saved {when}", state[prefix + "weight"])
-        )
-        module.register_load_state_dict_pre_hook(
-            lambda m, state, prefix, *_: saw(f"load {when}", state[prefix + "weight"])
-        )
-        module.register_load_state_dict_post_hook(lambda m, _: saw(f"loaded {when}", m.weight))
-
-    register(linear, "before")
-    model = fully_shard(nn.Sequential(linear))
-    register(linear, "after")
-    model.unshard()
-    assert type(linear.weight) is nn.Parameter
-    state = model.state_dict()
-    plain = {name: full(tensor) for name, tensor in state.items()}
-    model.unshard()
-    model.load_state_dict(plain)
-    sharded = "DTensor"
-    whats = ("save", "saved", "load", "loaded")
-    expected = [(f"{what} {when}", sharded) for what in whats for when in ("before", "after")]
-    expected[4] = ("load before", "Tensor")
-    assert calls == expected
-
-
-@on_ranks(2)
 def test_parametrizations() -> None:
     models = []
     for sharded in (False, True):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nets import full
 from on_ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch_versions import needs_newer_torch
 
@@ -147,32 +145,6 @@ def test_what_is_set_is_what_was_saved(
 
 
 FROZEN = "outer.inner.up.weight"
-
-
-def not_strict(options: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Load a state that lacks the frozen weight and has one too many, into ours and torch's."""
-    torch.manual_seed(1)
-    state = Model().state_dict()
-    state["extra"] = state.pop(FROZEN)
-    found = []
-    for sharder in (torch_fully_shard, fully_shard):
-        model, _ = other(sharder, "adam")
-        before = full(model.get_parameter(FROZEN)).detach().clone()
-        chosen = StateDictOptions(**options, strict=False)
-        keys = set_model_state_dict(model, heard(dict(state), options), options=chosen)
-        found.append((keys.missing_keys, keys.unexpected_keys))
-        assert torch.equal(full(model.get_parameter(FROZEN)), before)
-        assert torch.equal(full(model.wide.weight), state["wide.weight"])
-    assert found[0] == found[1]
-    return found[1]
-
-
-@three_ranks
-def test_not_strict(num_ranks: int) -> None:
-    # With full states torch fills in what is missing from the model, so nothing is.
-    assert run_ranks(not_strict, num_ranks, FULL) == [([], ["extra"])] * num_ranks
-    first, *others = run_ranks(not_strict, num_ranks, FROM_RANK_0)
-    assert first == ([], ["extra"]) and others == [([], [])] * (num_ranks - 1)
 
 
 @three_ranks

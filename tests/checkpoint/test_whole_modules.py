@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,6 @@ from composable_shard import (
     MixedPrecisionPolicy,
     explain,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks, stop_ranks
@@ -349,28 +347,3 @@ def test_the_bytes_are_those_of_the_shards() -> None:
             model = fully_shard(make())
         other = again(model).to_empty(device="cpu")
         assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
-
-
-def test_what_hangs_on_modules_is_loaded_too() -> None:
-    """Methods that are called as forward, groups below a plain child, ties in copies."""
-    with fake_ranks(2):
-        model = make()
-        fully_shard(model.blocks[0])
-        register_fsdp_forward_method(model.blocks[0], "encode")
-        other = again(model.blocks[0])
-        assert other.encode.__self__ is other
-        with record_events(other) as events:
-            assert other.encode(torch.ones(2, WIDTH)).shape == (2, 11)
-        assert [event for event, _ in events][:2] == ["pre_forward", "all_gather"]
-        blocks: Any = again(nested().blocks)
-        with record_events(blocks[0], "all_gather") as events:
-            assert blocks[0](torch.ones(2, WIDTH)).shape == (2, WIDTH)
-        assert events == [("all_gather", "")]
-        assert [group.modules for group in explain(blocks[0]).groups] == [("Block",)]
-        other = again(nested())
-        for one in (copy.deepcopy(other), again(other)):
-            assert facts(one)[0] == facts(other)[0]
-            with torch.no_grad():
-                one.first.bias.fill_(7)
-            assert not (other.first.bias.to_local() == 7).any()
-            assert one.head.weight is one.first.weight

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import inspect
 import pickle
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -30,7 +29,6 @@ from composable_shard.compat.torch_dropin import functions, install, is_installe
 from composable_shard.module import group_of
 from composable_shard.run import USAGE, main
 from composable_shard.testing import fake_ranks, run_ranks
-from composable_shard.testing.processes import LOOPBACK
 
 NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 MODULES = (
@@ -39,7 +37,6 @@ MODULES = (
     "torch.distributed._composable.fsdp.fully_shard",
     "torch.distributed.fsdp._fully_shard",
 )
-ROOT = Path(composable_shard.__file__).parents[1]
 of_torch = {name: getattr(fsdp, name) for name in NAMES}
 
 
@@ -283,43 +280,6 @@ if __name__ == "__main__":
     child.join()
     sys.exit(3)
 """
-
-
-RANK_SCRIPT = """
-import sys
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-model = fully_shard(nn.Linear(4, 4))
-sys.stdout.write(f"{dist.get_rank()} {type(model).__mro__[1].__module__} {sys.argv[1:]}\\n")
-dist.destroy_process_group()
-"""
-
-
-def run_python(folder: Path, *arguments: str, **variables: str) -> str:
-    """Run another Python in ``folder``; return its output."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "", **variables},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=200,
-        check=True,
-    ).stdout
-
-
-@pytest.mark.matrix
-def test_torchrun_runs_it_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(RANK_SCRIPT)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    program = ("-m", "composable_shard.run", "script.py", "--steps", "3")
-    loopback = LOOPBACK.get(sys.platform, "")
-    output = run_python(tmp_path, *launcher, *program, GLOO_SOCKET_IFNAME=loopback)
-    assert sorted(output.splitlines()) == [
-        f"{rank} composable_shard.module ['--steps', '3']" for rank in range(2)
-    ]
 
 
 def test_a_script_and_what_it_spawns_get_ours_without_knowing(

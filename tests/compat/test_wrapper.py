@@ -285,42 +285,6 @@ def test_copies_of_wrappers_that_were_given_process_groups() -> None:
 # Precision --------------------------------------------------------------------------------------
 
 
-class Noting(nn.Module):
-    """A layer that notes the dtypes of its input, weight and output."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.layer.weight
-        out = self.layer(x)
-        self.seen[:] = [x.dtype, weight.dtype, out.dtype]  # type: ignore[union-attr]
-        return out
-
-
-@on_ranks(2)
-def test_who_casts_inputs() -> None:
-    """An outer model in bfloat16 whose inner layer is in float64."""
-    single, double = torch.float32, torch.float64
-    for root, below, outer, inner in (
-        (True, True, [BF16] * 3, [double] * 3),
-        (True, False, [BF16] * 3, [BF16, double, BF16]),
-        (False, False, [single, BF16, single], [single, double, single]),
-    ):
-        first, second = Noting(nn.Linear(4, 4)), Noting(nn.Linear(4, 4))
-        precision = MixedPrecision(double, cast_forward_inputs=below)
-        model = FSDP(
-            nn.Sequential(first, FSDP(second, mixed_precision=precision, device_id=CPU)),
-            mixed_precision=MixedPrecision(BF16, cast_root_forward_inputs=root),
-            device_id=CPU,
-        )
-        with mock.patch.object(nn.Linear, "forward", lambda self, x: x @ self.weight.to(x.dtype)):
-            model(torch.ones(2, 4))
-        assert (first.seen, second.seen) == (outer, inner)
-
-
 @on_ranks(2)
 def test_batch_norms_are_exempt_by_default() -> None:
     plain, reference = two_of(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))

@@ -28,7 +28,7 @@ from composable_shard.train.weights import gathering
 from composable_shard.train.weights.boxes import Parts
 from composable_shard.train.weights.costs import PassCosts, costs_of
 from composable_shard.train.weights.stream import Asked
-from loading.counting import Counted, counted, held
+from loading.counting import counted, held
 from loading.kinds import Kinds, Tied, differences, in_turns, kinds, shard
 
 
@@ -169,18 +169,6 @@ def test_tied_names(tied: str) -> None:
     assert run_threads(check, 2) == [[], []]
 
 
-def test_names_are_mapped_and_left_out() -> None:
-    whole = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-
-    def rename(name: str) -> str | None:
-        return None if name.endswith("bias") else f"model.{name}"
-
-    def check() -> dict[str, torch.Tensor]:
-        return dict(iter_full(fully_shard(copy.deepcopy(whole)), rename=rename))
-
-    for got in run_threads(check, 2):
-        assert list(got) == ["model.0.weight", "model.1.weight"]
-        assert torch.equal(got["model.1.weight"], whole[1].weight)
 
 
 class Halves(TwoTensor):
@@ -209,28 +197,6 @@ def test_tensor_subclasses_in_their_own_form_or_plain() -> None:
     assert type(plain) is torch.Tensor and torch.equal(plain, (halves.a + halves.b).double())
     made = dict(iter_full(model, subclasses=lambda shard: shard.a - shard.b))["halves"]
     assert torch.equal(made, halves.a - halves.b)
-
-
-def launched(dtype: torch.dtype | None, rank0_only: bool) -> Counted:
-    layers = [nn.Linear(16, 16, bias=False) for _ in range(4)]
-    model = nn.Sequential(*layers, nn.Linear(64, 1024, bias=False))
-    for layer in model:
-        fully_shard(layer)
-    with counted() as found:
-        for _ in iter_full(model, bucket_bytes=2048, dtype=dtype, rank0_only=rank0_only):
-            pass
-    return found
-
-
-@pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_collectives_and_bytes(dtype: torch.dtype | None, rank0_only: bool) -> None:
-    """Matrices of 1024 bytes, two in a bucket, and one of 256 KiB alone; half of that as bf16."""
-    shares = [1024, 1024, 131072] if dtype is None else [1024, 65536]
-    for rank, found in enumerate(run_ranks(launched, 2, dtype, rank0_only)):
-        gets = not rank0_only or rank == 0
-        assert found.gathers == [(own, 2 * own * gets) for own in shares]
-        assert found.words == [0] * (len(shares) + 1)
 
 
 @on_ranks(2)

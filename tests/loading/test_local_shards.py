@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,26 +110,18 @@ def backward(model: nn.Module, _: Path | None = None) -> None:
     model(torch.ones(1, 4)).sum().backward()
 
 
-def in_place(model: nn.Module, _: Path, of_local: bool = False) -> None:
-    weight = model[0].weight
-    with torch.no_grad():
-        (weight.to_local() if of_local else weight).mul_(2)
-
-
 def edit(model: nn.Module, _: Path) -> None:
     with unsharded(model), torch.no_grad():
         model[1].weight.add_(1)
 
 
-def load_dict(model: nn.Module, _: Path) -> None:
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
+def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def load_dict_twice_by_assigning(model: nn.Module, _: Path) -> None:
+def assign(model: nn.Module, _: Path) -> None:
     for _ in range(2):
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        model.load_state_dict(state, assign=True)
+        model.load_state_dict(copied(model), assign=True)
 
 
 def load_file(model: nn.Module, folder: Path) -> None:
@@ -139,32 +130,27 @@ def load_file(model: nn.Module, folder: Path) -> None:
     load_sharded(model, folder / "x.safetensors")
 
 
-def convert(model: nn.Module, _: Path) -> None:
-    """Torch swaps tensors then, which it cannot if anything refers to them weakly."""
-    model.double()
-
-
 def make_empty(model: nn.Module, _: Path) -> None:
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    model.to_empty(device="cpu")
-    model.load_state_dict(state)
+    state = copied(model)
+    model.to_empty(device="cpu").load_state_dict(state)
 
 
 TRAINED = ["1.weight", "1.bias"]
 CHANGES: dict[str, tuple[Act, list[str]]] = {
     "backward": (backward, []),
     "saving": (lambda model, folder: save_full(model, folder / "y.safetensors"), []),
-    "in place": (in_place, ["0.weight"]),
-    "local": (partial(in_place, of_local=True), ["0.weight"]),
+    "in place": (lambda model, _: model[0].weight.mul_(2), ["0.weight"]),
+    "local": (lambda model, _: model[0].weight.to_local().mul_(2), ["0.weight"]),
     "buffer": (lambda model, _: model[1].running.add_(1), ["1.running"]),
     "unsharded": (edit, ["1.weight"]),
     "foreach": (step(torch.optim.AdamW, False, foreach=True), TRAINED),
     "fused": (step(torch.optim.AdamW, False, fused=True), TRAINED),
     "flat": (step(torch.optim.AdamW, True), TRAINED),
-    "load_state_dict": (load_dict, NAMES),
-    "conversion": (convert, NAMES),
+    "load_state_dict": (lambda model, _: model.load_state_dict(copied(model)), NAMES),
+    # Torch swaps tensors then, which it cannot if anything refers to them weakly.
+    "conversion": (lambda model, _: model.double(), NAMES),
     "to_empty": (make_empty, NAMES),
-    "assign": (load_dict_twice_by_assigning, NAMES),
+    "assign": (assign, NAMES),
     "load_sharded": (load_file, NAMES),
 }
 

@@ -111,9 +111,6 @@ def assert_same_gradients(wrapped: nn.Module, reference: nn.Module, **tolerance:
             torch.testing.assert_close(full(param.grad), expected, msg=named(name), **tolerance)
 
 
-def on_all(fn: Any, num_ranks: int, *args: Any, **kwargs: Any) -> Any:
-    """Run on real ranks, and return what rank 0 returns."""
-    return run_ranks(fn, num_ranks, *args, **kwargs)[0]
 
 
 # Devices that are not there ---------------------------------------------------------------------
