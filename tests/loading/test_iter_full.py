@@ -169,8 +169,6 @@ def test_tied_names(tied: str) -> None:
     assert run_threads(check, 2) == [[], []]
 
 
-
-
 class Halves(TwoTensor):
     """A tensor that is the sum of two."""
 

@@ -58,60 +58,22 @@ def all_say(call: Callable[..., object], *args: object, kind: type[Exception] = 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    save_file({"weight": torch.ones(4, 2), "bias": torch.ones(4)}, tmp_path / "whole.safetensors")
+    save_file(STATES["whole"], tmp_path / "whole.safetensors")
     return tmp_path / "whole.safetensors"
-
-
-def write(folder: Path, **tensors: torch.Tensor) -> Path:
-    save_file(tensors, folder / "x.safetensors")
-    return folder / "x.safetensors"
 
 
 # Names and values ------------------------------------------------------------------------------
 
 
-def test_names_that_one_side_has(tmp_path: Path, whole: Path) -> None:
-    file = write(tmp_path, weight=torch.ones(4, 2), b=torch.ones(4), c=torch.ones(1))
-    assert all_say(lambda: load_sharded(linear(), file)) == (
-        f"Expected the names of the model in '{file}', got missing: bias; unexpected: b, c; pass "
-        "rename to map names, or strict=False to load what there is"
-    )
-    assert all_say(lambda: load_sharded(linear(), whole, rename=lambda name: "weight")) == (
-        "Expected names that rename keeps apart, got 'weight' for both 'bias' and 'weight' in "
-        f"'{whole}'"
-    )
-    tensors = {f"w{number:02d}": torch.ones(1) for number in range(23)}
-    file = write(tmp_path, weight=torch.ones(4, 2), bias=torch.ones(4), **tensors)
-    text = all_say(lambda: load_sharded(linear(), file))
-    assert f"got unexpected: {', '.join(list(tensors)[:20])} and 3 more; pass rename" in text
+def pending() -> nn.Module:
+    layer, mesh = nn.Linear(2, 4), init_device_mesh("cpu", (NUM_RANKS,))
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [Partial()]))
+    return layer
 
 
-def test_shapes_dtypes_and_placements_that_do_not_fit(tmp_path: Path, whole: Path) -> None:
-    file = write(tmp_path, weight=torch.ones(2, 4), bias=torch.ones(4, dtype=torch.complex64))
-    assert all_say(lambda: load_sharded(linear(), file, strict=False)) == (
-        f"Expected tensors in '{file}' that fit the model, got 'weight' of shape [2, 4] for "
-        "[4, 2], 'bias' of torch.complex64 for torch.float32"
-    )
-
-    def pending() -> nn.Module:
-        layer, mesh = nn.Linear(2, 4), init_device_mesh("cpu", (NUM_RANKS,))
-        layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [Partial()]))
-        return layer
-
-    assert all_say(lambda: load_sharded(pending(), whole)) == (
-        f"Expected tensors in '{whole}' that fit the model, got 'weight' for (Partial(sum),), "
-        "which are no parts of a full tensor"
-    )
-
-    def on_meta() -> None:
-        with torch.device("meta"):
-            layer = linear()
-        save_full(layer, tmp_path / "x", rename=lambda name: "same")
-
-    assert all_say(on_meta) == (
-        f"Expected plain tensors with values and names of their own for '{tmp_path / 'x'}', got "
-        "'weight' on the meta device, 'same' for both 'weight' and 'bias'"
-    )
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return linear()
 
 
 def two_tensors() -> nn.Module:
@@ -120,35 +82,65 @@ def two_tensors() -> nn.Module:
     return fully_shard(layer)
 
 
-def test_a_subclass_of_several_tensors(whole: Path) -> None:
-    assert all_say(lambda: load_sharded(two_tensors(), whole)) == (
-        f"Expected tensors in '{whole}' that fit the model, got 'weight' for a TwoTensor, which "
-        "only its own code makes from a plain tensor"
-    )
-    target = whole.parent / "new.safetensors"
-    assert all_say(lambda: save_full(two_tensors(), target)) == (
-        f"Expected plain tensors with values and names of their own for '{target}', got "
-        "'weight', a TwoTensor of several tensors"
-    )
-
-
-def tied(folder: Path) -> None:
+def tied() -> nn.Module:
     layer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     layer[1].weight = layer[0].weight
-    load_sharded(fully_shard(layer), folder / "tied.safetensors")
+    return fully_shard(layer)
 
 
-def test_tied_names_with_different_values(tmp_path: Path) -> None:
-    tensors = {"0.weight": torch.zeros(2, 2), "1.weight": torch.tensor([[0.0, 0.0], [0.0, 1.0]])}
-    save_file(tensors, tmp_path / "tied.safetensors")
-    differ = (
-        "Expected '0.weight' and '1.weight', which the model ties, to hold the same, got different "
-        "values"
-    )
-    assert all_say(tied, tmp_path) == (  # the first rank has rows that are the same
-        f"Expected to load '{tmp_path / 'tied.safetensors'}', got on rank 1: ValueError: {differ}; "
-        "the model is partly loaded, load it again"
-    )
+def same(name: str) -> str:
+    return "weight"
+
+
+WEIGHT, BIAS_OF_4, MANY = torch.ones(4, 2), torch.ones(4), [f"w{n:02d}" for n in range(23)]
+TIES = (
+    "Expected '0.weight' and '1.weight', which the model ties, to hold the same, got different "
+    "values"
+)
+FIT = "Expected tensors in '{}' that fit the model, got "
+OWN = "Expected plain tensors with values and names of their own for '{}', got "
+STATES: dict[str, dict[str, torch.Tensor]] = {
+    "whole": {"weight": WEIGHT, "bias": BIAS_OF_4},
+    "names": {"weight": WEIGHT, "b": BIAS_OF_4, "c": BIAS_OF_4},
+    "many": {"weight": WEIGHT, "bias": BIAS_OF_4, **dict.fromkeys(MANY, torch.ones(1))},
+    "shapes": {"weight": WEIGHT.T.contiguous(), "bias": BIAS_OF_4.to(torch.complex64)},
+    "tied": {"0.weight": torch.zeros(2, 2), "1.weight": torch.tensor([[0.0, 0.0], [0.0, 1.0]])},
+}
+NOT_LOADED: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
+    (linear, "names", {}, "Expected the names of the model in '{}', got missing: bias; unexpected: "
+     "b, c; pass rename to map names, or strict=False to load what there is"),
+    (linear, "many", {}, "Expected the names of the model in '{}', got unexpected: "
+     f"{', '.join(MANY[:20])} and 3 more; pass rename to map names, or strict=False to load what "
+     "there is"),
+    (linear, "whole", {"rename": same}, "Expected names that rename keeps apart, got 'weight' for "
+     "both 'bias' and 'weight' in '{}'"),
+    (linear, "shapes", {"strict": False}, f"{FIT}'weight' of shape [2, 4] for [4, 2], 'bias' of "
+     "torch.complex64 for torch.float32"),
+    (pending, "whole", {}, f"{FIT}'weight' for (Partial(sum),), which are no parts of a full "
+     "tensor"),
+    (two_tensors, "whole", {}, f"{FIT}'weight' for a TwoTensor, which only its own code makes from "
+     "a plain tensor"),
+    # The first rank has rows that are the same.
+    (tied, "tied", {}, f"Expected to load '{{}}', got on rank 1: ValueError: {TIES}; the model is "
+     "partly loaded, load it again"),
+]  # fmt: skip
+NOT_SAVED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (on_meta, {"rename": same}, f"{OWN}'weight' on the meta device, 'weight' for both 'weight' and "
+     "'bias'"),
+    (two_tensors, {}, f"{OWN}'weight', a TwoTensor of several tensors"),
+]  # fmt: skip
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    for make, state, kwargs, text in NOT_LOADED:
+        file = tmp_path / f"{state}.safetensors"
+        save_file(STATES[state], file)
+        assert all_say(lambda m=make, k=kwargs, f=file: load_sharded(m(), f, **k)) == text.format(
+            file
+        )
+    place = tmp_path / "new"
+    for make, kwargs, text in NOT_SAVED:
+        assert all_say(lambda m=make, k=kwargs: save_full(m(), place, **k)) == text.format(place)
 
 
 # Arguments and moments --------------------------------------------------------------------------

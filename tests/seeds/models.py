@@ -24,7 +24,6 @@ from torch.testing._internal.common_fsdp import (
 )
 
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from composable_shard.testing import run_ranks
 
 CPU = torch.device("cpu")
 NUM_GPUS = torch.cuda.device_count()
@@ -109,8 +108,6 @@ def assert_same_gradients(wrapped: nn.Module, reference: nn.Module, **tolerance:
         assert (param.grad is None) == (expected is None), name
         if param.grad is not None and expected is not None:
             torch.testing.assert_close(full(param.grad), expected, msg=named(name), **tolerance)
-
-
 
 
 # Devices that are not there ---------------------------------------------------------------------
