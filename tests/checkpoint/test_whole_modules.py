@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from two_tensors import shard_layers, two_tensor_hooks, two_tensor_mlp
 
-from checkpoint.models import assert_equal
+from checkpoint.models import assert_equal, plain_model, shard, sharded_model
 from composable_shard import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -28,52 +28,10 @@ from composable_shard import (
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, run_ranks, stop_ranks
 
-WIDTH = 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 11)
-        self.down = nn.Linear(11, WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
-        self.note: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x + self.down(self.up(x).tanh())
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(x).tanh()
-
-
-class Model(nn.Module):
-    """Blocks, a batch norm, and a head that is tied to the first layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x) * self.scale)
-
-
-def make() -> Model:
-    torch.manual_seed(0)
-    return Model()
-
 
 def batch(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(4, WIDTH, generator=generator)
+    return torch.randn(4, 4, generator=generator, dtype=torch.float64)
 
 
 def double(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -87,50 +45,45 @@ def halved(grad: torch.Tensor) -> None:
 # How it is sharded ----------------------------------------------------------------------------
 
 
-def nested(**options: Any) -> nn.Module:
-    model = make()
-    fully_shard(model.blocks[0], **options)
-    fully_shard([model.blocks[1], model.blocks[2]], **options)
-    return fully_shard(model, **options)
-
-
 def hybrid() -> nn.Module:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
-    return nested(mesh=mesh)
+    return sharded_model(mesh=mesh)
 
 
 def with_settings() -> nn.Module:
-    model: Any = nested()
+    model: Any = sharded_model()
     model.set_gradient_divide_factor(3.0)
     model.set_reshard_after_backward(False)
-    model.blocks[0].set_reshard_after_forward(False)
+    model.outer.inner.set_reshard_after_forward(False)
     model.set_separate_reduce_scatter_group(True)
-    model.blocks[1].set_all_reduce_hook(halved)
-    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
-    model.blocks[0].set_modules_to_backward_prefetch([model])
+    model.outer.set_all_reduce_hook(halved)
+    model.set_modules_to_forward_prefetch([model.outer.inner, model.outer])
+    model.outer.inner.set_modules_to_backward_prefetch([model])
     return model  # type: ignore[no-any-return]
 
 
 def with_hooks() -> nn.Module:
-    model = make()
-    model.blocks[0].register_forward_hook(double)
+    model = plain_model(0)
+    model.outer.inner.register_forward_hook(double)
     model.first.weight.tag = "before"  # type: ignore[attr-defined]
-    fully_shard(model.blocks[0])
-    model.blocks[1].register_forward_hook(double)
-    fully_shard(model)
+    shard(model)
+    model.outer.register_forward_hook(double)
     model.register_forward_hook(double)
-    model.blocks[0].up.weight.grad_dtype = None
+    model.outer.inner.down.weight.grad_dtype = None
     return model
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "alone": (nested, 1),
-    "nested": (nested, 3),
-    "mixed": (partial(nested, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), 2),
-    "offloaded": (partial(nested, offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
-    "kept": (partial(nested, reshard_after_forward=False), 2),
-    "to_two": (partial(nested, reshard_after_forward=2), 4),
+    "alone": (sharded_model, 1),
+    "nested": (sharded_model, 3),
+    "mixed": (
+        partial(sharded_model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+        2,
+    ),
+    "offloaded": (partial(sharded_model, offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
+    "kept": (partial(sharded_model, reshard_after_forward=False), 2),
+    "to_two": (partial(sharded_model, reshard_after_forward=2), 4),
     "hybrid": (hybrid, 4),
     "with_settings": (with_settings, 2),
     "with_hooks": (with_hooks, 2),
@@ -259,7 +212,7 @@ def test_another_process_with_the_same_mesh_trains_on(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_file_of_another_rank_is_refused(tmp_path: Path) -> None:
     own = dist.get_rank()
-    torch.save(fully_shard(make()), tmp_path / f"{own}.pt")
+    torch.save(sharded_model(), tmp_path / f"{own}.pt")
     dist.barrier()
     if own == 0:
         torch.load(tmp_path / "0.pt", weights_only=False)
@@ -275,7 +228,7 @@ def test_a_file_of_another_rank_is_refused(tmp_path: Path) -> None:
 def test_a_module_is_not_loaded_without_its_process_groups() -> None:
     with fake_ranks(4, rank=1):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        saved = pickle.dumps(fully_shard(make(), mesh=mesh))
+        saved = pickle.dumps(sharded_model(mesh=mesh))
     with pytest.raises(ValueError) as caught:
         pickle.loads(saved)
     assert str(caught.value) == (
@@ -301,20 +254,16 @@ def again(module: Any) -> Any:
 def test_parts_of_a_model_are_pickled_alone() -> None:
     """What is above, or beside, is not in the pickle, though settings refer to it."""
     with fake_ranks(2):
-        model: Any = make()
-        model.big = nn.Linear(500, 500)
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model])
-        model.blocks[1].note = "a value"
-        data = pickle.dumps(model.blocks[1])
-        assert len(pickle.dumps(model.blocks[0])) < 100_000
+        model: Any = sharded_model()
+        inner, model.big = model.outer.inner, nn.Linear(500, 500)
+        inner.set_modules_to_forward_prefetch([model.outer, model])
+        inner.note = "a value"
+        data = pickle.dumps(inner)
         assert len(data) < 100_000
         other = pickle.loads(data)
         assert other.note == "a value"
         with record_events(other, "all_gather") as events:
-            assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+            other(torch.ones(2, 6, dtype=torch.float64))
         assert events == [("all_gather", "")]
 
 
@@ -344,6 +293,6 @@ def test_the_bytes_are_those_of_the_shards() -> None:
     assert sizes[1] < 512 * 512 * 4 / 3
     with fake_ranks(2):
         with torch.device("meta"):
-            model = fully_shard(make())
+            model = sharded_model()
         other = again(model).to_empty(device="cpu")
-        assert other(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+        assert other(batch(0)).shape == (4, 4)

@@ -75,7 +75,6 @@ def initialized(
 KINDS: dict[str, set[type[nn.Module]]] = {
     "none": set(),
     "blocks": {Block},
-    "linear": {nn.Linear},
     "leaves": {Block, nn.Linear, nn.LayerNorm},
     "nested": {Block, nn.Sequential},
 }

@@ -243,20 +243,6 @@ def test_clip_grad_norm(strategy: ShardingStrategy) -> None:
         assert_same_gradients(model, reference)
 
 
-class Vocabulary(nn.Module):
-    """An embedding and an output layer that share a weight, each with a wrapper of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.body = nn.Linear(4, 4)
-        self.out = nn.Linear(4, 7)
-        self.out.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.body(self.embed(x)))
-
-
 @on_ranks(2)
 def test_no_sync_of_an_inner_wrapper() -> None:
     model = wrap_nested(nested(), device_id=CPU)
@@ -325,27 +311,23 @@ def test_low_precision_gradients_may_be_kept() -> None:
 )
 @on_ranks(2)
 def test_evaluation_in_full_precision(name: str) -> None:
-    """Also of parameters that are tied across wrappers."""
-    for make, policy, batch in (
-        (mlp, ModuleWrapPolicy({nn.Sequential}), torch.randn(2, 4)),
-        (Vocabulary, always_wrap_policy, torch.arange(3)),
-    ):
-        plain, reference = two_of(make().eval())
-        with mock.patch.dict(os.environ, {name: "1"}):
-            model = FSDP(
-                plain, auto_wrap_policy=policy, mixed_precision=MixedPrecision(BF16), device_id=CPU
-            )
-        with torch.no_grad():
-            assert torch.equal(model(batch), reference(batch))
-            assert [model(batch).dtype, model.train()(batch).dtype] == [torch.float32, BF16]
-        model.train()(batch).sum().backward()
-        with pytest.raises(ShardError) as caught:
-            model.eval()(batch)
-        assert str(caught.value) == (
-            "Expected torch.no_grad() around a forward in evaluation with full precision, got "
-            "gradients enabled; or unset COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL and "
-            "FSDP_USE_FULL_PREC_IN_EVAL"
+    plain, reference = two_of(transformer().eval())
+    batch, policy = reference.get_input(CPU), always_wrap_policy
+    with mock.patch.dict(os.environ, {name: "1"}):
+        model = FSDP(
+            plain, auto_wrap_policy=policy, mixed_precision=MixedPrecision(BF16), device_id=CPU
         )
+    with torch.no_grad():
+        assert torch.equal(model(*batch), reference(*batch))
+        assert [model(*batch).dtype, model.train()(*batch).dtype] == [torch.float32, BF16]
+    model.train()(*batch).sum().backward()
+    with pytest.raises(ShardError) as caught:
+        model.eval()(*batch)
+    assert str(caught.value) == (
+        "Expected torch.no_grad() around a forward in evaluation with full precision, got "
+        "gradients enabled; or unset COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL and "
+        "FSDP_USE_FULL_PREC_IN_EVAL"
+    )
 
 
 # What is refused --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from .program import Case
 KEPT = ("seed", "name", "names")
 
 
-def shrunk(case: Case, fails: Callable[[Case], bool], max_runs: int = 300) -> Case:
+def shrunk(case: Case, fails: Callable[[Case], bool], max_runs: int) -> Case:
     """Return a case that still fails and of which nothing more can be left out."""
     runs = 0
     again = True

@@ -1,10 +1,11 @@
 """Random programs, and whether the fuzzer would find what goes wrong.
 
-`python -m tests.fuzz --minutes 30 --out runs/finds` looks for more than these tests do.
+`PARITY_EXAMPLES=100 pytest tests/fuzz` looks for more than the short run does, among new cases.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from fuzz.model import Block, Call
 from fuzz.oracle import Invalid
 from fuzz.program import Case, Find, Op, shown
 from fuzz.ranks import Seen, Sharded, run_case
+from fuzz.shrink import shrunk
 
 TIMES = int(os.environ.get("PARITY_EXAMPLES", "1"))
 # The same cases in every short run, others in every long one.
@@ -32,7 +34,7 @@ BROKEN = {"reentrant", "reentrant_nests", "inner"}
 def first_find(
     family: str, count: int, attempt: Callable[[Case], Find | None], *, without: set[str]
 ) -> str:
-    """Return what is found first, as text."""
+    """Return what is found first, made smaller, as text."""
     ran = 0
     for seed in range(START, START + count * TIMES):
         case = generate(seed, FAMILIES[family] - without)
@@ -42,9 +44,18 @@ def first_find(
             continue
         ran += 1
         if find is not None:
-            return f"seed {seed} of {family}, {find.kind}\n{shown(case)}\n{find.text}"
+            smaller = shrunk(case, functools.partial(fails_so, find.kind, attempt), max_runs=50)
+            return f"seed {seed} of {family}, {find.kind}\n{shown(smaller)}\n{find.text}"
     assert ran > count / 2
     return ""
+
+
+def fails_so(kind: str, attempt: Callable[[Case], Find | None], case: Case) -> bool:
+    try:
+        find = attempt(case)
+    except (Invalid, LookupError, StopIteration):  # steps name parts that were left out
+        return False
+    return find is not None and find.kind == kind
 
 
 def test_programs_that_are_alike_on_all_ranks_train_as_one_whole_model() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -210,13 +209,10 @@ def test_the_bar_counts_bytes_on_the_first_rank_alone(tmp_path: Path) -> None:
         model = fully_shard(layers(1))
         save_full(model, tmp_path / "x.safetensors", progress=True)
         load_sharded(model, tmp_path / "x.safetensors", progress=True)
-        assert dist.get_world_size() == 2
 
-    told = io.StringIO()
-    with redirect_stderr(told):
+    with redirect_stderr(io.StringIO()) as told:
         run_threads(go, 2)
-    last = [line.strip() for line in told.getvalue().replace("\r", "\n").splitlines() if line]
+    shown = told.getvalue().replace("\r", "\n").splitlines()
     for title in ("saving", "loading"):
-        lines = [line for line in last if line.startswith(f"{title} x.safetensors: ")]
-        assert lines[-1].startswith(f"{title} x.safetensors: 100%") and "192/192 [" in lines[-1]
-    assert torch.equal(load_file(tmp_path / "x.safetensors")["0.weight"], torch.ones(4, 4))
+        *_, last = (line for line in shown if line.startswith(f"{title} x.safetensors: "))
+        assert last.startswith(f"{title} x.safetensors: 100%") and "192/192 [" in last
