@@ -102,79 +102,49 @@ def init_all(module: nn.Module) -> None:
         module.reset_parameters()
 
 
-class Part(nn.Module):
-    """A layer, and a norm with buffers that is to be ignored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.layer(x))
-
-
-class Parts(nn.Module):
-    """Two parts, and a norm that is to be ignored beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(Part(), Part())
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.parts(x))
-
-    def norms(self) -> list[nn.Module]:
-        return [module for module in self.modules() if isinstance(module, nn.BatchNorm1d)]
-
-
-def states_of(modules: list[nn.Module], *, buffers: bool) -> list[torch.Tensor]:
-    """Return the tensors that modules hold themselves."""
-    kinds = [(m._parameters, m._buffers) if buffers else (m._parameters,) for m in modules]
-    return [t for kind in kinds for held in kind for t in held.values() if t is not None]
-
-
 IGNORED = {
-    "modules": lambda model: {"ignored_modules": model.norms()},
-    "states": lambda model: {"ignored_states": iter(model.norms())},
-    "params": lambda model: {
-        "ignored_states": (param for norm in model.norms() for param in norm.parameters())
-    },
+    "modules": lambda norm: {"ignored_modules": [norm]},
+    "states": lambda norm: {"ignored_states": iter([norm])},
+    "params": lambda norm: {"ignored_states": norm.parameters()},
 }
 
 
 @pytest.mark.parametrize("init_fn", [None, init_all])
-@pytest.mark.parametrize("kinds", [set(), {Part}], ids=["flat", "nested"])
 @pytest.mark.parametrize("ignored", IGNORED)
 @on_ranks(2)
 def test_what_is_ignored_stays_as_it_is(
-    ignored: str, kinds: set[type[nn.Module]], init_fn: Callable[[nn.Module], None] | None
+    ignored: str, init_fn: Callable[[nn.Module], None] | None
 ) -> None:
     """On the meta device, and with the values of its rank where others are synchronized."""
-    policy = ModuleWrapPolicy(kinds) if kinds else None
-    model = on_meta(Parts)
-    norms, with_buffers = model.norms(), ignored != "params"
-    before = states_of(norms, buffers=with_buffers)
-    kwargs = {"auto_wrap_policy": policy, "param_init_fn": init_fn, "device_id": CPU}
-    FSDP(model, **kwargs, **IGNORED[ignored](model))
-    after = states_of(norms, buffers=with_buffers)
-    assert len(after) == 3 * (5 if with_buffers else 2)
-    assert all(a is b and a.is_meta for a, b in zip(before, after, strict=True))
-    others = [p for name, p in model.named_parameters() if "norm" not in name]
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+    def kept(norm: nn.Module) -> list[torch.Tensor]:
+        return [*norm.parameters(), *(norm.buffers() if ignored != "params" else ())]
+
+    def wrap(norm: nn.Module, **more: Any) -> None:
+        policy = ModuleWrapPolicy({nn.Linear})
+        kwargs = {"auto_wrap_policy": policy, "param_init_fn": init_fn, "device_id": CPU}
+        FSDP(model, **kwargs, **IGNORED[ignored](norm), **more)
+
+    model = on_meta(make)
+    norm: Any = model[1][1]
+    before = kept(norm)
+    wrap(norm)
+    assert all(a is b and a.is_meta for a, b in zip(before, kept(norm), strict=True))
+    others = [p for name, p in model.named_parameters() if not name.startswith("1.1.")]
     assert len(others) == 4
     assert all(isinstance(p, DTensor) and not p.is_meta for p in others)
-    if not with_buffers:
-        return
-    rank, model = dist.get_rank(), Parts()
-    norms = model.norms()
+    rank, model = dist.get_rank(), make()
+    norm = model[1][1]
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(rank + 1)
-    FSDP(model, **kwargs, sync_module_states=True, **IGNORED[ignored](model))
-    for tensor in states_of(norms, buffers=True):
+    wrap(norm, sync_module_states=True)
+    for tensor in kept(norm):
         assert tensor.unique().tolist() == [rank + 1]
     for name, param in model.named_parameters():
-        assert "norm" in name or full(param).unique().tolist() == [1]
+        assert name.startswith("1.1.") or full(param).unique().tolist() == [1]
 
 
 # Every module fills what it has in another way.

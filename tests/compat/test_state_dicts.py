@@ -199,58 +199,55 @@ def raised(call: Any) -> str:
     return str(caught.value)
 
 
-def test_kinds_that_do_not_go_together() -> None:
+def test_messages() -> None:
+    full_state, only_first = (
+        StateDictType.FULL_STATE_DICT,
+        FullOptimStateDictConfig(rank0_only=True),
+    )
+    on_host = LocalStateDictConfig(offload_to_cpu=True)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
     with fake_ranks(2):
-        model = nn.Sequential(*(FSDP(nn.Linear(2, 2), device_id="cpu") for _ in range(2)))
-        assert raised(lambda: FSDP.set_state_dict_type(model, "full")) == (
+        one, two = (FSDP(nn.Linear(2, 2), device_id="cpu") for _ in range(2))
+        model, own = nn.Sequential(one, two), torch.optim.SGD(two.parameters())
+        FSDP.set_state_dict_type(one, StateDictType.LOCAL_STATE_DICT, on_host)
+
+        def load(state: dict[str, Any], *groups: dict[str, Any]) -> Any:
+            named = {"state": state, "param_groups": list(groups)}
+            return lambda: FSDP.optim_state_dict_to_load(two, own, named)
+
+        def load_on_first() -> None:
+            FSDP.set_state_dict_type(two, full_state, optim_state_dict_config=only_first)
+            load({})()
+
+        cases: dict[str, Any] = {
             "Expected state_dict_type to be a StateDictType of composable_shard.compat.fsdp1, got "
-            "str"
-        )
-        full = StateDictType.FULL_STATE_DICT
-        assert raised(lambda: FSDP.set_state_dict_type(model, full, ShardedStateDictConfig())) == (
+            "str": lambda: FSDP.set_state_dict_type(model, "full"),
             "Expected a FullStateDictConfig for StateDictType.FULL_STATE_DICT, got "
-            "ShardedStateDictConfig"
-        )
-        FSDP.set_state_dict_type(
-            model[0], StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=True)
-        )
-        assert raised(lambda: FSDP.get_state_dict_type(model)).startswith(
-            "Expected one kind of state dicts in all wrappers of Sequential, got 2 kinds: "
-        )
-        assert raised(lambda: FSDP.get_state_dict_type(nn.Linear(1, 1))) == (
+            "ShardedStateDictConfig": (
+                lambda: FSDP.set_state_dict_type(model, full_state, ShardedStateDictConfig())
+            ),
+            "Expected one kind of state dicts in all wrappers of Sequential, got 2 kinds: ": (
+                lambda: FSDP.get_state_dict_type(model)
+            ),
             "Expected one kind of state dicts in all wrappers of Linear, got no wrapper; call "
-            "set_state_dict_type on a module with wrappers, and on all of it"
-        )
-
-
-def test_optimizers_that_do_not_fit() -> None:
-    with fake_ranks(2):
-        model = FSDP(nn.Linear(2, 2), device_id="cpu")
-        other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-        assert raised(lambda: FSDP.optim_state_dict(model, other)) == (
+            "set_state_dict_type on a module with wrappers, and on all of it": (
+                lambda: FSDP.get_state_dict_type(nn.Linear(1, 1))
+            ),
             "Expected an optimizer of the parameters of FullyShardedDataParallel, got one of "
-            "another parameter of shape [3]"
-        )
-        own = torch.optim.SGD(model.parameters())
-        states: dict[str, Any] = {"state": {"gain": {}, "weight": {}}, "param_groups": []}
-        assert raised(lambda: FSDP.optim_state_dict_to_load(model, own, states)) == (
-            "Expected states of parameters that the optimizer has, got some of ['gain']"
-        )
-        for groups, has in (([], []), ([{"params": ["other"]}], [["other"]])):
-            unnamed = {"state": {}, "param_groups": groups}
-            assert raised(lambda s=unnamed: FSDP.optim_state_dict_to_load(model, own, s)) == (
-                "Expected param_groups of which one has 'weight', as optim_state_dict returns "
-                f"them, got groups of {has}"
-            )
-        FSDP.set_state_dict_type(
-            model,
-            StateDictType.FULL_STATE_DICT,
-            optim_state_dict_config=FullOptimStateDictConfig(rank0_only=True),
-        )
-        assert raised(lambda: FSDP.optim_state_dict_to_load(model, own, states)) == (
+            "another parameter of shape [3]": lambda: FSDP.optim_state_dict(two, other),
+            "Expected states of parameters that the optimizer has, got some of ['gain']": (
+                load({"gain": {}, "weight": {}})
+            ),
+            "Expected param_groups of which one has 'weight', as optim_state_dict returns them, "
+            "got groups of []": load({}),
+            "Expected param_groups of which one has 'weight', as optim_state_dict returns them, "
+            "got groups of [['other']]": load({}, {"params": ["other"]}),
             "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
-            "every rank and set it to False"
-        )
+            "every rank and set it to False": load_on_first,
+        }
+        for text, call in cases.items():
+            got = raised(call)
+            assert got.startswith(text) if text.endswith(": ") else got == text
 
 
 @on_ranks(2)

@@ -171,29 +171,22 @@ def test_axes_may_be_named_by_the_class_of_torch() -> None:
         assert model.weight.to_local().shape == (4, 8)
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-    encode = forward
+class Encoder(nn.Linear):
+    encode = nn.Linear.forward
 
 
 def test_modules_that_torch_has_sharded_stay_with_torch() -> None:
     with fake_ranks(2):
-        theirs = [of_torch["fully_shard"](Encoder()) for _ in range(2)]
+        theirs = [of_torch["fully_shard"](Encoder(4, 4)) for _ in range(2)]
         with install():
             assert all(isinstance(module, fsdp.FSDPModule) for module in theirs)
             fsdp.register_fsdp_forward_method(theirs[0], "encode")
             assert theirs[0].encode(torch.ones(1, 4)).shape == (1, 4)  # gathered by torch
             fsdp.share_comm_ctx(theirs)
-            ours = fsdp.fully_shard(Encoder())
+            ours = fsdp.fully_shard(Encoder(4, 4))
             fsdp.register_fsdp_forward_method(ours, "encode")
             assert ours.encode(torch.ones(1, 4)).shape == (1, 4)
-            fsdp.share_comm_ctx([ours, fsdp.fully_shard(Encoder())])
+            fsdp.share_comm_ctx([ours, fsdp.fully_shard(Encoder(4, 4))])
     assert isinstance(ours, composable_shard.FSDPModule)
     assert not isinstance(theirs[0], composable_shard.FSDPModule)
 

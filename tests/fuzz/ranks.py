@@ -20,7 +20,6 @@ from composable_shard import (
     clip_grad_norm_,
     fully_shard,
 )
-from composable_shard.insight.events import record_events
 
 from .model import Block, Leaf, Model, Nest, build
 from .oracle import alone_loss, batch, edit_all, failing, make_optimizer, owner
@@ -67,23 +66,6 @@ def run_case(case: Case) -> list[Seen]:
     if case.checks_growth:
         seen[-1] = seen[-1]._replace(num_tensors=sharded.num_tensors())
     return seen
-
-
-def what_is_launched(case: Case) -> list[str]:
-    """Return which collectives this rank launches, step by step."""
-    launched: list[str] = []
-    sharded = Sharded(case)
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    with record_events(sharded.model, *kinds) as events:
-        for num_op, op in enumerate(case.ops):
-            if op.name not in ("save", "restore", "clip"):  # collectives of torch's own
-                sharded.do(num_op, op)
-            launched += [f"step {num_op} {kind} {name or 'root'}" for kind, name in events]
-            events.clear()
-        if case.checks_growth:
-            sharded.num_tensors()
-            launched += [f"later {kind} {name or 'root'}" for kind, name in events]
-    return launched
 
 
 class Sharded:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint.meshes import CASES, Net
-from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import (
@@ -26,7 +25,7 @@ from composable_shard import (
 )
 from composable_shard.optim import flat
 from composable_shard.testing import run_ranks, run_threads
-from loading.kinds import Tied, differences, in_turns
+from loading.kinds import Tied, differences
 
 
 def assert_put_together(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
@@ -58,16 +57,6 @@ def check_placement(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_shards_of_all_ranks_are_the_model(name: str) -> None:
     run_ranks(check_placement, CASES[name].num_ranks, name)
-
-
-@on_ranks(4)
-def test_rows_that_are_no_neighbours_come_in_several_boxes() -> None:
-    torch.manual_seed(1)
-    wanted = {name: torch.randn(13, 7) for name in ("runs", "both", "nested")}
-    model, counts = in_turns((2, 2)), [0] * 4
-    assert_put_together(model, wanted)
-    dist.all_gather_object(counts, sum(one.name == "runs" for one in local_shards(model)))
-    assert max(counts) == 2
 
 
 def test_shards_lie_in_the_memory_of_the_model_and_what_is_tied_comes_once() -> None:

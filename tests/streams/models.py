@@ -228,21 +228,6 @@ def first_both_then_one(model: Any, device: SimulatedDevice, step: int) -> Itera
 
 
 @contextlib.contextmanager
-def kept_and_gathered_beside(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
-    """Gather on another stream into memory that is kept for two iterations, then free it."""
-    stream = _streams(device)[0]
-    if step % 3 == 0:
-        model.set_keep_unsharded_storage(True)
-        stream.wait_stream(device.current)
-        with stream:
-            model[2].unshard()
-    yield
-    if step % 3 == 2:
-        model.set_keep_unsharded_storage(False)
-        _work_on(stream)
-
-
-@contextlib.contextmanager
 def kept_and_gathered_without_waiting(
     model: Any, device: SimulatedDevice, step: int
 ) -> Iterator[None]:
@@ -442,7 +427,6 @@ PROGRAMS: dict[str, Training] = {
     "gathered beside": Training(around=gathered_beside),
     "gathered beside, bf16": Training(around=gathered_beside, options=LOW_OPTIONS),
     "gathered beside, one shard": Training(shards=1, around=gathered_beside, options=LOW_OPTIONS),
-    "kept, gathered beside": Training(around=kept_and_gathered_beside),
     "kept, gathered without waiting": Training(
         around=kept_and_gathered_without_waiting, accumulates=True
     ),
