@@ -84,9 +84,6 @@ def run(
         if found:
             kind = found[0].split(":")[0]
             return Find(kind, f"after step {num_op} ({op.name}):\n" + "\n".join(found))
-    for rank, last in enumerate(ranks_seen[-1] for ranks_seen in everywhere):
-        if last.num_tensors and last.num_tensors[-1] > last.num_tensors[0]:
-            return Find("growth", f"rank {rank} has had {last.num_tensors} tensors")
     return None
 
 

@@ -27,7 +27,7 @@ FEATURES = REACH | {
     *("offload", "precision", "hybrid", "dims", "low"),  # several dtypes in a group
     *("live", "start", "inplace"),  # parameters asked of the model at each step
     *("wire", "alone"),  # parameters that travel as two tensors; forwards of one part
-    *("registered", "growth"),  # checks: of the form between steps; that no tensors are left
+    "registered",  # a check: outside of compute the sharded parameters are registered
 }
 FAMILIES = {"all": FEATURES, "reach": REACH, "alike": FEATURES - {"off", "unused"}}
 """What may be drawn: everything, what decides whom a loss reaches, what all ranks do alike."""
@@ -87,7 +87,6 @@ class Generator:
             live=self.has("live", 0.3),
             start=pick(["double", "assign", "empty"]) if self.has("start", 0.15) else "",
             checks_registered="registered" in self.features,
-            checks_growth=self.has("growth", 0.2),
         )
         if case.start in ("assign", "empty"):  # which untie, as torch does
             untied = tuple(map(_untied, case.blocks))

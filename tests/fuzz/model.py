@@ -146,10 +146,7 @@ KINDS: dict[str, tuple[Shapes, Callable[[Any, Tensor, Tensor, Plan], Tensor]]] =
     ),
     "scalar": (((),), lambda b, x, *_: (x * b.p0).tanh()),
     "batched": (((3, W, W),), lambda b, x, *_: torch.einsum("bw,ewv->bv", x, b.p0) / 3),
-    "rows": (
-        ((1,), (7, W)),
-        lambda b, x, *_: x * b.p0.sin().sum() + x @ b.p1.T @ b.p1 / 4,
-    ),
+    "rows": (((1,), (7, W)), lambda b, x, *_: x * b.p0.sin().sum() + x @ b.p1.T @ b.p1 / 4),
     "many": (((W, W), (3,), (), (5, 2)), _many),
     "cached": (((W, W), (W, W)), _cached),
     "inner": (SQUARE, _inner),

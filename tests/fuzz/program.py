@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from .model import Block, Call
@@ -48,7 +48,6 @@ class Case:
         start: What happens between sharding and training: "double" (made in float32), "assign",
             "empty" (made on the meta device).
         checks_registered: Whether the sharded parameters have to be registered between steps.
-        checks_growth: Whether the last step that trains is repeated, and tensors are counted.
     """
 
     seed: int
@@ -65,7 +64,6 @@ class Case:
     live: bool = False
     start: str = ""
     checks_registered: bool = False
-    checks_growth: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -97,3 +95,44 @@ class Find:
 
     kind: str
     text: str = field(compare=False)
+
+
+KEPT = ("seed", "name", "names")
+
+
+def shrunk(case: Case, fails: Callable[[Case], bool], max_runs: int) -> Case:
+    """Return a case that still fails and of which nothing more can be left out."""
+    runs = 0
+    again = True
+    while again:
+        again = False
+        for smaller in simpler(case):
+            if runs >= max_runs:
+                return case
+            runs += 1
+            if fails(smaller):
+                case, again = smaller, True
+                break
+    return case
+
+
+def simpler(value: Any) -> Iterator[Any]:
+    """Yield values with one part less, or with one part as it is by default, or simpler."""
+    if is_dataclass(value):
+        for one in fields(value):
+            own = getattr(value, one.name)
+            if one.name in KEPT or own == one.default:
+                continue
+            if one.default is not MISSING:
+                yield replace(value, **{one.name: one.default})
+            for less in simpler(own):
+                yield replace(value, **{one.name: less})
+    elif isinstance(value, frozenset):
+        for one in sorted(value):
+            yield value - {one}
+    elif isinstance(value, tuple):
+        for place in range(len(value)) if len(value) > 1 else ():
+            yield value[:place] + value[place + 1 :]
+        for place, one in enumerate(value):
+            for less in simpler(one):
+                yield (*value[:place], less, *value[place + 1 :])

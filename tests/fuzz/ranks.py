@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import types
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -42,7 +41,6 @@ class Seen(NamedTuple):
     params: dict[str, Held]
     grads: dict[str, Held | None]
     registered: dict[str, bool]
-    num_tensors: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=8)
@@ -63,8 +61,6 @@ def run_case(case: Case) -> list[Seen]:
             error.add_note(f"in step {num_op}: {op.name}")
             raise
         seen.append(sharded.seen())
-    if case.checks_growth:
-        seen[-1] = seen[-1]._replace(num_tensors=sharded.num_tensors())
     return seen
 
 
@@ -155,17 +151,6 @@ class Sharded:
         loss.backward()
         self.heard = [loss.item()]
         self.is_synced = True
-
-    def num_tensors(self) -> tuple[int, ...]:
-        """Count tensors after each of some more steps, of which the first may still add some."""
-        train = next((op for op in reversed(self.case.ops) if op.name == "train"), None)
-        counts = []
-        for _ in range(5 if train else 0):
-            self.train(train)
-            self.model.zero_grad()
-            gc.collect()
-            counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
-        return tuple(counts[2:])
 
     def sync(self, op: Op) -> None:
         self.model.synchronize_gradients()

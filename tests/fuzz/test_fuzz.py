@@ -9,7 +9,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -20,9 +20,8 @@ from fuzz.compare import run
 from fuzz.generate import FAMILIES, generate
 from fuzz.model import Block, Call
 from fuzz.oracle import Invalid
-from fuzz.program import Case, Op, shown
+from fuzz.program import Case, Op, shown, shrunk
 from fuzz.ranks import Seen, Sharded, run_case
-from fuzz.shrink import shrunk
 
 TIMES = int(os.environ.get("PARITY_EXAMPLES", "1"))
 # The same cases in every short run, others in every long one.
@@ -70,9 +69,6 @@ STEPS = (Op("optimize"), Op("train", (Call(),)), Op("step"), Op("train", (Call()
 PLAIN = Case(1, (Block("a", "mlp"), Block("b", "many")), STEPS, own="before")
 
 
-KEPT: list[torch.Tensor] = []
-
-
 def _gather_once_more(sharded: Sharded) -> None:
     if sharded.rank:
         sharded.model.unshard()
@@ -87,7 +83,6 @@ FAULTS: dict[str, tuple[str, Callable[[Sharded], object]]] = {
     "grad": ("train", _scale_a_gradient),
     "grad kind": ("train", lambda s: setattr(s.held["before"], "grad", None)),
     "param": ("step", lambda s: s.held["before"].data.to_local().mul_(1 + s.rank)),
-    "growth": ("train", lambda s: KEPT.append(torch.ones(1))),
     "CommunicationError": ("step", _gather_once_more),
     "hang": ("step", lambda s: dist.barrier() if s.rank else None),
 }
@@ -116,9 +111,8 @@ class Following:
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", FAULTS)
 def test_planted_faults_are_found(kind: str) -> None:
-    case = replace(PLAIN, checks_growth=kind == "growth")
-    assert run(case) is None
-    find = run(case, 5.0 if kind == "hang" else 60.0, Following(kind))
+    assert run(PLAIN) is None
+    find = run(PLAIN, 5.0 if kind == "hang" else 60.0, Following(kind))
     assert find is not None and find.kind.partition(" Rank ")[0] == kind
 
 
