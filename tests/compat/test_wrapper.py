@@ -144,20 +144,17 @@ def test_strategies_free_what_they_say_and_hints_change_nothing() -> None:
 
 
 def test_names_are_those_of_the_plain_model() -> None:
+    def names(module: nn.Module) -> list[list[str]]:
+        kinds = (module.named_parameters, module.named_buffers)
+        found: list[Any] = [of(remove_duplicate=d) for of in kinds for d in (False, True)]
+        found += [module.named_modules(), module.named_parameters(prefix="m", recurse=True)]
+        return [[name for name, _ in pairs] for pairs in found]
+
     with fake_ranks(2):
         plain, reference = two_of(transformer(add_bn=True))
         model = FSDP(plain, auto_wrap_policy=always_wrap_policy, device_id="cpu")
-        around, plain_around = nn.Sequential(model), nn.Sequential(reference)
-        for ours, theirs in ((model, reference), (around, plain_around)):
-            for named in ("named_parameters", "named_buffers"):
-                for duplicates in (False, True):
-                    assert [n for n, _ in getattr(ours, named)(remove_duplicate=duplicates)] == [
-                        n for n, _ in getattr(theirs, named)(remove_duplicate=duplicates)
-                    ]
-            assert list(dict(ours.named_modules())) == list(dict(theirs.named_modules()))
-        assert [n for n, _ in around.named_parameters(prefix="m", recurse=True)] == [
-            n for n, _ in plain_around.named_parameters(prefix="m", recurse=True)
-        ]
+        assert names(model) == names(reference)
+        assert names(nn.Sequential(model)) == names(nn.Sequential(reference))
 
 
 def test_attributes_and_items_are_those_of_the_wrapped_module() -> None:
@@ -450,11 +447,8 @@ def test_message(text: str) -> None:
 # All or nothing ----------------------------------------------------------------------------------
 
 
-class Final(nn.Sequential):
-    """A class of which no other is made."""
-
-    def __init_subclass__(cls) -> None:
-        raise TypeError("no class may be made of Final")
+def four() -> nn.Module:
+    return nn.Linear(4, 4)
 
 
 def last_gets(**arguments: Any) -> CustomPolicy:
@@ -468,29 +462,22 @@ NO_RESET = (
     "Expected Nothing on the meta device to have reset_parameters(), got none; pass param_init_fn"
 )
 OFFLOAD = "Expected cpu_offload to be a composable_shard.compat.fsdp1.policies.CPUOffload, got "
-NO_CLASS = "no class may be made of Final"
-LINEAR = ModuleWrapPolicy({nn.Linear})
-REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
-    (nn.Linear, {"auto_wrap_policy": last_gets(strategy="full")}, "got an unexpected keyword arg"),
-    (nn.Linear, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}builtins.bool"),
-    (nn.Linear, {"auto_wrap_policy": 3}, "Expected auto_wrap_policy to be a function, a "),
-    (Final, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear, Final})}, NO_CLASS),
-    (Final, {"auto_wrap_policy": LINEAR}, NO_CLASS),
-    (Nothing, {"auto_wrap_policy": LINEAR}, NO_RESET),
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (four, {"auto_wrap_policy": last_gets(strategy="full")}, "got an unexpected keyword arg"),
+    (four, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}builtins.bool"),
+    (four, {"auto_wrap_policy": 3}, "Expected auto_wrap_policy to be a function, a "),
+    (Nothing, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}, NO_RESET),
 ]
 
 
-@pytest.mark.parametrize(("kind", "kwargs", "text"), REFUSED)
-def test_what_is_refused_leaves_all_as_it_was(kind: Any, kwargs: dict[str, Any], text: str) -> None:
-    made = {nn.Linear: lambda: nn.Linear(4, 4), Final: lambda: Final(nn.Linear(4, 4))}
+@pytest.mark.parametrize(("last", "kwargs", "text"), REFUSED)
+def test_what_is_refused_leaves_all_as_it_was(last: Any, kwargs: dict[str, Any], text: str) -> None:
     with fake_ranks(2):
-        model = nn.Sequential(nn.Linear(3, 4, device="meta"), made.get(kind, kind)())
+        model = nn.Sequential(nn.Linear(3, 4, device="meta"), last())
         parts = [(part, type(part)) for part in model.modules()]
         params = list(model.named_parameters())
-        is_root = kind is Final and kwargs["auto_wrap_policy"] is LINEAR
         with pytest.raises((TypeError, ValueError, MaterializationError)) as caught:
-            arguments = {"auto_wrap_policy": always_wrap_policy, "device_id": "cpu", **kwargs}
-            FSDP(model[1] if is_root else model, **arguments)
+            FSDP(model, **{"device_id": "cpu", **kwargs})
         assert str(caught.value).startswith(text)
         assert [(part, type(part)) for part in model.modules()] == parts
         left = model.named_parameters()

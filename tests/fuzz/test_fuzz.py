@@ -41,7 +41,7 @@ def first_find(family: str, count: int, *, without: set[str]) -> str:
             continue
         ran += 1
         if find is not None:
-            smaller = shrunk(case, functools.partial(fails_so, find.kind), max_runs=50)
+            smaller = shrunk(case, functools.partial(fails_so, find.kind), max_runs=30)
             return f"seed {seed} of {family}, {find.kind}\n{shown(smaller)}\n{find.text}"
     assert ran > count / 2
     return ""
@@ -49,7 +49,7 @@ def first_find(family: str, count: int, *, without: set[str]) -> str:
 
 def fails_so(kind: str, case: Case) -> bool:
     try:
-        find = run(case)
+        find = run(case, timeout=5.0)
     except (Invalid, LookupError, StopIteration):  # steps name parts that were left out
         return False
     return find is not None and find.kind == kind
