@@ -61,23 +61,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def source(sharder: Callable[..., Any] | None, make: str, columns: int = 6) -> Any:
-    """Return a model that was trained for two steps, and its optimizers."""
-    torch.manual_seed(1)
+def made(seed: int, make: str = "groups", columns: int = 6, sharder: Any = fully_shard) -> Any:
+    """Return a model, whole if there is no sharder, and optimizers that have not stepped."""
+    torch.manual_seed(seed)
     model = Model(columns)
-    model.epochs = 4
     if sharder is not None:
         shard(model, sharder)
-    optimizers = OPTIMIZERS[make](model)
+    return model, OPTIMIZERS[make](model)
+
+
+def source(sharder: Callable[..., Any] | None, make: str, columns: int = 6) -> Any:
+    """Return a model that was trained for two steps, and its optimizers."""
+    model, optimizers = made(1, make, columns, sharder)
+    model.epochs = 4
     train(model, optimizers, 0, 2)
     return model, optimizers
-
-
-def other(sharder: Callable[..., Any], make: str, columns: int = 6) -> Any:
-    """Return a model of other values, and optimizers that have not stepped."""
-    torch.manual_seed(2)
-    model = shard(Model(columns), sharder)
-    return model, OPTIMIZERS[make](model)
 
 
 def heard(state: Any, options: dict[str, Any]) -> Any:
@@ -98,7 +96,7 @@ def restore(make: str, options: dict[str, Any], columns: int) -> Any:
             ),
         )
         model_state, optimizer_state = (heard(state, options) for state in states)
-        model, optimizers = other(fully_shard, make, columns)
+        model, optimizers = made(2, make, columns)
         # torch cannot load a flat full state when it is told that it is flat; it sees that itself
         told = {key: on for key, on in options.items() if "flat" not in key}
         chosen = StateDictOptions(**told)
@@ -227,14 +225,6 @@ def test_options_of_getting(options: dict[str, Any]) -> None:
 SAVE_AFTER, STOP_AFTER = 2, 4
 
 
-def new(seed: int, columns: int, sharded: bool = True) -> tuple[nn.Module, Any]:
-    torch.manual_seed(seed)
-    model = Model(columns)
-    if sharded:
-        shard(model)
-    return model, OPTIMIZERS["groups"](model)
-
-
 def states(model: nn.Module, optimizers: list[Optimizer]) -> State:
     """Return what is saved, in a form whose optimizer part has no lists to be cut in files."""
     return {
@@ -246,7 +236,7 @@ def states(model: nn.Module, optimizers: list[Optimizer]) -> State:
 
 def save(folder: Path, columns: int) -> State:
     """Train, save, and return what was saved and what training came to."""
-    model, optimizers = new(0, columns)
+    model, optimizers = made(0, columns=columns)
     train(model, optimizers, 0, SAVE_AFTER)
     saved = states(model, optimizers)
     assert all(isinstance(t, DTensor) for n, t in model.named_parameters())
@@ -256,7 +246,7 @@ def save(folder: Path, columns: int) -> State:
 
 def uninterrupted(columns: int) -> tuple[State, State]:
     """States of the unsharded model: when it is saved, and at the end."""
-    model, optimizers = new(0, columns, sharded=False)
+    model, optimizers = made(0, columns=columns, sharder=None)
     train(model, optimizers, 0, SAVE_AFTER)
     saved = plain_values(states(model, optimizers))
     train(model, optimizers, SAVE_AFTER, STOP_AFTER)
@@ -265,7 +255,7 @@ def uninterrupted(columns: int) -> tuple[State, State]:
 
 def resume(folder: Path, columns: int) -> tuple[State, State]:
     """Return the state as loaded, and as trained on."""
-    model, optimizers = new(9, columns)
+    model, optimizers = made(9, columns=columns)
     model_state, optimizer_state = get_state_dict(model, optimizers)
     read = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     dcp.load(read, checkpoint_id=folder)
@@ -302,26 +292,22 @@ def test_checkpoints_are_those_of_torch(tmp_path: Path) -> None:
     _, expected = uninterrupted(6)
     for writer, reader in ((torch_fully_shard, fully_shard), (fully_shard, torch_fully_shard)):
         place = tmp_path / writer.__module__
-        made = []
-        for seed, sharder in enumerate((writer, reader)):
-            torch.manual_seed(seed)
-            model = shard(Model(), sharder)
-            made.append((model, OPTIMIZERS["groups"](model)))
-        train(*made[0], 0, SAVE_AFTER)
-        dcp.save(states(*made[0]), checkpoint_id=place)
-        read = states(*made[1])
+        source_pair, pair = made(0, sharder=writer), made(1, sharder=reader)
+        train(*source_pair, 0, SAVE_AFTER)
+        dcp.save(states(*source_pair), checkpoint_id=place)
+        read = states(*pair)
         dcp.load(read, checkpoint_id=place)
-        set_model_state_dict(made[1][0], read["model"])
-        set_optimizer_state_dict(*made[1], read["optimizer"])
+        set_model_state_dict(pair[0], read["model"])
+        set_optimizer_state_dict(*pair, read["optimizer"])
         plain = shard(Model(), reader)
-        plain.load_state_dict(made[0][0].state_dict())  # shards are the same, so they fit
-        assert_equal(plain.state_dict(), made[0][0].state_dict())
-        train(*made[1], SAVE_AFTER, STOP_AFTER)
-        assert_equal(plain_values(states(*made[1])), expected)
+        plain.load_state_dict(source_pair[0].state_dict())  # shards are the same, so they fit
+        assert_equal(plain.state_dict(), source_pair[0].state_dict())
+        train(*pair, SAVE_AFTER, STOP_AFTER)
+        assert_equal(plain_values(states(*pair)), expected)
 
 
 def saved_beside_training(folder: Path, stager: str) -> State:
-    model, optimizers = new(0, 7)
+    model, optimizers = made(0, columns=7)
     train(model, optimizers, 0, 1)
     state = {"model": model.state_dict(), "optimizer": get_state_dict(model, optimizers)[1]}
     before = plain_values(state)

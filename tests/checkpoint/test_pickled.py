@@ -310,11 +310,6 @@ def test_the_bytes_are_those_of_the_shards() -> None:
             sizes.append(len(pickle.dumps(fully_shard(nn.Linear(512, 512)))))
     assert sizes[0] > 512 * 512 * 4
     assert sizes[1] < 512 * 512 * 4 / 3
-    with fake_ranks(2):
-        with torch.device("meta"):
-            model = sharded_model()
-        other = again(model).to_empty(device="cpu")
-        assert other(batch(0)).shape == (4, 4)
 
 
 # State dicts as things ----------------------------------------------------------------------------

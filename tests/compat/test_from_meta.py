@@ -5,7 +5,6 @@ The oracles are FullyShardedDataParallel of torch and the model that was never o
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -218,24 +217,3 @@ def test_tied_parameters(kinds: set[type[nn.Module]], how: str) -> None:
         either(torch.tensor([1, dist.get_rank()])).sum().backward()
     average_gradients(reference)
     assert_same_gradients(model, reference)
-
-
-class Tables(nn.Sequential):
-    """Two layers that share a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(Layer(2, 2), Layer(2, 2))
-        for layer in self:
-            layer.register_buffer("table", torch.zeros(3) if layer is self[0] else self[0].table)
-
-
-@on_ranks(2)
-def test_tied_buffers_and_what_is_tied_is_let_go() -> None:
-    for kinds in (set(), {Layer}):
-        plain = on_meta(Tables)
-        before = set(map(weakref.ref, plain.parameters()))
-        FSDP(plain, auto_wrap_policy=ModuleWrapPolicy(kinds) if kinds else None, device_id=CPU)
-        first, second = (_inside(module).table for module in plain)
-        assert first is second
-        assert first.tolist() == [2, 2.125, 2.25]
-        assert [one for one in before if one() is not None] == []

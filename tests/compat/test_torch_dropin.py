@@ -121,17 +121,6 @@ def test_policies_mean_what_they_meant() -> None:
     assert all(param.offload == composable_shard.CPUOffloadPolicy(False) for param in group.params)
 
 
-def test_an_omitted_reduce_dtype_means_what_it_means_to_the_torch_that_is_installed() -> None:
-    with fake_ranks(2), install():
-        model = fsdp.fully_shard(nn.Linear(4, 4), mp_policy=fsdp.MixedPrecisionPolicy(BF16))
-        ours = fsdp.fully_shard(
-            nn.Linear(4, 4), mp_policy=composable_shard.MixedPrecisionPolicy(BF16)
-        )
-    for module, dtype in ((model, None if FOLLOWS_GRADIENTS else BF16), (ours, None)):
-        group = group_of(module)
-        assert group is not None and group.policy.reduce_dtype == dtype
-
-
 @needs_new_reduce_dtype
 def test_an_override_of_torchs_policy_is_understood() -> None:
     with fake_ranks(2), install():

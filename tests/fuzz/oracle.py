@@ -45,7 +45,41 @@ def make_optimizer(case: Case, params: Any) -> torch.optim.Optimizer:
 Grads = dict[str, torch.Tensor]
 
 
-class Oracle:
+class Follower:
+    """What the oracle and a rank do alike."""
+
+    case: Case
+    num_op: int
+    heard: Any
+    optimizer: torch.optim.Optimizer | None = None
+
+    def params(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def do(self, num_op: int, op: Op) -> None:
+        self.num_op = num_op
+        self.heard = None
+        getattr(self, op.name)(op)
+
+    def optimize(self, op: Op) -> None:
+        self.optimizer = make_optimizer(self.case, self.params().values())
+
+    def freeze(self, op: Op) -> None:
+        for name, param in self.params().items():
+            if owner(name) in op.names:
+                param.requires_grad_(op.flag)
+
+    @torch.no_grad()
+    def edit(self, op: Op) -> None:
+        params = list(self.params().values())
+        if op.how == "foreach":
+            torch._foreach_mul_(params, 0.9)
+            return
+        for param in params:
+            param.clamp_(-0.4, 0.4) if op.how == "clamp" else param.mul_(0.9)
+
+
+class Oracle(Follower):
     """Follows a program unsharded.
 
     Attributes:
@@ -65,15 +99,9 @@ class Oracle:
         self.waiting: list[Grads] = [{} for _ in self.ranks]
         self.reduced: Grads = {}
         self.is_synced = True
-        self.optimizer: torch.optim.Optimizer | None = None
         self.teacher: Model | None = None
         self.saved: dict[str, torch.Tensor] | None = None
         self.heard: Any = None
-
-    def do(self, num_op: int, op: Op) -> None:
-        self.num_op = num_op
-        self.heard = None
-        getattr(self, op.name)(op)
 
     def params(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
@@ -203,9 +231,6 @@ class Oracle:
             for grads in (self.reduced, *self.waiting):
                 grads.pop(name, None)
 
-    def optimize(self, op: Op) -> None:
-        self.optimizer = make_optimizer(self.case, self.model.parameters())
-
     def step(self, op: Op) -> None:
         if self.optimizer is None:
             return
@@ -224,14 +249,6 @@ class Oracle:
         factor = min(1.0, 0.1 / (norm + 1e-6))
         self.reduced = {name: grad * factor for name, grad in self.reduced.items()}
         self.heard = [[norm] for _ in self.ranks]
-
-    def freeze(self, op: Op) -> None:
-        for name, param in self.params().items():
-            if owner(name) in op.names:
-                param.requires_grad_(op.flag)
-
-    def edit(self, op: Op) -> None:
-        edit_all(list(self.model.parameters()), op.how)
 
     @torch.no_grad()
     def save(self, op: Op) -> None:
@@ -261,15 +278,6 @@ class Oracle:
         """What is about shards alone."""
 
     unshard = reshard = set_reshard = set_keep = prefetch = double = nothing
-
-
-@torch.no_grad()
-def edit_all(params: list[torch.Tensor], how: str) -> None:
-    if how == "foreach":
-        torch._foreach_mul_(params, 0.9)
-        return
-    for param in params:
-        param.clamp_(-0.4, 0.4) if how == "clamp" else param.mul_(0.9)
 
 
 def owner(name: str) -> str:

@@ -21,7 +21,7 @@ from composable_shard import (
 )
 
 from .model import Block, Leaf, Model, Nest, build
-from .oracle import alone_loss, batch, edit_all, failing, make_optimizer, owner
+from .oracle import Follower, alone_loss, batch, failing, owner
 from .program import Case, Op
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "": None}
@@ -64,7 +64,7 @@ def run_case(case: Case) -> list[Seen]:
     return seen
 
 
-class Sharded:
+class Sharded(Follower):
     """Follows a program with the sharded model, on one rank."""
 
     def __init__(self, case: Case) -> None:
@@ -89,16 +89,10 @@ class Sharded:
             self.model.load_state_dict(full, strict=False)
         travel_as_two(self.model)
         self.held = dict(self.model.named_parameters())
-        self.optimizer: torch.optim.Optimizer | None = None
         self.teacher: Any = None
         self.saved: dict[str, torch.Tensor] = {}
         self.is_synced = True
         self.heard: Any = None
-
-    def do(self, num_op: int, op: Op) -> None:
-        self.num_op = num_op
-        self.heard = None
-        getattr(self, op.name)(op)
 
     def params(self) -> dict[str, Any]:
         return dict(self.model.named_parameters()) if self.case.live else self.held
@@ -193,9 +187,6 @@ class Sharded:
             if owner(name) in op.names:
                 param.grad = None
 
-    def optimize(self, op: Op) -> None:
-        self.optimizer = make_optimizer(self.case, self.params().values())
-
     def step(self, op: Op) -> None:
         if self.optimizer is None:
             return
@@ -209,14 +200,6 @@ class Sharded:
         params = list(self.params().values())
         norm = clip_grad_norm_(params, 0.1) if op.how else self.model.clip_grad_norm_(0.1)
         self.heard = [norm.item()]
-
-    def freeze(self, op: Op) -> None:
-        for name, param in self.params().items():
-            if owner(name) in op.names:
-                param.requires_grad_(op.flag)
-
-    def edit(self, op: Op) -> None:
-        edit_all(list(self.params().values()), op.how)
 
     @torch.no_grad()
     def save(self, op: Op) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from train.moved import memory, return_unused
 
-from composable_shard import fully_shard, iter_full, load_sharded, save_full
+from composable_shard import fully_shard, load_sharded, save_full
 from composable_shard._torch import poisoned_memory
 from composable_shard.testing import run_ranks
 from composable_shard.train.weights import save
@@ -62,14 +62,6 @@ def growth_while_loading(file: Path, dim: int, sends: bool) -> int:
     return found[0]
 
 
-def held_while_streaming(dim: int, rank0_only: bool) -> int:
-    model = build(False, dim)
-    with held() as most:
-        for _, full in iter_full(model, bucket_bytes=TENSOR_NBYTES, rank0_only=rank0_only):
-            del full
-    return most[0]
-
-
 def held_while_saving(folder: Path, limit: int) -> int:
     model = build(False, dim=1)
     with mock.patch.object(save, "BUCKET_NBYTES", TENSOR_NBYTES), held() as most:
@@ -91,15 +83,6 @@ def test_memory_grows_by_the_shard_and_one_tensor_at_most(
     grown = run_ranks(growth_while_loading, 2, file, dim, sends)
     assert min(grown) > shard - SLACK_NBYTES, grown  # or this would measure nothing
     assert max(grown) < shard + TENSOR_NBYTES + SLACK_NBYTES, grown
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_what_a_stream_makes(dim: int) -> None:
-    """Each tensor is a bucket; one that is cut in columns is sent and received beside its place."""
-    both = TENSOR_NBYTES * (5 if dim else 4) // 2
-    sent = TENSOR_NBYTES // 2 if dim else 0
-    assert run_ranks(held_while_streaming, 2, dim, False) == [both, both]
-    assert run_ranks(held_while_streaming, 2, dim, True) == [both, sent]
 
 
 def test_saving_holds_a_bucket_and_not_a_file(tmp_path: Path) -> None:

@@ -312,9 +312,6 @@ DIFFERENT: dict[tuple[str, str, str], Callable[[int, Path], object]] = {
     ("iter_full", ITER.format("None"), ITER.format("torch.bfloat16")): (
         lambda rank, _: list(iter_full(linear(), dtype=(None, torch.bfloat16)[rank]))
     ),
-    ("save_full", SAVE.format(f"{FOLDER}no "), SAVE.format(FOLDER)): (
-        lambda rank, whole: save_full(linear(), whole.parent / "x", rename=(None, str)[rank])
-    ),
     ("save_full", SAVE.format(f"{FOLDER}no "), SAVE.format("file, no ")): (
         lambda rank, whole: save_full(linear(), whole.parent / ("x", "x.safetensors")[rank])
     ),
