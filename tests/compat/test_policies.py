@@ -99,27 +99,14 @@ def test_policies_choose_what_those_of_torch_choose(name: str) -> None:
 
 
 def test_arguments_of_a_custom_policy_replace_those_of_the_root() -> None:
-    low = ours.MixedPrecision()
-
-    def choose_layers(module: nn.Module) -> Any:
-        if isinstance(module, nn.Embedding):
-            return {
-                "sharding_strategy": ours.ShardingStrategy.SHARD_GRAD_OP,
-                "mixed_precision": low,
-            }
-        return isinstance(module, Layer)
-
+    own = {"sharding_strategy": ours.ShardingStrategy.SHARD_GRAD_OP}
+    policy = ours.CustomPolicy(
+        lambda module: own if isinstance(module, nn.Embedding) else isinstance(module, Layer)
+    )
     with fake_ranks(2):
-        model = ours.FullyShardedDataParallel(
-            Model(), auto_wrap_policy=ours.CustomPolicy(choose_layers), device_id="cpu"
-        )
-    root, embed, *layers = ours.FullyShardedDataParallel.fsdp_modules(model)
-    assert [wrapper.sharding_strategy.name for wrapper in (root, embed, *layers)] == [
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        *["FULL_SHARD"] * 3,
-    ]
-    assert embed.mixed_precision is low
+        model = ours.FullyShardedDataParallel(Model(), auto_wrap_policy=policy, device_id="cpu")
+    found = [wrapper.sharding_strategy.name for wrapper in model.fsdp_modules(model)]
+    assert found == ["FULL_SHARD", "SHARD_GRAD_OP", *["FULL_SHARD"] * 3]
 
 
 def test_a_module_at_several_places_is_wrapped_once_and_what_is_ignored_or_wrapped_is_not() -> None:

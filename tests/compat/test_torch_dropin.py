@@ -132,30 +132,23 @@ def test_an_override_of_torchs_policy_is_understood() -> None:
     assert [param.compute_dtype for param in group.params] == [BF16, FP32]
 
 
-@needs_newer_torch("no class for the result of a placement function")
-def test_a_placement_may_be_the_result_of_torch() -> None:
+@needs_newer_torch("no class for the result of a placement function, or the names of axes")
+def test_placements_and_axes_may_be_said_by_classes_of_torch() -> None:
     common = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
     with fake_ranks(4), install():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-        of_expert = common.FSDPMeshInfo(mesh["ep"], shard_mesh_dim=0)
-
-        def place(param: nn.Parameter) -> Any:
-            if param.ndim == 2:
-                return common.ShardPlacementResult(placement=Shard(1), mesh_info=of_expert)
-            return None
-
-        model = fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh["dp"], shard_placement_fn=place)
-        assert model.weight.placements == (Shard(1),)
-        assert model.weight.device_mesh == mesh["ep"]
-        assert model.bias.placements == (Shard(0),)
-        assert model.bias.device_mesh == mesh["dp"]
-
-
-@needs_newer_torch("no class for the names of axes")
-def test_axes_may_be_named_by_the_class_of_torch() -> None:
-    with fake_ranks(4), install():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        dims = fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
+        info = common.FSDPMeshInfo(mesh["ep"], shard_mesh_dim=0)
+        result = common.ShardPlacementResult(placement=Shard(1), mesh_info=info)
+        model = fsdp.fully_shard(
+            nn.Linear(8, 8),
+            mesh=mesh["dp"],
+            shard_placement_fn=lambda param: result if param.ndim == 2 else None,
+        )
+        for param, (placement, axis) in zip(
+            model.parameters(), ((Shard(1), "ep"), (Shard(0), "dp")), strict=True
+        ):
+            assert param.placements == (placement,) and param.device_mesh == mesh[axis]
+        dims = fsdp.DataParallelMeshDims(shard="ep", replicate="dp")
         model = fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh, dp_mesh_dims=dims)
         assert model.weight.to_local().shape == (4, 8)
 

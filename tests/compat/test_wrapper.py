@@ -252,14 +252,7 @@ def test_no_sync_of_an_inner_wrapper() -> None:
 @on_ranks(2)
 def test_copies_of_wrappers_that_were_given_process_groups() -> None:
     plain, reference = two_of(mlp())
-    model = FSDP(
-        plain,
-        process_group=dist.group.WORLD,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        param_init_fn=lambda module: None,
-        use_orig_params=True,
-        device_id=CPU,
-    )
+    model = FSDP(plain, process_group=dist.group.WORLD, use_orig_params=True, device_id=CPU)
     model = copy.deepcopy(model)
     assert model.fsdp_choices.use_orig_params
     assert_same_backward(model, reference, of_rank(2, 4))
