@@ -92,6 +92,11 @@ def test_full_states_are_those_of_the_plain_model(strategy: ShardingStrategy) ->
     for name, values in by_name.items():
         for key, value in values.items():
             same(named["state"][name][key], value)
+    loads = FSDP.optim_state_dict_to_load(model, optimizer, named, is_named_optimizer=True)
+    assert list(loads["state"]) == list(by_name)
+    assert [group["params"] for group in loads["param_groups"]] == [
+        group["params"] for group in named["param_groups"]
+    ]
     assert [group["lr"] for group in named["param_groups"]] == [0.1, 0.01]
     assert [group["params"] for group in named["param_groups"]] == [
         ["scale", "frozen", "inp.weight", "inp.bias", "norm.weight", "norm.bias"],

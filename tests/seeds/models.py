@@ -110,6 +110,17 @@ def assert_same_gradients(wrapped: nn.Module, reference: nn.Module, **tolerance:
             torch.testing.assert_close(full(param.grad), expected, msg=named(name), **tolerance)
 
 
+def save_and_load(model: nn.Module) -> set[torch.dtype]:
+    """Put the parameters through a state dict, whose dtypes are returned."""
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with FSDP.summon_full_params(model), torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert not any(full(param).any() for param in model.parameters())
+    model.load_state_dict(saved)
+    return {value.dtype for value in saved.values()}
+
+
 # Devices that are not there ---------------------------------------------------------------------
 
 
