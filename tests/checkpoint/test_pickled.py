@@ -97,7 +97,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "alone": (sharded_model, 1),
     "nested": (sharded_model, 3),
     "mixed": (
-        partial(sharded_model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+        partial(
+            sharded_model, mp_policy=MixedPrecisionPolicy(torch.float32, buffer_dtype=torch.float32)
+        ),
         2,
     ),
     "offloaded": (partial(sharded_model, offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),

@@ -398,16 +398,17 @@ def test_a_rank_may_take_its_state_alone(reshard: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks("ranks")
 def test_the_full_optimizer_state_of_a_scalar_is_loaded() -> None:
-    options, model = StateDictOptions(full_state_dict=True), nn.PReLU()
-    model.weight = nn.Parameter(torch.tensor(1.5))
+    options = StateDictOptions(full_state_dict=True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU())
+    model[1].weight = nn.Parameter(torch.tensor(1.5))
     model = fully_shard(model)
     first, second = (torch.optim.Adam(model.parameters(), lr=0.1) for _ in range(2))
 
-    def step(optimizer: torch.optim.Optimizer) -> float:
-        model(-torch.ones(2, 4)).square().sum().backward()
+    def step(optimizer: torch.optim.Optimizer) -> list[float]:
+        model(torch.ones(2, 4)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return full(model.weight).item()
+        return [value for param in model.parameters() for value in full(param).flatten().tolist()]
 
     step(first)
     state = copy.deepcopy(get_optimizer_state_dict(model, first, options=options))

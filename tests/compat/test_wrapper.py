@@ -121,9 +121,9 @@ def test_strategies_free_what_they_say_and_hints_change_nothing() -> None:
 
     def events_of(*kinds: str, **kwargs: Any) -> list[tuple[str, str]]:
         model = wrap_nested(nested(), device_id=CPU, **kwargs)
-        model(*batch).sum().backward()
+        model(batch).sum().backward()
         with record_events(model.module, *kinds) as events:
-            model(*batch).sum().backward()
+            model(batch).sum().backward()
         return list(events)
 
     pre, post = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
@@ -147,7 +147,10 @@ def test_names_are_those_of_the_plain_model() -> None:
     def names(module: nn.Module) -> list[list[str]]:
         kinds = (module.named_parameters, module.named_buffers)
         found: list[Any] = [of(remove_duplicate=d) for of in kinds for d in (False, True)]
-        found += [module.named_modules(), module.named_parameters(prefix="m", recurse=True)]
+        found += [
+            dict(module.named_modules()).items(),
+            module.named_parameters(prefix="m", recurse=True),
+        ]
         return [[name for name, _ in pairs] for pairs in found]
 
     with fake_ranks(2):
@@ -301,18 +304,24 @@ def test_low_precision_gradients_may_be_kept() -> None:
 )
 @on_ranks(2)
 def test_evaluation_in_full_precision(name: str) -> None:
-    plain, reference = two_of(transformer().eval())
-    batch, policy = reference.get_input(CPU), always_wrap_policy
+    """Also of parameters that are tied across wrappers."""
+    batch = torch.arange(3)
+    plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7))
+    plain[2].weight = plain[0].weight
+    plain, reference = two_of(plain.eval())
     with mock.patch.dict(os.environ, {name: "1"}):
         model = FSDP(
-            plain, auto_wrap_policy=policy, mixed_precision=MixedPrecision(BF16), device_id=CPU
+            plain,
+            auto_wrap_policy=always_wrap_policy,
+            mixed_precision=MixedPrecision(BF16),
+            device_id=CPU,
         )
     with torch.no_grad():
-        assert torch.equal(model(*batch), reference(*batch))
-        assert [model(*batch).dtype, model.train()(*batch).dtype] == [torch.float32, BF16]
-    model.train()(*batch).sum().backward()
+        assert torch.equal(model(batch), reference(batch))
+        assert [model(batch).dtype, model.train()(batch).dtype] == [torch.float32, BF16]
+    model.train()(batch).sum().backward()
     with pytest.raises(ShardError) as caught:
-        model.eval()(*batch)
+        model.eval()(batch)
     assert str(caught.value) == (
         "Expected torch.no_grad() around a forward in evaluation with full precision, got "
         "gradients enabled; or unset COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL and "

@@ -102,7 +102,7 @@ OWN = "Expected plain tensors with values and names of their own for '{}', got "
 STATES: dict[str, dict[str, torch.Tensor]] = {
     "whole": {"weight": WEIGHT, "bias": BIAS_OF_4},
     "names": {"weight": WEIGHT, "b": BIAS_OF_4, "c": BIAS_OF_4},
-    "many": {"weight": WEIGHT, "bias": BIAS_OF_4, **dict.fromkeys(MANY, torch.ones(1))},
+    "many": {"weight": WEIGHT, "bias": BIAS_OF_4, **{name: torch.ones(1) for name in MANY}},
     "shapes": {"weight": WEIGHT.T.contiguous(), "bias": BIAS_OF_4.to(torch.complex64)},
     "tied": {"0.weight": torch.zeros(2, 2), "1.weight": torch.tensor([[0.0, 0.0], [0.0, 1.0]])},
 }
