@@ -121,9 +121,9 @@ def test_strategies_free_what_they_say_and_hints_change_nothing() -> None:
 
     def events_of(*kinds: str, **kwargs: Any) -> list[tuple[str, str]]:
         model = wrap_nested(nested(), device_id=CPU, **kwargs)
-        model(batch).sum().backward()
+        model(*batch).sum().backward()
         with record_events(model.module, *kinds) as events:
-            model(batch).sum().backward()
+            model(*batch).sum().backward()
         return list(events)
 
     pre, post = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
