@@ -320,7 +320,6 @@ def test_the_bytes_are_those_of_the_shards() -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "anything": {"weights_only": False},
     "weights-only": {"weights_only": True},
-    "mapped": {"weights_only": True, "mmap": True},
 }
 
 

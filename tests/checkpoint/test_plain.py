@@ -358,21 +358,6 @@ def test_optimizers(make: str) -> None:
     assert_equal(target.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks("num_ranks")
-def test_full_tensors_are_not_shared() -> None:
-    for assign in (False, True):
-        model, state = sharded_model(0), plain_model(1).state_dict()
-        expected = copy.deepcopy(state)
-        model.load_state_dict(state, assign=assign)
-        for name, param in model.named_parameters():
-            state[name].zero_()
-            assert_equal(param.detach(), expected[name], name)
-            with torch.no_grad():
-                param.fill_(7.0)
-            assert not state[name].any(), name
-
-
 @pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_a_rank_may_take_its_state_alone(reshard: bool) -> None:
