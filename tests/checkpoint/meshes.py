@@ -10,11 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from composable_shard import ShardPlacementResult, fully_shard
 
@@ -110,7 +106,6 @@ CASES = {
     "1-d": Case(data_parallel, (3,), ("shard",)),
     "hybrid": Case(data_parallel, (2, 2), HYBRID),
     "hybrid-inner": Case(inner_dim, (2, 2), HYBRID),
-    "replicas": Case(data_parallel, (2, 1), HYBRID),
     "own-mesh": Case(own_mesh, (2, 2), HYBRID),
     "tp": Case(tensor_parallel, (2, 2), TP),
     "tp-alone": Case(tensor_parallel, (1, 2), TP),

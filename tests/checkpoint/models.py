@@ -12,6 +12,7 @@ from nets import full
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from composable_shard import fully_shard
 
@@ -201,3 +202,32 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain_values(inner) for inner in value]
     return full(value).detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+# Optimizers: one or several, with one group or several, with state or without -------------------
+
+
+def by_dims(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    params = list(model.parameters())
+    return [p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]
+
+
+def groups(model: nn.Module) -> list[Optimizer]:
+    weights, others = by_dims(model)
+    first = {"params": weights, "weight_decay": 0.1, "lr": torch.tensor(0.02)}
+    second = {"params": others, "weight_decay": 0.0, "betas": (0.5, 0.6)}
+    return [AdamW([first, second], lr=0.01)]
+
+
+def several(model: nn.Module) -> list[Optimizer]:
+    weights, others = by_dims(model)
+    trained = [p for p in weights if p.requires_grad]
+    return [Adam(trained, lr=0.01, amsgrad=True), SGD(others, lr=0.02, momentum=0.9)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "adam": lambda model: [Adam(model.parameters(), lr=0.01, foreach=True)],
+    "sgd": lambda model: [SGD(model.parameters(), lr=0.01)],
+    "groups": groups,
+    "several": several,
+}

@@ -5,10 +5,7 @@ The oracles are FullyShardedDataParallel of torch and the model that was never o
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,18 +14,12 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.wrap as torch_wrap
 from on_ranks import on_ranks
-from seeds.models import (
-    CPU,
-    assert_same_gradients,
-    assert_same_parameters,
-    average_gradients,
-    full,
-)
+from seeds.models import CPU, assert_same_gradients, assert_same_parameters, average_gradients, full
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from composable_shard.compat.fsdp1 import ModuleWrapPolicy, ShardingStrategy, construction
+from composable_shard.compat.fsdp1 import ModuleWrapPolicy
 
 
 class Block(nn.Module):
@@ -83,7 +74,6 @@ def initialized(
 KINDS: dict[str, set[type[nn.Module]]] = {
     "none": set(),
     "blocks": {Block},
-    "linear": {nn.Linear},
     "leaves": {Block, nn.Linear, nn.LayerNorm},
     "nested": {Block, nn.Sequential},
 }
@@ -111,93 +101,50 @@ def init_all(module: nn.Module) -> None:
         module.reset_parameters()
 
 
-class Part(nn.Module):
-    """A layer, and a norm with buffers that is to be ignored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.layer(x))
-
-
-class Parts(nn.Module):
-    """Two parts, and a norm that is to be ignored beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(Part(), Part())
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.parts(x))
-
-    def norms(self) -> list[nn.Module]:
-        return [module for module in self.modules() if isinstance(module, nn.BatchNorm1d)]
-
-
-def states_of(modules: list[nn.Module], *, buffers: bool) -> list[torch.Tensor]:
-    """Return the tensors that modules hold themselves."""
-    kinds = [(m._parameters, m._buffers) if buffers else (m._parameters,) for m in modules]
-    return [t for kind in kinds for held in kind for t in held.values() if t is not None]
-
-
 IGNORED = {
-    "modules": lambda model: {"ignored_modules": model.norms()},
-    "states": lambda model: {"ignored_states": iter(model.norms())},
-    "params": lambda model: {
-        "ignored_states": (param for norm in model.norms() for param in norm.parameters())
-    },
+    "modules": lambda norm: {"ignored_modules": [norm]},
+    "states": lambda norm: {"ignored_states": iter([norm])},
+    "params": lambda norm: {"ignored_states": norm.parameters()},
 }
 
 
 @pytest.mark.parametrize("init_fn", [None, init_all])
-@pytest.mark.parametrize("kinds", [set(), {Part}], ids=["flat", "nested"])
 @pytest.mark.parametrize("ignored", IGNORED)
 @on_ranks(2)
 def test_what_is_ignored_stays_as_it_is(
-    ignored: str, kinds: set[type[nn.Module]], init_fn: Callable[[nn.Module], None] | None
+    ignored: str, init_fn: Callable[[nn.Module], None] | None
 ) -> None:
     """On the meta device, and with the values of its rank where others are synchronized."""
-    policy = ModuleWrapPolicy(kinds) if kinds else None
-    model = on_meta(Parts)
-    norms, with_buffers = model.norms(), ignored != "params"
-    before = states_of(norms, buffers=with_buffers)
-    kwargs = {"auto_wrap_policy": policy, "param_init_fn": init_fn, "device_id": CPU}
-    FSDP(model, **kwargs, **IGNORED[ignored](model))
-    after = states_of(norms, buffers=with_buffers)
-    assert len(after) == 3 * (5 if with_buffers else 2)
-    assert all(a is b and a.is_meta for a, b in zip(before, after, strict=True))
-    others = [p for name, p in model.named_parameters() if "norm" not in name]
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+    def kept(norm: nn.Module) -> list[torch.Tensor]:
+        return [*norm.parameters(), *(norm.buffers() if ignored != "params" else ())]
+
+    def wrap(norm: nn.Module, **more: Any) -> None:
+        policy = ModuleWrapPolicy({nn.Linear})
+        kwargs = {"auto_wrap_policy": policy, "param_init_fn": init_fn, "device_id": CPU}
+        FSDP(model, **kwargs, **IGNORED[ignored](norm), **more)
+
+    model = on_meta(make)
+    norm: Any = model[1][1]
+    before = kept(norm)
+    wrap(norm)
+    assert all(a is b and a.is_meta for a, b in zip(before, kept(norm), strict=True))
+    others = [p for name, p in model.named_parameters() if not name.startswith("1.1.")]
     assert len(others) == 4
     assert all(isinstance(p, DTensor) and not p.is_meta for p in others)
-    if not with_buffers:
-        return
-    rank, model = dist.get_rank(), Parts()
-    norms = model.norms()
+    rank, model = dist.get_rank(), make()
+    norm = model[1][1]
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(rank + 1)
-    FSDP(model, **kwargs, sync_module_states=True, **IGNORED[ignored](model))
-    for tensor in states_of(norms, buffers=True):
+    wrap(norm, sync_module_states=True)
+    for tensor in kept(norm):
         assert tensor.unique().tolist() == [rank + 1]
     for name, param in model.named_parameters():
-        assert "norm" in name or full(param).unique().tolist() == [1]
+        assert name.startswith("1.1.") or full(param).unique().tolist() == [1]
 
-
-@on_ranks(2)
-def test_an_ignored_parameter_keeps_its_values_beside_one_on_the_meta_device() -> None:
-    for init_fn in (None, init_all):
-        layer = nn.Linear(4, 4)
-        weight, values = layer.weight, layer.weight.detach().clone()
-        layer.bias = nn.Parameter(torch.empty(4, device="meta"))
-        FSDP(layer, ignored_states=[weight], param_init_fn=init_fn, device_id=CPU)
-        assert layer.weight is weight and torch.equal(weight, values)
-        assert isinstance(layer.bias, DTensor) and not layer.bias.is_meta
-
-
-FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 
 # Every module fills what it has in another way.
 FIRST = {"Tokens": 1, "Layer": 2, "Head": 3}
@@ -243,115 +190,30 @@ def _inside(module: Any) -> Any:
     return module.module if isinstance(module, FSDP) else module
 
 
-def by_policy(kinds: set[type[nn.Module]]) -> Callable[..., Any]:
-    return lambda model, **kwargs: FSDP(
-        model, auto_wrap_policy=ModuleWrapPolicy(kinds) if kinds else None, **kwargs
-    )
-
-
-def by_hand(model: Any, **kwargs: Any) -> Any:
-    """Wrap the last module first."""
-    model.head = FSDP(model.head, **kwargs)
-    model.body = FSDP(model.body, **kwargs)
-    return FSDP(model, **kwargs)
-
-
-WAYS: dict[str, Callable[..., Any]] = {
-    "none": by_policy(set()),
-    "first": by_policy({Tokens}),
-    "middle": by_policy({nn.Sequential}),
-    "last": by_policy({Head}),
-    "deep": by_policy({Layer, Head}),
-    "nested": by_policy({Layer, nn.Sequential}),
-    "all": by_policy({Tokens, Layer, Head, nn.Sequential}),
-    "hand": by_hand,
-}
-
-
-def assert_trains_as(model: Any, plain: Any, reference: Model) -> None:
-    """Compare a wrapped model with the one that never was on the meta device, and train both."""
-    weights = plain.tied()
-    assert weights[1] is weights[0] and weights[2] is weights[0]
-    assert_same_parameters(model, reference)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, reference)]
-    for step in range(2):
-        batch = torch.tensor([step, dist.get_rank()])
-        for either in (model, reference):
-            either(batch).sum().backward()
-        average_gradients(reference)
-        assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_parameters(model, reference)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy"), [(2, FULL_SHARD), (2, NO_SHARD), (1, FULL_SHARD)]
-)
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("how", ["reset", "function", "synced"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "kinds", [{Tokens}, {Head}, {Layer, nn.Sequential}], ids=["first", "last", "nested"]
+)
 @on_ranks("num_ranks")
-def test_tied_parameters(way: str, how: str, strategy: ShardingStrategy) -> None:
-    with torch.device("meta"):
-        plain = Model()
-
+def test_tied_parameters(kinds: set[type[nn.Module]], how: str) -> None:
     def init_fn(module: nn.Module) -> None:
         if type(module).__name__ in FIRST:
             module.to_empty(device=CPU, recurse=False)
             fill(module, shift=dist.get_rank() if how == "synced" else 0)
 
-    model = WAYS[way](
+    plain, reference = on_meta(Model), Model()
+    model = FSDP(
         plain,
+        auto_wrap_policy=ModuleWrapPolicy(kinds),
         param_init_fn=None if how == "reset" else init_fn,
         sync_module_states=how == "synced",
-        sharding_strategy=strategy,
         device_id=CPU,
     )
-    assert_trains_as(model, plain, Model())
-
-
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
-def test_tied_parameters_that_only_the_first_rank_has(way: str) -> None:
-    rank, reference = dist.get_rank(), Model()
-    with torch.device("meta" if rank else "cpu"):
-        plain = Model()
-    with torch.no_grad():
-        for either in (reference, plain):
-            for param in either.parameters():
-                param.mul_(2)
-    model = WAYS[way](
-        plain,
-        param_init_fn=partial(nn.Module.to_empty, device=CPU, recurse=False) if rank else None,
-        sync_module_states=True,
-        device_id=CPU,
-    )
-    assert_trains_as(model, plain, reference)
-
-
-class Tables(nn.Sequential):
-    """Two layers that share a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(Layer(2, 2), Layer(2, 2))
-        for layer in self:
-            layer.register_buffer("table", torch.zeros(3) if layer is self[0] else self[0].table)
-
-
-@on_ranks(2)
-def test_tied_buffers_and_what_is_tied_is_let_go() -> None:
-    for kinds in (set(), {Layer}):
-        with torch.device("meta"):
-            plain = Tables()
-        by_policy(kinds)(plain, device_id=CPU)
-        first, second = (_inside(module).table for module in plain)
-        assert first is second
-        assert first.tolist() == [2, 2.125, 2.25]
-    with torch.device("meta"):
-        model = Model()
-    before = set(map(weakref.ref, model.parameters()))
-    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Tokens, Layer, Head}), device_id=CPU)
-    assert [one for one in before if one() is not None] == []
-    gc.collect()  # what other tests have left
-    assert list(construction._real) == []
+    weights = plain.tied()
+    assert weights[1] is weights[0] and weights[2] is weights[0]
+    assert_same_parameters(model, reference)
+    for either in (model, reference):
+        either(torch.tensor([1, dist.get_rank()])).sum().backward()
+    average_gradients(reference)
+    assert_same_gradients(model, reference)

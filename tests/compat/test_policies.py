@@ -81,7 +81,7 @@ POLICIES: dict[str, Any] = {
     "transformer": lambda of: partial(
         of.transformer_auto_wrap_policy, transformer_layer_cls={Layer}
     ),
-    **{f"size_{size}": sized(min_num_params=size) for size in (1, 100, 500, 1000)},
+    "size": sized(min_num_params=100),
     "size_default": sized(),
     "size_leaves": sized(min_num_params=50, force_leaf_modules={Layer}),
     "size_excluded": sized(min_num_params=50, exclude_wrap_modules={nn.Linear}),
@@ -99,70 +99,34 @@ def test_policies_choose_what_those_of_torch_choose(name: str) -> None:
 
 
 def test_arguments_of_a_custom_policy_replace_those_of_the_root() -> None:
-    low = ours.MixedPrecision()
-
-    def choose_layers(module: nn.Module) -> Any:
-        if isinstance(module, nn.Embedding):
-            return {
-                "sharding_strategy": ours.ShardingStrategy.SHARD_GRAD_OP,
-                "mixed_precision": low,
-            }
-        return isinstance(module, Layer)
-
+    own = {"sharding_strategy": ours.ShardingStrategy.SHARD_GRAD_OP}
+    policy = ours.CustomPolicy(
+        lambda module: own if isinstance(module, nn.Embedding) else isinstance(module, Layer)
+    )
     with fake_ranks(2):
-        model = ours.FullyShardedDataParallel(
-            Model(), auto_wrap_policy=ours.CustomPolicy(choose_layers), device_id="cpu"
-        )
-    root, embed, *layers = ours.FullyShardedDataParallel.fsdp_modules(model)
-    assert [wrapper.sharding_strategy.name for wrapper in (root, embed, *layers)] == [
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        *["FULL_SHARD"] * 3,
-    ]
-    assert embed.mixed_precision is low
+        model = ours.FullyShardedDataParallel(Model(), auto_wrap_policy=policy, device_id="cpu")
+    found = [wrapper.sharding_strategy.name for wrapper in model.fsdp_modules(model)]
+    assert found == ["FULL_SHARD", "SHARD_GRAD_OP", *["FULL_SHARD"] * 3]
 
 
-def test_a_module_at_several_places_is_wrapped_once() -> None:
-    layer = nn.Linear(2, 2)
-    with fake_ranks(2):
-        model = ours.FullyShardedDataParallel(
-            nn.Sequential(layer, nn.Sequential(layer, nn.ReLU()), layer),
-            auto_wrap_policy=ours.ModuleWrapPolicy({nn.Linear}),
-            device_id="cpu",
-        )
-    wrapper = model[0]
-    assert isinstance(wrapper, ours.FullyShardedDataParallel)
-    assert wrapper is model[1][0] is model[2]
-    assert wrapper.module is layer
-    assert len(list(model.parameters())) == 2
-
-
-def test_what_is_ignored_or_wrapped_is_not_looked_into() -> None:
+def test_a_module_at_several_places_is_wrapped_once_and_what_is_ignored_or_wrapped_is_not() -> None:
+    wrap = partial(ours.FullyShardedDataParallel, device_id="cpu")
     with fake_ranks(2):
         plain = Model()
-        plain.layers[1] = ours.FullyShardedDataParallel(plain.layers[1], device_id="cpu")
-        model = ours.FullyShardedDataParallel(
+        plain.heads["c"] = plain.heads["b"][0]
+        plain.layers[1] = wrap(plain.layers[1])
+        model = wrap(
             plain,
             auto_wrap_policy=ours.ModuleWrapPolicy({nn.Linear}),
             ignored_modules=[plain.layers[0]],
-            device_id="cpu",
         )
+    assert plain.heads["c"] is plain.heads["b"][0]
     wrappers = set(model.fsdp_modules(model))
-    assert [name for name, module in model.named_modules() if module in wrappers] == [
-        "",
-        "layers.1",
-        "layers.2.attention.out_proj",
-        "layers.2.up",
-        "layers.2.down",
-        "heads.a",
-        "heads.b.0",
+    found = [name for name, module in model.named_modules() if module in wrappers]
+    inner = ("attention.out_proj", "up", "down")
+    assert found == [
+        *("", "layers.1", *(f"layers.2.{name}" for name in inner), "heads.a", "heads.b.0")
     ]
-    assert {type(m).__name__ for m in plain.layers[0].modules()} == {
-        "Layer",
-        "MultiheadAttention",
-        "Linear",
-        "NonDynamicallyQuantizableLinear",
-    }
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as checkpoint
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor
 
 from composable_shard.compat.fsdp1 import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
-    MixedPrecision,
     ModuleWrapPolicy,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -95,6 +92,11 @@ def test_full_states_are_those_of_the_plain_model(strategy: ShardingStrategy) ->
     for name, values in by_name.items():
         for key, value in values.items():
             same(named["state"][name][key], value)
+    loads = FSDP.optim_state_dict_to_load(model, optimizer, named, is_named_optimizer=True)
+    assert list(loads["state"]) == list(by_name)
+    assert [group["params"] for group in loads["param_groups"]] == [
+        group["params"] for group in named["param_groups"]
+    ]
     assert [group["lr"] for group in named["param_groups"]] == [0.1, 0.01]
     assert [group["params"] for group in named["param_groups"]] == [
         ["scale", "frozen", "inp.weight", "inp.bias", "norm.weight", "norm.bias"],
@@ -179,45 +181,6 @@ def test_only_the_first_rank_has_full_states_if_asked() -> None:
 
 
 @on_ranks(2)
-def test_files_of_plain_models(tmp_path: Path) -> None:
-    """A file of a plain model loads, and one of a wrapped model loads into a plain one."""
-    model, _, reference, _ = trained(
-        None, mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16)
-    )
-    states, file = model.state_dict(), tmp_path / "states.pt"
-    assert {value.dtype for value in states.values()} == {torch.float32, torch.int64}
-    reference.load_state_dict(states)
-    if dist.get_rank() == 0:
-        torch.save(states, file)
-    dist.barrier()
-    other = FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU)
-    for one in (Net(), other):
-        one.load_state_dict(torch.load(file))
-        for key, value in one.state_dict().items():
-            same(value, states[key])
-
-
-@on_ranks(2)
-def test_what_does_not_fit_is_named_as_in_the_plain_model() -> None:
-    root = nn.Sequential(FSDP(Net(), auto_wrap_policy=always_wrap_policy, device_id=CPU))
-    states = root.state_dict()
-    states["0.body.more"] = states.pop("0.body.0.weight")
-    result = root.load_state_dict(states, strict=False)
-    assert result.missing_keys == ["0.body.0.weight"]
-    assert result.unexpected_keys == ["0.body.more"]
-    states["0.inp.bias"] = torch.ones(7)
-    with pytest.raises(RuntimeError) as caught:
-        root.load_state_dict(states)
-    assert str(caught.value) == (
-        "Error(s) in loading state_dict for Sequential:\n"
-        '\tMissing key(s) in state_dict: "0.body.0.weight". \n'
-        '\tUnexpected key(s) in state_dict: "0.body.more". \n'
-        "\tsize mismatch for 0.inp.bias: copying a param with shape torch.Size([7]) from "
-        "checkpoint, the shape in current model is torch.Size([5])."
-    )
-
-
-@on_ranks(2)
 def test_names_in_torch_distributed_checkpoint() -> None:
     model, optimizer, reference, plain_optimizer = trained()
     root, around = nn.Sequential(model), nn.Sequential(reference)
@@ -241,146 +204,77 @@ def raised(call: Any) -> str:
     return str(caught.value)
 
 
-def test_kinds_that_do_not_go_together() -> None:
+def test_messages() -> None:
+    full_state, only_first = (
+        StateDictType.FULL_STATE_DICT,
+        FullOptimStateDictConfig(rank0_only=True),
+    )
+    on_host = LocalStateDictConfig(offload_to_cpu=True)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
     with fake_ranks(2):
-        model = nn.Sequential(*(FSDP(nn.Linear(2, 2), device_id="cpu") for _ in range(2)))
-        assert raised(lambda: FSDP.set_state_dict_type(model, "full")) == (
+        one, two = (FSDP(nn.Linear(2, 2), device_id="cpu") for _ in range(2))
+        model, own = nn.Sequential(one, two), torch.optim.SGD(two.parameters())
+        FSDP.set_state_dict_type(one, StateDictType.LOCAL_STATE_DICT, on_host)
+
+        def load(state: dict[str, Any], *groups: dict[str, Any]) -> Any:
+            named = {"state": state, "param_groups": list(groups)}
+            return lambda: FSDP.optim_state_dict_to_load(two, own, named)
+
+        def load_on_first() -> None:
+            FSDP.set_state_dict_type(two, full_state, optim_state_dict_config=only_first)
+            load({})()
+
+        cases: dict[str, Any] = {
             "Expected state_dict_type to be a StateDictType of composable_shard.compat.fsdp1, got "
-            "str"
-        )
-        full = StateDictType.FULL_STATE_DICT
-        assert raised(lambda: FSDP.set_state_dict_type(model, full, ShardedStateDictConfig())) == (
+            "str": lambda: FSDP.set_state_dict_type(model, "full"),
             "Expected a FullStateDictConfig for StateDictType.FULL_STATE_DICT, got "
-            "ShardedStateDictConfig"
-        )
-        FSDP.set_state_dict_type(
-            model[0], StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=True)
-        )
-        assert raised(lambda: FSDP.get_state_dict_type(model)).startswith(
-            "Expected one kind of state dicts in all wrappers of Sequential, got 2 kinds: "
-        )
-        assert raised(lambda: FSDP.get_state_dict_type(nn.Linear(1, 1))) == (
+            "ShardedStateDictConfig": (
+                lambda: FSDP.set_state_dict_type(model, full_state, ShardedStateDictConfig())
+            ),
+            "Expected one kind of state dicts in all wrappers of Sequential, got 2 kinds: ": (
+                lambda: FSDP.get_state_dict_type(model)
+            ),
             "Expected one kind of state dicts in all wrappers of Linear, got no wrapper; call "
-            "set_state_dict_type on a module with wrappers, and on all of it"
-        )
-
-
-def test_optimizers_that_do_not_fit() -> None:
-    with fake_ranks(2):
-        model = FSDP(nn.Linear(2, 2), device_id="cpu")
-        other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-        assert raised(lambda: FSDP.optim_state_dict(model, other)) == (
+            "set_state_dict_type on a module with wrappers, and on all of it": (
+                lambda: FSDP.get_state_dict_type(nn.Linear(1, 1))
+            ),
             "Expected an optimizer of the parameters of FullyShardedDataParallel, got one of "
-            "another parameter of shape [3]"
-        )
-        own = torch.optim.SGD(model.parameters())
-        states: dict[str, Any] = {"state": {"gain": {}, "weight": {}}, "param_groups": []}
-        assert raised(lambda: FSDP.optim_state_dict_to_load(model, own, states)) == (
-            "Expected states of parameters that the optimizer has, got some of ['gain']"
-        )
-        FSDP.set_state_dict_type(
-            model,
-            StateDictType.FULL_STATE_DICT,
-            optim_state_dict_config=FullOptimStateDictConfig(rank0_only=True),
-        )
-        assert raised(lambda: FSDP.optim_state_dict_to_load(model, own, states)) == (
+            "another parameter of shape [3]": lambda: FSDP.optim_state_dict(two, other),
+            "Expected states of parameters that the optimizer has, got some of ['gain']": (
+                load({"gain": {}, "weight": {}})
+            ),
+            "Expected param_groups of which one has 'weight', as optim_state_dict returns them, "
+            "got groups of []": load({}),
+            "Expected param_groups of which one has 'weight', as optim_state_dict returns them, "
+            "got groups of [['other']]": load({}, {"params": ["other"]}),
             "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
-            "every rank and set it to False"
-        )
+            "every rank and set it to False": load_on_first,
+        }
+        for text, call in cases.items():
+            got = raised(call)
+            assert got.startswith(text) if text.endswith(": ") else got == text
 
 
-def stepped() -> tuple[Any, torch.optim.Optimizer]:
-    """Return a model of four rows, and its optimizer after a step."""
+@on_ranks(2)
+def test_shards_of_other_ranks_are_refused() -> None:
     model = FSDP(nn.Linear(3, 4, bias=False), device_id=CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return model, optimizer
-
-
-def local_states() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    model, optimizer = stepped()
-    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    return {key: value.clone() for key, value in states.items()}, named
-
-
-def refused(saved: list[tuple[dict[str, torch.Tensor], dict[str, Any]]]) -> tuple[str, str]:
-    """Load the shards of one of four ranks on one of two."""
-    states, named = saved[dist.get_rank()]
-    model, optimizer = stepped()
     before = model.weight.to_local().clone()
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        named, of_four = FSDP.optim_state_dict(model, optimizer), torch.ones(1, 3)
+        named["state"]["weight"]["momentum_buffer"] = of_four
         with pytest.raises(RuntimeError) as of_model:
-            model.load_state_dict(states)
-        with pytest.raises(ValueError) as of_optimizer:
-            FSDP.optim_state_dict_to_load(model, optimizer, named)
+            model.load_state_dict({"weight": of_four})
+        text = raised(lambda: FSDP.optim_state_dict_to_load(model, optimizer, named))
     assert torch.equal(model.weight.to_local(), before)
-    return str(of_model.value), str(of_optimizer.value)
-
-
-def test_shards_of_other_ranks_are_refused() -> None:
-    texts = run_ranks(refused, 2, run_ranks(local_states, 4))
-    assert texts == 2 * [
-        (
-            "Error(s) in loading state_dict for FullyShardedDataParallel:\n\tsize mismatch for "
-            "weight: copying a param with shape torch.Size([1, 3]) from checkpoint, the shape in "
-            "current model is torch.Size([4, 3]).",
-            "Expected the shard of 'momentum_buffer' of 'weight' to have shape [2, 3], got "
-            "[1, 3]; load local shards on as many ranks as have saved them, or full or sharded "
-            "states",
-        )
-    ]
-
-
-def named_optimizer(model: Any) -> Any:
-    optimizer = _NamedOptimizer(
-        model.named_parameters(), torch.optim.Adam, module=model, lr=0.1, betas=(0.5, 0.9)
+    assert str(of_model.value) == (
+        "Error(s) in loading state_dict for FullyShardedDataParallel:\n\tsize mismatch for "
+        "weight: copying a param with shape torch.Size([1, 3]) from checkpoint, the shape in "
+        "current model is torch.Size([4, 3])."
     )
-    model(torch.full((2, 4), 2.0)).square().sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-@on_ranks(2)
-def test_an_optimizer_of_names() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=always_wrap_policy, device_id=CPU)
-    reference = named_optimizer(plain).state_dict()
-    optimizer = named_optimizer(model)
-    named = FSDP.optim_state_dict(model, optimizer)
-    assert (
-        set(named["state"])
-        == set(reference["state"])
-        == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    )
-    assert named["param_groups"] == reference["param_groups"]
-    for name, values in reference["state"].items():
-        for key, value in values.items():
-            same(named["state"][name][key], value)
-    with torch.no_grad():
-        for state in optimizer.state.values():
-            state["exp_avg"].zero_()
-    result = FSDP.optim_state_dict_to_load(model, optimizer, named, is_named_optimizer=True)
-    optimizer.load_state_dict(result)
-    for name, param in model.named_parameters():
-        moment = optimizer.state[param]["exp_avg"]
-        same(moment.full_tensor(), reference["state"][name]["exp_avg"])
-
-
-@pytest.mark.parametrize(("what", "has"), [("param_groups", []), ("weight", [["other"]])])
-@on_ranks(2)
-def test_states_without_a_group_of_a_parameter(what: str, has: list[list[str]]) -> None:
-    model, optimizer = stepped()
-    named = FSDP.optim_state_dict(model, optimizer)
-    if what == "param_groups":
-        del named[what]
-    else:
-        named["param_groups"][0]["params"] = ["other"]
-    with pytest.raises(ValueError) as caught:
-        FSDP.optim_state_dict_to_load(model, optimizer, named)
-    assert str(caught.value) == (
-        "Expected param_groups of which one has 'weight', as optim_state_dict returns them, got "
-        f"groups of {has}"
+    assert text == (
+        "Expected the shard of 'momentum_buffer' of 'weight' to have shape [2, 3], got [1, 3]; "
+        "load local shards on as many ranks as have saved them, or full or sharded states"
     )

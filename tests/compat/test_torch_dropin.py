@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import inspect
 import pickle
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -23,19 +22,13 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as taken_before
 from torch.distributed.tensor import Shard
-from torch_versions import (
-    FOLLOWS_GRADIENTS,
-    IS_OLD,
-    needs_new_reduce_dtype,
-    needs_newer_torch,
-)
+from torch_versions import FOLLOWS_GRADIENTS, needs_new_reduce_dtype, needs_newer_torch
 
 import composable_shard
 from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall
 from composable_shard.module import group_of
 from composable_shard.run import USAGE, main
 from composable_shard.testing import fake_ranks, run_ranks
-from composable_shard.testing.processes import LOOPBACK
 
 NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 MODULES = (
@@ -44,7 +37,6 @@ MODULES = (
     "torch.distributed._composable.fsdp.fully_shard",
     "torch.distributed.fsdp._fully_shard",
 )
-ROOT = Path(composable_shard.__file__).parents[1]
 of_torch = {name: getattr(fsdp, name) for name in NAMES}
 
 
@@ -129,17 +121,6 @@ def test_policies_mean_what_they_meant() -> None:
     assert all(param.offload == composable_shard.CPUOffloadPolicy(False) for param in group.params)
 
 
-def test_an_omitted_reduce_dtype_means_what_it_means_to_the_torch_that_is_installed() -> None:
-    with fake_ranks(2), install():
-        model = fsdp.fully_shard(nn.Linear(4, 4), mp_policy=fsdp.MixedPrecisionPolicy(BF16))
-        ours = fsdp.fully_shard(
-            nn.Linear(4, 4), mp_policy=composable_shard.MixedPrecisionPolicy(BF16)
-        )
-    for module, dtype in ((model, None if FOLLOWS_GRADIENTS else BF16), (ours, None)):
-        group = group_of(module)
-        assert group is not None and group.policy.reduce_dtype == dtype
-
-
 @needs_new_reduce_dtype
 def test_an_override_of_torchs_policy_is_understood() -> None:
     with fake_ranks(2), install():
@@ -151,57 +132,43 @@ def test_an_override_of_torchs_policy_is_understood() -> None:
     assert [param.compute_dtype for param in group.params] == [BF16, FP32]
 
 
-@needs_newer_torch("no class for the result of a placement function")
-def test_a_placement_may_be_the_result_of_torch() -> None:
+@needs_newer_torch("no class for the result of a placement function, or the names of axes")
+def test_placements_and_axes_may_be_said_by_classes_of_torch() -> None:
     common = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
     with fake_ranks(4), install():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-        of_expert = common.FSDPMeshInfo(mesh["ep"], shard_mesh_dim=0)
-
-        def place(param: nn.Parameter) -> Any:
-            if param.ndim == 2:
-                return common.ShardPlacementResult(placement=Shard(1), mesh_info=of_expert)
-            return None
-
-        model = fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh["dp"], shard_placement_fn=place)
-        assert model.weight.placements == (Shard(1),)
-        assert model.weight.device_mesh == mesh["ep"]
-        assert model.bias.placements == (Shard(0),)
-        assert model.bias.device_mesh == mesh["dp"]
-
-
-@needs_newer_torch("no class for the names of axes")
-def test_axes_may_be_named_by_the_class_of_torch() -> None:
-    with fake_ranks(4), install():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        dims = fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
+        info = common.FSDPMeshInfo(mesh["ep"], shard_mesh_dim=0)
+        result = common.ShardPlacementResult(placement=Shard(1), mesh_info=info)
+        model = fsdp.fully_shard(
+            nn.Linear(8, 8),
+            mesh=mesh["dp"],
+            shard_placement_fn=lambda param: result if param.ndim == 2 else None,
+        )
+        for param, (placement, axis) in zip(
+            model.parameters(), ((Shard(1), "ep"), (Shard(0), "dp")), strict=True
+        ):
+            assert param.placements == (placement,) and param.device_mesh == mesh[axis]
+        dims = fsdp.DataParallelMeshDims(shard="ep", replicate="dp")
         model = fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh, dp_mesh_dims=dims)
         assert model.weight.to_local().shape == (4, 8)
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-    encode = forward
+class Encoder(nn.Linear):
+    encode = nn.Linear.forward
 
 
 def test_modules_that_torch_has_sharded_stay_with_torch() -> None:
     with fake_ranks(2):
-        theirs = [of_torch["fully_shard"](Encoder()) for _ in range(2)]
+        theirs = [of_torch["fully_shard"](Encoder(4, 4)) for _ in range(2)]
         with install():
             assert all(isinstance(module, fsdp.FSDPModule) for module in theirs)
             fsdp.register_fsdp_forward_method(theirs[0], "encode")
             assert theirs[0].encode(torch.ones(1, 4)).shape == (1, 4)  # gathered by torch
             fsdp.share_comm_ctx(theirs)
-            ours = fsdp.fully_shard(Encoder())
+            ours = fsdp.fully_shard(Encoder(4, 4))
             fsdp.register_fsdp_forward_method(ours, "encode")
             assert ours.encode(torch.ones(1, 4)).shape == (1, 4)
-            fsdp.share_comm_ctx([ours, fsdp.fully_shard(Encoder())])
+            fsdp.share_comm_ctx([ours, fsdp.fully_shard(Encoder(4, 4))])
     assert isinstance(ours, composable_shard.FSDPModule)
     assert not isinstance(theirs[0], composable_shard.FSDPModule)
 
@@ -290,51 +257,6 @@ if __name__ == "__main__":
 """
 
 
-RANK_SCRIPT = """
-import sys
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-model = fully_shard(nn.Linear(4, 4))
-sys.stdout.write(f"{dist.get_rank()} {type(model).__mro__[1].__module__} {sys.argv[1:]}\\n")
-dist.destroy_process_group()
-"""
-
-
-def run_python(folder: Path, *arguments: str, **variables: str) -> str:
-    """Run another Python in ``folder``; return its output."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "", **variables},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=200,
-        check=True,
-    ).stdout
-
-
-@pytest.mark.matrix
-def test_torchrun_runs_it_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(RANK_SCRIPT)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    program = ("-m", "composable_shard.run", "script.py", "--steps", "3")
-    loopback = LOOPBACK.get(sys.platform, "")
-    output = run_python(tmp_path, *launcher, *program, GLOO_SOCKET_IFNAME=loopback)
-    assert sorted(output.splitlines()) == [
-        f"{rank} composable_shard.module ['--steps', '3']" for rank in range(2)
-    ]
-
-
-def test_the_sitecustomize_that_is_hidden_runs_too(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('the hidden one')\n")
-    at_start = ROOT / "composable_shard" / "compat" / "torch_dropin" / "at_start"
-    program = "import sys; print('torch' in sys.modules)"
-    output = run_python(tmp_path, "-c", program, PYTHONPATH=f"{at_start}:{tmp_path}")
-    assert output.splitlines() == ["the hidden one", "False"]
-
-
 def test_a_script_and_what_it_spawns_get_ours_without_knowing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,19 +310,3 @@ def test_wrong_arguments(
     printed = capsys.readouterr()
     assert printed.out == (f"{USAGE}\n" if code == 0 else "")
     assert printed.err == (f"{USAGE}\n{text}\n" if code else "")
-
-
-def test_a_torch_without_some_of_the_names_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older ones have no `share_comm_ctx` and no `DataParallelMeshDims`; private modules move."""
-    monkeypatch.delattr(fsdp, "share_comm_ctx", raising=not IS_OLD)
-    monkeypatch.delattr(fsdp, "DataParallelMeshDims", raising=not IS_OLD)
-    monkeypatch.setitem(sys.modules, "torch.distributed._composable.fsdp.fully_shard", None)
-    spec = importlib.util.spec_from_file_location("functions_on_old_torch", functions.__file__)
-    assert spec is not None and spec.loader is not None
-    on_old = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(on_old)
-    assert sorted(on_old.OF_TORCH) == ["fully_shard", "register_fsdp_forward_method"]
-    with fake_ranks(2), install() as installation:
-        assert "torch.distributed.fsdp.fully_shard" in installation.replaced
-        model = fsdp.fully_shard(nn.Linear(4, 4), mp_policy=fsdp.MixedPrecisionPolicy())
-    assert isinstance(model, composable_shard.FSDPModule)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,6 @@ from seeds.models import (
     wrap_nested,
 )
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -114,18 +112,6 @@ def test_the_ranks_may_be_said_in_many_ways() -> None:
         assert got == expected
 
 
-@on_ranks(4)
-def test_a_part_of_the_ranks() -> None:
-    pairs, half = [dist.new_group([0, 1]), dist.new_group([2, 3])], dist.get_rank() // 2
-    model, reference = FSDP(mlp(), process_group=pairs[half], device_id=CPU), mlp()
-    for either in (model, reference):
-        either(torch.full((1, 4), half + 1.0)).sum().backward()
-    assert_same_gradients(model, reference)
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, reference.state_dict()[key])
-    assert dist.get_process_group_ranks(model.process_group) == [2 * half, 2 * half + 1]
-
-
 @on_ranks(2)
 def test_strategies_free_what_they_say_and_hints_change_nothing() -> None:
     for strategy in (FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP, NO_SHARD):
@@ -158,20 +144,20 @@ def test_strategies_free_what_they_say_and_hints_change_nothing() -> None:
 
 
 def test_names_are_those_of_the_plain_model() -> None:
+    def names(module: nn.Module) -> list[list[str]]:
+        kinds = (module.named_parameters, module.named_buffers)
+        found: list[Any] = [of(remove_duplicate=d) for of in kinds for d in (False, True)]
+        found += [
+            dict(module.named_modules()).items(),
+            module.named_parameters(prefix="m", recurse=True),
+        ]
+        return [[name for name, _ in pairs] for pairs in found]
+
     with fake_ranks(2):
         plain, reference = two_of(transformer(add_bn=True))
         model = FSDP(plain, auto_wrap_policy=always_wrap_policy, device_id="cpu")
-        around, plain_around = nn.Sequential(model), nn.Sequential(reference)
-        for ours, theirs in ((model, reference), (around, plain_around)):
-            for named in ("named_parameters", "named_buffers"):
-                for duplicates in (False, True):
-                    assert [n for n, _ in getattr(ours, named)(remove_duplicate=duplicates)] == [
-                        n for n, _ in getattr(theirs, named)(remove_duplicate=duplicates)
-                    ]
-            assert list(dict(ours.named_modules())) == list(dict(theirs.named_modules()))
-        assert [n for n, _ in around.named_parameters(prefix="m", recurse=True)] == [
-            n for n, _ in plain_around.named_parameters(prefix="m", recurse=True)
-        ]
+        assert names(model) == names(reference)
+        assert names(nn.Sequential(model)) == names(nn.Sequential(reference))
 
 
 def test_attributes_and_items_are_those_of_the_wrapped_module() -> None:
@@ -257,40 +243,6 @@ def test_clip_grad_norm(strategy: ShardingStrategy) -> None:
         assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@on_ranks(2)
-def test_activation_checkpoints(inside: bool) -> None:
-    def wrap(module: nn.Module) -> Any:
-        layers = module
-        if inside:
-            layers[1] = FSDP(checkpoint_wrapper(layers[1]), device_id=CPU)
-        else:
-            layers[1] = checkpoint_wrapper(FSDP(layers[1], device_id=CPU))
-        return FSDP(module, device_id=CPU)
-
-    plain, reference = two_of(mlp())
-    model = wrap(plain)
-    for either in (model, reference):
-        either(of_rank(2, 4)).square().sum().backward()
-    average_gradients(reference)
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.grad), expected.grad)
-
-
-class Vocabulary(nn.Module):
-    """An embedding and an output layer that share a weight, each with a wrapper of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.body = nn.Linear(4, 4)
-        self.out = nn.Linear(4, 7)
-        self.out.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.body(self.embed(x)))
-
-
 @on_ranks(2)
 def test_no_sync_of_an_inner_wrapper() -> None:
     model = wrap_nested(nested(), device_id=CPU)
@@ -300,118 +252,16 @@ def test_no_sync_of_an_inner_wrapper() -> None:
     assert partial == [False] * 2 + [True] * 4 + [False] * 4  # the second and third of five layers
 
 
-class Layers(nn.Module):
-    """Calls what is in a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:A container without a forward")
 @on_ranks(2)
-def test_a_container_of_modules_that_are_sharded() -> None:
-    plain, reference = two_of(Layers())
-    for layer in plain.layers[:2]:
-        fully_shard(layer)
-    plain.layers = FSDP(plain.layers, device_id=CPU)
-    assert plain.layers.process_group is dist.group.WORLD
-    assert len(plain.layers.fsdp_groups()) == 3
-    batch = of_rank(2, 4)
-    with plain.layers.no_sync():
-        plain(batch).square().sum().backward()
-    assert all(param.grad.placements[0].is_partial() for param in plain.parameters())
-    reference(batch).square().sum().backward()
-    assert_same_backward(plain, reference, batch)
-
-
-@pytest.mark.parametrize("pickles", [False, True])
-@on_ranks(2)
-def test_copies_of_wrappers_that_were_given_process_groups(pickles: bool) -> None:
+def test_copies_of_wrappers_that_were_given_process_groups() -> None:
     plain, reference = two_of(mlp())
-    model = FSDP(
-        plain,
-        process_group=dist.group.WORLD,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        param_init_fn=lambda module: None,
-        use_orig_params=True,
-        device_id=CPU,
-    )
-    if pickles:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        model = torch.load(file, weights_only=False)
-    else:
-        model = copy.deepcopy(model)
+    model = FSDP(plain, process_group=dist.group.WORLD, use_orig_params=True, device_id=CPU)
+    model = copy.deepcopy(model)
     assert model.fsdp_choices.use_orig_params
     assert_same_backward(model, reference, of_rank(2, 4))
 
 
 # Precision --------------------------------------------------------------------------------------
-
-
-class Noting(nn.Module):
-    """A layer that notes the dtypes of its input, weight and output."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.layer.weight
-        out = self.layer(x)
-        self.seen[:] = [x.dtype, weight.dtype, out.dtype]  # type: ignore[union-attr]
-        return out
-
-
-@on_ranks(2)
-def test_who_casts_inputs() -> None:
-    """An outer model in bfloat16 whose inner layer is in float64."""
-    single, double = torch.float32, torch.float64
-    for root, below, outer, inner in (
-        (True, True, [BF16] * 3, [double] * 3),
-        (True, False, [BF16] * 3, [BF16, double, BF16]),
-        (False, False, [single, BF16, single], [single, double, single]),
-    ):
-        first, second = Noting(nn.Linear(4, 4)), Noting(nn.Linear(4, 4))
-        precision = MixedPrecision(double, cast_forward_inputs=below)
-        model = FSDP(
-            nn.Sequential(first, FSDP(second, mixed_precision=precision, device_id=CPU)),
-            mixed_precision=MixedPrecision(BF16, cast_root_forward_inputs=root),
-            device_id=CPU,
-        )
-        with mock.patch.object(nn.Linear, "forward", lambda self, x: x @ self.weight.to(x.dtype)):
-            model(torch.ones(2, 4))
-        assert (first.seen, second.seen) == (outer, inner)
-
-
-@on_ranks(2)
-def test_exempt_modules_compute_in_their_own_precision() -> None:
-    low, own = [BF16] * 3, [BF16, torch.float32, BF16]
-    policy = ModuleWrapPolicy({nn.Embedding})
-    for used, classes, seen in (
-        (policy, (), low),
-        (None, (nn.LayerNorm,), low),
-        (policy, (nn.LayerNorm,), own),
-    ):
-        norm = Noting(nn.LayerNorm(4))
-        model = FSDP(
-            nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4)),
-            auto_wrap_policy=used,
-            mixed_precision=MixedPrecision(BF16, _module_classes_to_ignore=classes),
-            device_id=CPU,
-        )
-        out = model(torch.ones(2, 4))
-        out.sum().backward()
-        assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
-        assert (norm.seen, out.dtype) == (seen, BF16)
 
 
 @on_ranks(2)
@@ -455,41 +305,28 @@ def test_low_precision_gradients_may_be_kept() -> None:
 @on_ranks(2)
 def test_evaluation_in_full_precision(name: str) -> None:
     """Also of parameters that are tied across wrappers."""
-    for make, policy, batch in (
-        (mlp, ModuleWrapPolicy({nn.Sequential}), torch.randn(2, 4)),
-        (Vocabulary, always_wrap_policy, torch.arange(3)),
-    ):
-        plain, reference = two_of(make().eval())
-        with mock.patch.dict(os.environ, {name: "1"}):
-            model = FSDP(
-                plain,
-                auto_wrap_policy=policy,
-                mixed_precision=MixedPrecision(BF16),
-                device_id=CPU,
-            )
-        with torch.no_grad():
-            assert torch.equal(model(batch), reference(batch))
-            assert [model(batch).dtype, model.train()(batch).dtype] == [torch.float32, BF16]
-        model.train()(batch).sum().backward()
-        with pytest.raises(ShardError) as caught:
-            model.eval()(batch)
-        assert str(caught.value) == (
-            "Expected torch.no_grad() around a forward in evaluation with full precision, got "
-            "gradients enabled; or unset COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL and "
-            "FSDP_USE_FULL_PREC_IN_EVAL"
+    batch = torch.arange(3)
+    plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7))
+    plain[2].weight = plain[0].weight
+    plain, reference = two_of(plain.eval())
+    with mock.patch.dict(os.environ, {name: "1"}):
+        model = FSDP(
+            plain,
+            auto_wrap_policy=always_wrap_policy,
+            mixed_precision=MixedPrecision(BF16),
+            device_id=CPU,
         )
-
-
-@on_ranks(2)
-def test_a_wrapper_of_a_wrapper() -> None:
-    def wrap(module: nn.Module) -> Any:
-        return FSDP(FSDP(module, device_id=CPU), device_id=CPU)
-
-    model = train_as_plain(wrap)
-    assert [wrapper.check_is_root() for wrapper in FSDP.fsdp_modules(model)] == [True, False]
-    assert list(model.state_dict()) == list(mlp().state_dict())
-    model.load_state_dict(mlp().state_dict())
-    assert_same_parameters(model, mlp())
+    with torch.no_grad():
+        assert torch.equal(model(batch), reference(batch))
+        assert [model(batch).dtype, model.train()(batch).dtype] == [torch.float32, BF16]
+    model.train()(batch).sum().backward()
+    with pytest.raises(ShardError) as caught:
+        model.eval()(batch)
+    assert str(caught.value) == (
+        "Expected torch.no_grad() around a forward in evaluation with full precision, got "
+        "gradients enabled; or unset COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL and "
+        "FSDP_USE_FULL_PREC_IN_EVAL"
+    )
 
 
 # What is refused --------------------------------------------------------------------------------
@@ -612,11 +449,8 @@ def test_message(text: str) -> None:
 # All or nothing ----------------------------------------------------------------------------------
 
 
-class Final(nn.Sequential):
-    """A class of which no other is made."""
-
-    def __init_subclass__(cls) -> None:
-        raise TypeError("no class may be made of Final")
+def four() -> nn.Module:
+    return nn.Linear(4, 4)
 
 
 def last_gets(**arguments: Any) -> CustomPolicy:
@@ -626,37 +460,26 @@ def last_gets(**arguments: Any) -> CustomPolicy:
     )
 
 
-PAIR = "Expected ignored_modules or ignored_states, got both; pass ignored_states"
 NO_RESET = (
     "Expected Nothing on the meta device to have reset_parameters(), got none; pass param_init_fn"
 )
 OFFLOAD = "Expected cpu_offload to be a composable_shard.compat.fsdp1.policies.CPUOffload, got "
-NO_CLASS = "no class may be made of Final"
-LINEAR = ModuleWrapPolicy({nn.Linear})
-REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
-    (nn.Linear, {"auto_wrap_policy": last_gets(strategy="full")}, "got an unexpected keyword arg"),
-    (nn.Linear, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}builtins.bool"),
-    (nn.Linear, {"auto_wrap_policy": last_gets(ignored_modules=[])}, PAIR),
-    (nn.Linear, {"ignored_modules": ["0"]}, "Expected ignored_modules to be modules, got str"),
-    (nn.Linear, {"cpu_offload": True}, f"{OFFLOAD}builtins.bool"),
-    (nn.Linear, {"auto_wrap_policy": 3}, "Expected auto_wrap_policy to be a function, a "),
-    (Final, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear, Final})}, NO_CLASS),
-    (Final, {"auto_wrap_policy": LINEAR}, NO_CLASS),
-    (Nothing, {"auto_wrap_policy": LINEAR}, NO_RESET),
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (four, {"auto_wrap_policy": last_gets(strategy="full")}, "got an unexpected keyword arg"),
+    (four, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}builtins.bool"),
+    (four, {"auto_wrap_policy": 3}, "Expected auto_wrap_policy to be a function, a "),
+    (Nothing, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}, NO_RESET),
 ]
 
 
-@pytest.mark.parametrize(("kind", "kwargs", "text"), REFUSED)
-def test_what_is_refused_leaves_all_as_it_was(kind: Any, kwargs: dict[str, Any], text: str) -> None:
-    made = {nn.Linear: lambda: nn.Linear(4, 4), Final: lambda: Final(nn.Linear(4, 4))}
+@pytest.mark.parametrize(("last", "kwargs", "text"), REFUSED)
+def test_what_is_refused_leaves_all_as_it_was(last: Any, kwargs: dict[str, Any], text: str) -> None:
     with fake_ranks(2):
-        model = nn.Sequential(nn.Linear(3, 4, device="meta"), made.get(kind, kind)())
+        model = nn.Sequential(nn.Linear(3, 4, device="meta"), last())
         parts = [(part, type(part)) for part in model.modules()]
         params = list(model.named_parameters())
-        is_root = kind is Final and kwargs["auto_wrap_policy"] is LINEAR
         with pytest.raises((TypeError, ValueError, MaterializationError)) as caught:
-            arguments = {"auto_wrap_policy": always_wrap_policy, "device_id": "cpu", **kwargs}
-            FSDP(model[1] if is_root else model, **arguments)
+            FSDP(model, **{"device_id": "cpu", **kwargs})
         assert str(caught.value).startswith(text)
         assert [(part, type(part)) for part in model.modules()] == parts
         left = model.named_parameters()

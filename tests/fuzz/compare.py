@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composable_shard.testing import RankError, RankTimeout, fake_ranks, run_on_ranks
+from composable_shard.testing import RankError, RankTimeout, run_on_ranks
 
 from .oracle import Invalid, Oracle
 from .program import Case, Find
-from .ranks import Held, Seen, mesh_of, run_case, what_is_launched
+from .ranks import Held, Seen, run_case
 
 TOLERANCE = {"": 1e-9, "float32": 2e-5, "bfloat16": 6e-2}
 
@@ -84,42 +84,6 @@ def run(
         if found:
             kind = found[0].split(":")[0]
             return Find(kind, f"after step {num_op} ({op.name}):\n" + "\n".join(found))
-    for rank, last in enumerate(ranks_seen[-1] for ranks_seen in everywhere):
-        if last.num_tensors and last.num_tensors[-1] > last.num_tensors[0]:
-            return Find("growth", f"rank {rank} has had {last.num_tensors} tensors")
-    return None
-
-
-def rehearse(case: Case) -> Find | None:
-    """Compare which collectives ranks launch, one rank after the other in this process.
-
-    Nothing is sent, so values are not those of a run, and nothing hangs: ranks that launch other
-    collectives, or in another order, would.
-    """
-    expected(case)  # raises if no training can do that
-    if any(block.wire for block in case.walk()):
-        return None  # ranks ask each other for the format of what they send
-    launched = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for rank in range(case.num_ranks):
-            with fake_ranks(case.num_ranks, rank):
-                mesh_of.cache_clear()
-                try:
-                    launched.append(what_is_launched(case))
-                except Exception as error:  # noqa: BLE001 (whatever it is)
-                    return Find(f"rehearsal {type(error).__name__}", f"rank {rank}: {error}")
-                finally:
-                    mesh_of.cache_clear()
-    for rank, theirs in enumerate(launched):
-        for place, (own, other) in enumerate(itertools.zip_longest(launched[0], theirs)):
-            if own != other:
-                before = "".join(f"  {event}\n" for event in theirs[max(0, place - 6) : place])
-                return Find(
-                    "order",
-                    f"launch {place}: rank 0 {own or 'nothing'}, rank {rank} {other or 'nothing'}; "
-                    f"before\n{before}",
-                )
     return None
 
 

@@ -8,108 +8,34 @@ from dataclasses import replace
 from .model import KINDS, Block, Call
 from .program import Case, Op
 
-FEATURES = (
-    "off",  # ranks' losses reach different parts
-    "unused",  # ranks use different parameters of a module
-    "detach",  # parts that are given a detached stream
-    "data",  # parts that are given the batch
-    "lists",  # groups of several modules
-    "frozen",
-    "tied",
-    "nests",
-    "calls",  # modules that are called twice
-    "inner",  # backwards within forward
-    "cached",  # losses on what modules store
-    "saved",  # checkpoints that are not reentrant
-    "reentrant",
-    "saved_nests",  # those over several groups
-    "reentrant_nests",
-    "order",  # another order in each forward
-    "skipped",  # parts that no rank runs in a forward
-    "several",  # several forwards before a backward
-    "retain",  # two backwards through a graph
-    "accumulate",
-    "evaluate",
-    "inference",
-    "optimizers",
-    "dry_run",  # an optimizer that is made after a first backward
-    "freeze",  # requires_grad_ between steps
-    "zeros",  # zero_grad(set_to_none=False)
-    "clip",
-    "edit",
-    "foreach",  # edits that move no version
-    "states",
-    "teacher",
-    "fail",
-    "by_hand",  # unshard and reshard
-    "settings",
-    "keep",  # reshard_after_backward False
-    "offload",
-    "precision",
-    "hybrid",
-    "fewer",  # reshard_after_forward=2
-    "dims",
-    "low",  # several dtypes in a group
-    "live",  # parameters asked of the model at each step
-    "start",
-    "inplace",
-    "wire",  # parameters that travel as two tensors
-    "alone",  # forwards of one part, called by itself
-    "interleaved",  # several forwards, then a backward for each
-    "registered",  # a check: outside of compute the sharded parameters are registered
-    "growth",  # a check: more steps leave no more tensors
-)
 REACH = frozenset(
-    (
-        "off",
-        "unused",
-        "detach",
-        "data",
-        "lists",
-        "frozen",
-        "nests",
-        "calls",
-        "saved",
-        "order",
-        "skipped",
-        "saved_nests",
-        "reentrant",
-        "reentrant_nests",
-        "accumulate",
-        "several",
-        "cached",
-        "tied",
-        "inner",
-        "fewer",
-        "interleaved",
-        "retain",
-        "freeze",
-    )
+    {
+        *("off", "unused"),  # ranks' losses reach different parts, or use different parameters
+        *("detach", "data"),  # parts that are given a detached stream, or the batch
+        *("lists", "frozen", "tied", "nests"),  # groups of several modules; containers
+        *("calls", "inner", "cached"),  # two calls; backwards in forward; losses of what is stored
+        *("saved", "reentrant", "saved_nests", "reentrant_nests"),  # checkpoints of both kinds
+        *("order", "skipped"),  # forwards in another order, or without some parts
+        *("several", "interleaved", "retain"),  # more forwards, or backwards, than one
+        *("accumulate", "freeze", "fewer"),  # requires_grad_ between steps; gather from fewer ranks
+    }
 )
-FAMILIES = {
-    "all": frozenset(FEATURES),
-    "reach": REACH,
-    "alike": frozenset(FEATURES) - {"off", "unused"},
+FEATURES = REACH | {
+    *("evaluate", "inference", "dry_run"),  # an optimizer that is made after a first backward
+    *("zeros", "clip", "edit", "foreach"),  # zero_grad(set_to_none=False); edits of no version
+    *("states", "teacher", "fail", "by_hand", "settings", "keep"),  # unshard and reshard
+    *("offload", "precision", "hybrid", "dims", "low"),  # several dtypes in a group
+    *("live", "start", "inplace"),  # parameters asked of the model at each step
+    *("wire", "alone"),  # parameters that travel as two tensors; forwards of one part
+    "registered",  # a check: outside of compute the sharded parameters are registered
 }
+FAMILIES = {"all": FEATURES, "reach": REACH, "alike": FEATURES - {"off", "unused"}}
 """What may be drawn: everything, what decides whom a loss reaches, what all ranks do alike."""
 
 WORDS = {
-    "train": 10,
-    "accumulate": 4,
-    "sync": 2,
-    "zero": 3,
-    "step": 5,
-    "evaluate": 3,
-    "clip": 2,
-    "edit": 2,
-    "states": 2,
-    "teacher": 2,
-    "fail": 1,
-    "by_hand": 1,
-    "settings": 2,
-    "freeze": 2,
-    "none": 1,
-    "alone": 1,
+    **{"train": 10, "accumulate": 4, "sync": 2, "zero": 3, "step": 5, "evaluate": 3, "clip": 2},
+    **{"edit": 2, "states": 2, "teacher": 2, "fail": 1, "by_hand": 1, "settings": 2, "freeze": 2},
+    **{"none": 1, "alone": 1},
 }
 """How often the steps of a program are drawn."""
 
@@ -161,7 +87,6 @@ class Generator:
             live=self.has("live", 0.3),
             start=pick(["double", "assign", "empty"]) if self.has("start", 0.15) else "",
             checks_registered="registered" in self.features,
-            checks_growth=self.has("growth", 0.2),
         )
         if case.start in ("assign", "empty"):  # which untie, as torch does
             untied = tuple(map(_untied, case.blocks))
@@ -261,10 +186,7 @@ class Generator:
             chance = self.random.choice([0.0, 0.3, 0.7]) if "unused" in self.features else 0.0
             unused.append(frozenset(n for n in many if self.random.random() < chance))
         return Call(
-            order,
-            tuple(off) if any(off) else (),
-            tuple(unused) if any(unused) else (),
-            skipped,
+            order, tuple(off) if any(off) else (), tuple(unused) if any(unused) else (), skipped
         )
 
     def train(self, case: Case, sync: bool) -> Op:
@@ -309,12 +231,8 @@ class Generator:
             elif word == "clip" and "clip" in self.features and trained:
                 ops.append(Op("clip", how=pick(["", "function"])))
             elif word == "edit" and "edit" in self.features:
-                ops.append(
-                    Op(
-                        "edit",
-                        how=pick(["clamp", "each"] + ["foreach"] * ("foreach" in self.features)),
-                    )
-                )
+                hows = ["clamp", "each"] + ["foreach"] * ("foreach" in self.features)
+                ops.append(Op("edit", how=pick(hows)))
             elif word == "states" and "states" in self.features:
                 saved = any(op.name == "save" for op in ops)
                 ops.append(Op("restore" if saved else "save", how=pick(["", "full"])))

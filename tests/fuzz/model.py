@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
@@ -104,41 +105,12 @@ class Output:
 # What blocks compute ------------------------------------------------------------------------
 
 
-def _linear(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    return torch.tanh(nn.functional.linear(x, block.p0, block.p1))
-
-
-def _mlp(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    hidden = nn.functional.gelu(nn.functional.linear(x, block.p0, block.p1))
-    return nn.functional.linear(hidden, block.p2)
-
-
-def _embedding(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
+def _embedding(block: Any, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
     ids = (data > 0).sum(1)  # of signs, which no rounding changes
-    return nn.functional.embedding(ids, block.p0) + 0 * x
+    return F.embedding(ids, block.p0) + 0 * x
 
 
-def _norm(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    return nn.functional.layer_norm(x, (WIDTH,), block.p0, block.p1, eps=0.1)
-
-
-def _conv(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    return nn.functional.conv1d(x.unsqueeze(1), block.p0, block.p1, padding=1).sum(1)
-
-
-def _scalar(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    return torch.tanh(x * block.p0)
-
-
-def _batched(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    return torch.einsum("bw,ewv->bv", x, block.p0) / 3
-
-
-def _rows(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    return x * block.p0.sin().sum() + x @ block.p1.T @ block.p1 / 4
-
-
-def _many(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
+def _many(block: Any, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
     y = torch.sin(x)
     for index, param in enumerate(block.own):
         if f"{block.spec.name}.{index}" not in plan.unused:
@@ -146,47 +118,42 @@ def _many(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
     return y
 
 
-def _cached(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
+def _cached(block: Any, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
     block.kept = torch.tanh(x @ block.p1)
     return torch.tanh(x @ block.p0)
 
 
-def _inner(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
+def _inner(block: Any, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
     if torch.is_grad_enabled() and block.p0.requires_grad:
-        nn.functional.linear(x.detach(), block.p0, block.p1).square().mean().backward()
-    return torch.tanh(nn.functional.linear(x, block.p0, block.p1))
-
-
-def _view(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    return torch.addmm(block.p1, x, block.p0.T).view(-1, WIDTH)
-
-
-def _detached(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    # A detached use beside a used one: read by backward, without a gradient of its own.
-    return torch.tanh(x @ block.p0.detach()) + x * block.p1
-
-
-def _twice(block: Leaf, x: Tensor, data: Tensor, plan: Plan) -> Tensor:
-    return torch.tanh(torch.tanh(x @ block.p0 + block.p1) @ block.p0.T)
+        F.linear(x.detach(), block.p0, block.p1).square().mean().backward()
+    return torch.tanh(F.linear(x, block.p0, block.p1))
 
 
 Shapes = tuple[tuple[int, ...], ...]
 W = WIDTH
+SQUARE: Shapes = ((W, W), (W,))
 KINDS: dict[str, tuple[Shapes, Callable[[Any, Tensor, Tensor, Plan], Tensor]]] = {
-    "linear": (((W, W), (W,)), _linear),
-    "mlp": (((2 * W, W), (2 * W,), (W, 2 * W)), _mlp),
+    "linear": (SQUARE, lambda b, x, *_: F.linear(x, b.p0, b.p1).tanh()),
+    "mlp": (
+        ((2 * W, W), (2 * W,), (W, 2 * W)),
+        lambda b, x, *_: F.linear(F.gelu(F.linear(x, b.p0, b.p1)), b.p2),
+    ),
     "embedding": (((VOCABULARY, W),), _embedding),
-    "norm": (((W,), (W,)), _norm),
-    "conv": (((3, 1, 3), (3,)), _conv),
-    "scalar": (((),), _scalar),
-    "batched": (((3, W, W),), _batched),
-    "rows": (((1,), (7, W)), _rows),
+    "norm": (((W,), (W,)), lambda b, x, *_: F.layer_norm(x, (W,), b.p0, b.p1, eps=0.1)),
+    "conv": (
+        ((3, 1, 3), (3,)),
+        lambda b, x, *_: F.conv1d(x.unsqueeze(1), b.p0, b.p1, padding=1).sum(1),
+    ),
+    "scalar": (((),), lambda b, x, *_: (x * b.p0).tanh()),
+    "batched": (((3, W, W),), lambda b, x, *_: torch.einsum("bw,ewv->bv", x, b.p0) / 3),
+    "rows": (((1,), (7, W)), lambda b, x, *_: x * b.p0.sin().sum() + x @ b.p1.T @ b.p1 / 4),
     "many": (((W, W), (3,), (), (5, 2)), _many),
     "cached": (((W, W), (W, W)), _cached),
-    "inner": (((W, W), (W,)), _inner),
-    "view": (((W, W), (W,)), _view),
-    "detached": (((W, W), (W,)), _detached),
-    "twice": (((W, W), (W,)), _twice),
+    "inner": (SQUARE, _inner),
+    "view": (SQUARE, lambda b, x, *_: torch.addmm(b.p1, x, b.p0.T).view(-1, W)),
+    # A detached use beside a used one: read by backward, without a gradient of its own.
+    "detached": (SQUARE, lambda b, x, *_: (x @ b.p0.detach()).tanh() + x * b.p1),
+    "twice": (SQUARE, lambda b, x, *_: ((x @ b.p0 + b.p1).tanh() @ b.p0.T).tanh()),
 }
 TIED_KINDS = frozenset({"linear", "view", "twice"})
 

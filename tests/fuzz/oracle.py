@@ -6,8 +6,10 @@ parameter that no rank has used keeps ``None``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,7 +45,41 @@ def make_optimizer(case: Case, params: Any) -> torch.optim.Optimizer:
 Grads = dict[str, torch.Tensor]
 
 
-class Oracle:
+class Follower:
+    """What the oracle and a rank do alike."""
+
+    case: Case
+    num_op: int
+    heard: Any
+    optimizer: torch.optim.Optimizer | None = None
+
+    def params(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def do(self, num_op: int, op: Op) -> None:
+        self.num_op = num_op
+        self.heard = None
+        getattr(self, op.name)(op)
+
+    def optimize(self, op: Op) -> None:
+        self.optimizer = make_optimizer(self.case, self.params().values())
+
+    def freeze(self, op: Op) -> None:
+        for name, param in self.params().items():
+            if owner(name) in op.names:
+                param.requires_grad_(op.flag)
+
+    @torch.no_grad()
+    def edit(self, op: Op) -> None:
+        params = list(self.params().values())
+        if op.how == "foreach":
+            torch._foreach_mul_(params, 0.9)
+            return
+        for param in params:
+            param.clamp_(-0.4, 0.4) if op.how == "clamp" else param.mul_(0.9)
+
+
+class Oracle(Follower):
     """Follows a program unsharded.
 
     Attributes:
@@ -63,15 +99,9 @@ class Oracle:
         self.waiting: list[Grads] = [{} for _ in self.ranks]
         self.reduced: Grads = {}
         self.is_synced = True
-        self.optimizer: torch.optim.Optimizer | None = None
         self.teacher: Model | None = None
         self.saved: dict[str, torch.Tensor] | None = None
         self.heard: Any = None
-
-    def do(self, num_op: int, op: Op) -> None:
-        self.num_op = num_op
-        self.heard = None
-        getattr(self, op.name)(op)
 
     def params(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
@@ -171,7 +201,7 @@ class Oracle:
         """An exception in forward or backward, at the first of the names."""
         for rank in self.ranks:
             self._clear(self.model)
-            with failing(self.model, op), expected_failure():
+            with failing(self.model, op):
                 data = batch(self.case, self.num_op, 0, rank)
                 loss = self.model(data, op.calls[0].for_rank(rank))
                 if not loss.requires_grad:
@@ -201,9 +231,6 @@ class Oracle:
             for grads in (self.reduced, *self.waiting):
                 grads.pop(name, None)
 
-    def optimize(self, op: Op) -> None:
-        self.optimizer = make_optimizer(self.case, self.model.parameters())
-
     def step(self, op: Op) -> None:
         if self.optimizer is None:
             return
@@ -222,23 +249,6 @@ class Oracle:
         factor = min(1.0, 0.1 / (norm + 1e-6))
         self.reduced = {name: grad * factor for name, grad in self.reduced.items()}
         self.heard = [[norm] for _ in self.ranks]
-
-    def freeze(self, op: Op) -> None:
-        for name, param in self.params().items():
-            if owner(name) in op.names:
-                param.requires_grad_(op.flag)
-
-    @torch.no_grad()
-    def edit(self, op: Op) -> None:
-        params = list(self.model.parameters())
-        if op.how == "clamp":
-            for param in params:
-                param.clamp_(-0.4, 0.4)
-        elif op.how == "foreach":
-            torch._foreach_mul_(params, 0.9)
-        else:
-            for param in params:
-                param.mul_(0.9)
 
     @torch.no_grad()
     def save(self, op: Op) -> None:
@@ -281,34 +291,23 @@ def alone_loss(model: Model, op: Op, data: torch.Tensor) -> torch.Tensor:
     return unpacked(part(data, data, Plan())).double().square().mean()
 
 
-class failing:
-    """Raise where a program wants it."""
+@contextlib.contextmanager
+def failing(model: Any, op: Op) -> Iterator[None]:
+    """Raise where a program wants it, and go on behind."""
 
-    def __init__(self, model: Any, op: Op) -> None:
-        name = op.names[0]
-        part = next(m for n, m in model.named_modules() if n.split(".")[-1] == name or not name)
-        if op.how == "forward":
-            self.handle = part.register_forward_pre_hook(self._raise)
-        else:
-            self.handle = part.register_forward_hook(self._watch)
-
-    def _raise(self, *_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise Planned
 
-    def _watch(self, module: Any, args: Any, output: Any) -> None:
+    def watch(module: Any, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(self._raise)
+            output.register_hook(fail)
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        self.handle.remove()
-
-
-class expected_failure:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *_: Any) -> bool:
-        return kind is not None and issubclass(kind, Planned)
+    name = op.names[0]
+    part = next(m for n, m in model.named_modules() if n.split(".")[-1] == name or not name)
+    is_forward = op.how == "forward"
+    handle = (
+        part.register_forward_pre_hook(fail) if is_forward else part.register_forward_hook(watch)
+    )
+    with contextlib.suppress(Planned):
+        yield
+    handle.remove()

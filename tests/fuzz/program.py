@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from .model import Block, Call
@@ -48,7 +48,6 @@ class Case:
         start: What happens between sharding and training: "double" (made in float32), "assign",
             "empty" (made on the meta device).
         checks_registered: Whether the sharded parameters have to be registered between steps.
-        checks_growth: Whether the last step that trains is repeated, and tensors are counted.
     """
 
     seed: int
@@ -65,7 +64,6 @@ class Case:
     live: bool = False
     start: str = ""
     checks_registered: bool = False
-    checks_growth: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -79,53 +77,16 @@ class Case:
             yield from block.walk()
 
 
-def shown(case: Case) -> str:
-    """Write a case as a few lines, one for each block and step."""
-    options = [
-        f"{one.name}={getattr(case, one.name)!r}"
-        for one in fields(case)
-        if one.name not in ("blocks", "ops") and getattr(case, one.name) != one.default
-    ]
-    lines = ["case " + " ".join(options)]
-    for block in case.blocks:
-        lines += _block_lines(block, "  ")
-    for op in case.ops:
-        lines += _op_lines(op)
-    return "\n".join(lines)
-
-
-def _block_lines(block: Block, indent: str) -> list[str]:
-    said = _changed(block, {"name", "kind", "children"})
-    lines = [f"{indent}{block.name}: {block.kind}{said}"]
-    for child in block.children:
-        lines += _block_lines(child, indent + "  ")
-    return lines
-
-
-def _op_lines(op: Op) -> list[str]:
-    said = _changed(op, {"name", "calls"})
-    lines = [f"- {op.name}{said}"]
-    for call in op.calls:
-        parts = []
-        if call.order:
-            parts.append("order " + ",".join(call.order))
-        if call.skipped:
-            parts.append("skipped " + ",".join(sorted(call.skipped)))
-        for what in ("off", "unused"):
-            for rank, names in enumerate(getattr(call, what)):
-                if names:
-                    parts.append(f"{what} on rank {rank}: " + ",".join(sorted(names)))
-        lines.append("    call " + ("; ".join(parts) or "of all"))
-    return lines
-
-
-def _changed(value: Any, without: set[str]) -> str:
-    said = ""
-    for one in fields(value):
-        own = getattr(value, one.name)
-        if one.name not in without and own != one.default:
-            said += f" {one.name}={own!r}"
-    return said
+def shown(value: Any, indent: str = "") -> str:
+    """Write a case, or a part of one, as an expression that makes it, a block or step a line."""
+    if is_dataclass(value):
+        pairs = [(one, getattr(value, one.name)) for one in fields(value)]
+        said = [f"{one.name}={shown(own, indent)}" for one, own in pairs if own != one.default]
+        return f"{type(value).__name__}({', '.join(said)})"
+    if isinstance(value, tuple):
+        inner = indent + "    "
+        return "(" + "".join(f"\n{inner}{shown(one, inner)}," for one in value) + ")"
+    return f"frozenset({sorted(value)})" if isinstance(value, frozenset) else repr(value)
 
 
 @dataclass(frozen=True)
@@ -134,3 +95,44 @@ class Find:
 
     kind: str
     text: str = field(compare=False)
+
+
+KEPT = ("seed", "name", "names")
+
+
+def shrunk(case: Case, fails: Callable[[Case], bool], max_runs: int) -> Case:
+    """Return a case that still fails and of which nothing more can be left out."""
+    runs = 0
+    again = True
+    while again:
+        again = False
+        for smaller in simpler(case):
+            if runs >= max_runs:
+                return case
+            runs += 1
+            if fails(smaller):
+                case, again = smaller, True
+                break
+    return case
+
+
+def simpler(value: Any) -> Iterator[Any]:
+    """Yield values with one part less, or with one part as it is by default, or simpler."""
+    if is_dataclass(value):
+        for one in fields(value):
+            own = getattr(value, one.name)
+            if one.name in KEPT or own == one.default:
+                continue
+            if one.default is not MISSING:
+                yield replace(value, **{one.name: one.default})
+            for less in simpler(own):
+                yield replace(value, **{one.name: less})
+    elif isinstance(value, frozenset):
+        for one in sorted(value):
+            yield value - {one}
+    elif isinstance(value, tuple):
+        for place in range(len(value)) if len(value) > 1 else ():
+            yield value[:place] + value[place + 1 :]
+        for place, one in enumerate(value):
+            for less in simpler(one):
+                yield (*value[:place], less, *value[place + 1 :])

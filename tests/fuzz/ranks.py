@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import types
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,10 +19,9 @@ from composable_shard import (
     clip_grad_norm_,
     fully_shard,
 )
-from composable_shard.insight.events import record_events
 
 from .model import Block, Leaf, Model, Nest, build
-from .oracle import alone_loss, batch, expected_failure, failing, make_optimizer, owner
+from .oracle import Follower, alone_loss, batch, failing, owner
 from .program import Case, Op
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "": None}
@@ -43,7 +41,6 @@ class Seen(NamedTuple):
     params: dict[str, Held]
     grads: dict[str, Held | None]
     registered: dict[str, bool]
-    num_tensors: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=8)
@@ -64,29 +61,10 @@ def run_case(case: Case) -> list[Seen]:
             error.add_note(f"in step {num_op}: {op.name}")
             raise
         seen.append(sharded.seen())
-    if case.checks_growth:
-        seen[-1] = seen[-1]._replace(num_tensors=sharded.num_tensors())
     return seen
 
 
-def what_is_launched(case: Case) -> list[str]:
-    """Return which collectives this rank launches, step by step."""
-    launched: list[str] = []
-    sharded = Sharded(case)
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    with record_events(sharded.model, *kinds) as events:
-        for num_op, op in enumerate(case.ops):
-            if op.name not in ("save", "restore", "clip"):  # collectives of torch's own
-                sharded.do(num_op, op)
-            launched += [f"step {num_op} {kind} {name or 'root'}" for kind, name in events]
-            events.clear()
-        if case.checks_growth:
-            sharded.num_tensors()
-            launched += [f"later {kind} {name or 'root'}" for kind, name in events]
-    return launched
-
-
-class Sharded:
+class Sharded(Follower):
     """Follows a program with the sharded model, on one rank."""
 
     def __init__(self, case: Case) -> None:
@@ -111,16 +89,10 @@ class Sharded:
             self.model.load_state_dict(full, strict=False)
         travel_as_two(self.model)
         self.held = dict(self.model.named_parameters())
-        self.optimizer: torch.optim.Optimizer | None = None
         self.teacher: Any = None
         self.saved: dict[str, torch.Tensor] = {}
         self.is_synced = True
         self.heard: Any = None
-
-    def do(self, num_op: int, op: Op) -> None:
-        self.num_op = num_op
-        self.heard = None
-        getattr(self, op.name)(op)
 
     def params(self) -> dict[str, Any]:
         return dict(self.model.named_parameters()) if self.case.live else self.held
@@ -174,17 +146,6 @@ class Sharded:
         self.heard = [loss.item()]
         self.is_synced = True
 
-    def num_tensors(self) -> tuple[int, ...]:
-        """Count tensors after each of some more steps, of which the first may still add some."""
-        train = next((op for op in reversed(self.case.ops) if op.name == "train"), None)
-        counts = []
-        for _ in range(5 if train else 0):
-            self.train(train)
-            self.model.zero_grad()
-            gc.collect()
-            counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
-        return tuple(counts[2:])
-
     def sync(self, op: Op) -> None:
         self.model.synchronize_gradients()
         self.is_synced = True
@@ -200,7 +161,7 @@ class Sharded:
             ]
 
     def fail(self, op: Op) -> None:
-        with failing(self.model, op), expected_failure():
+        with failing(self.model, op):
             data = batch(self.case, self.num_op, 0, self.rank)
             self.model(data, op.calls[0].for_rank(self.rank)).backward()
         self.model.zero_grad()
@@ -226,17 +187,12 @@ class Sharded:
             if owner(name) in op.names:
                 param.grad = None
 
-    def optimize(self, op: Op) -> None:
-        self.optimizer = make_optimizer(self.case, self.params().values())
-
     def step(self, op: Op) -> None:
         if self.optimizer is None:
             return
         if not self.is_synced:
             self.sync(op)
         self.optimizer.step()
-        if "keep" not in op.how:
-            pass
 
     def clip(self, op: Op) -> None:
         if not self.is_synced:
@@ -244,23 +200,6 @@ class Sharded:
         params = list(self.params().values())
         norm = clip_grad_norm_(params, 0.1) if op.how else self.model.clip_grad_norm_(0.1)
         self.heard = [norm.item()]
-
-    def freeze(self, op: Op) -> None:
-        for name, param in self.params().items():
-            if owner(name) in op.names:
-                param.requires_grad_(op.flag)
-
-    @torch.no_grad()
-    def edit(self, op: Op) -> None:
-        params = list(self.params().values())
-        if op.how == "clamp":
-            for param in params:
-                param.clamp_(-0.4, 0.4)
-        elif op.how == "foreach":
-            torch._foreach_mul_(params, 0.9)
-        else:
-            for param in params:
-                param.mul_(0.9)
 
     @torch.no_grad()
     def save(self, op: Op) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from composable_shard import fully_shard
+from composable_shard.train.full import same_bits
 
 
 class Kinds(nn.Module):
@@ -92,3 +93,23 @@ def in_turns(mesh_extents: tuple[int, ...]) -> nn.Module:
         tensor = distribute_tensor(torch.randn(13, 7), mesh, placements, src_data_rank=None)
         model.register_parameter(name, nn.Parameter(tensor))
     return model
+
+
+def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what this rank holds of each parameter and buffer."""
+    return {
+        name: (value.to_local() if isinstance(value, DTensor) else value).clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def differences(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    """Tell which tensors are not the same in every bit."""
+    assert got.keys() == wanted.keys()
+    return [
+        name
+        for name in wanted
+        if got[name].shape != wanted[name].shape
+        or got[name].dtype != wanted[name].dtype
+        or not same_bits(got[name], wanted[name])
+    ]

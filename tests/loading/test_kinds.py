@@ -15,16 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torch.distributed.tensor import DTensor
 
 from composable_shard import CPUOffloadPolicy, fully_shard, load_sharded, save_full
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel
 from composable_shard.testing import run_ranks, run_threads
-from loading.comparing import differences, locals_of
-from loading.kinds import Kinds, Tied, kinds, shard
+from loading.kinds import Kinds, Tied, differences, kinds, locals_of, shard
 
 NUM_RANKS = 3
 
@@ -59,16 +55,13 @@ def test_parameters_of_every_kind(
     assert differences(load_file(tmp_path / "y.safetensors"), state) == []
 
 
-def test_what_is_unsharded_is_gathered_anew_and_what_hangs_on_parameters_is_kept(
+def test_what_is_unsharded_is_gathered_anew_and_what_is_ignored_is_read_whole(
     tmp_path: Path,
 ) -> None:
     """Also where the group belongs to a module around the one that is loaded."""
-    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    whole, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
     save_full(whole[0], tmp_path / "0.safetensors")
     save_full(whole, tmp_path / "whole.safetensors")
-    x, file = torch.ones(1, 2), tmp_path / "of.safetensors"
-    save_full(whole, file, rename=lambda name: None if name == "1.bias" else name)
-    assert sorted(load_file(file)) == ["0.bias", "0.weight", "1.weight"]  # one name is left out
 
     def check() -> None:
         model = fully_shard(copy.deepcopy(whole), reshard_after_forward=False)
@@ -77,18 +70,13 @@ def test_what_is_unsharded_is_gathered_anew_and_what_hangs_on_parameters_is_kept
             model(x)  # leaves the parameters gathered
         load_sharded(model[0], tmp_path / "0.safetensors")
         assert torch.equal(model(x), whole(x))
-        called: list[str] = []
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         fully_shard(model, ignored_params={model[0].bias})
-        weight = model[0].weight
-        weight.register_post_accumulate_grad_hook(lambda param: called.append(param.mark))
-        weight.mark = "ours"
         load_sharded(model, tmp_path / "whole.safetensors")
-        assert torch.equal(model[0].bias, whole[0].bias)  # what is ignored is read whole
+        assert torch.equal(model[0].bias, whole[0].bias)
         assert not isinstance(model[0].bias, DTensor)
-        model(x).sum().backward()
-        assert called == ["ours"]
+        assert torch.equal(model(x), whole(x))
 
     run_threads(check, 2)
 
@@ -128,42 +116,17 @@ def test_tied_weights_under_one_name_or_all(tmp_path: Path, is_meta: bool, under
         for layer in (model.embed, model.block, model.head):
             fully_shard(layer)
         fully_shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         assert load_sharded(model, tmp_path / "x.safetensors")[:3] == ([], [], [])
-        assert model.head.weight is model.embed.weight
-        got = model(x)
-        got.sum().backward()
-        optimizer.step()
-        assert model.alias is model.scale
+        assert model.head.weight is model.embed.weight and model.alias is model.scale
         save_full(model, tmp_path / "y.safetensors")
-        return got
+        return model(x)
 
-    wanted = whole(x)
-    wanted.sum().backward()
-    torch.optim.SGD(whole.parameters(), lr=0.1).step()
-    for got in run_threads(check, 1):
-        assert torch.equal(got, wanted)
+    for got in run_threads(check, 2):
+        assert torch.equal(got, whole(x))
     saved = load_file(tmp_path / "y.safetensors")
     assert sorted(saved) == sorted(tied)
     for name in tied:
         assert torch.equal(saved[name], whole.state_dict()[name])
-
-
-def test_tensors_that_share_memory(tmp_path: Path) -> None:
-    """What is the same memory is tied; what overlaps is not, and is written in full."""
-
-    def build() -> nn.Module:
-        model, values = nn.Module(), torch.rand(6)
-        model.register_buffer("first", values[:4])
-        model.register_buffer("same", values[:4])
-        model.register_buffer("overlaps", values[2:])
-        return model
-
-    whole, model = build(), build()
-    save_full(whole, tmp_path / "x.safetensors")
-    assert sorted(load_file(tmp_path / "x.safetensors")) == ["first", "overlaps"]
-    assert load_sharded(model, tmp_path / "x.safetensors")[:3] == ([], [], [])
-    assert differences(model.state_dict(), whole.state_dict()) == []
 
 
 def test_without_strict_the_last_of_tied_names_counts(tmp_path: Path) -> None:
@@ -197,49 +160,15 @@ def test_a_model_without_ranks_and_without_shards(tmp_path: Path) -> None:
     assert differences(model.state_dict(), whole.state_dict()) == []
     with torch.device("meta"):
         model = Kinds()
-    with pytest.warns(UserWarning, match="the non-persistent buffers table, which are still"):
+    with pytest.warns(UserWarning) as caught:
         told = load_sharded(model, tmp_path / "x.safetensors")
+    assert [str(warning.message) for warning in caught] == [
+        "No checkpoint has the non-persistent buffers table, which are still on the meta device; "
+        "compute them as the constructor of their module does"
+    ]
     assert told.left_on_meta == ["table"]
     assert str(told).endswith(", nothing unexpected, still on the meta device: table>")
     assert differences(model.state_dict(), whole.state_dict()) == []
-
-
-@pytest.mark.parametrize("sends", [False, True])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_rows_that_are_not_neighbours(tmp_path: Path, dim: int, sends: bool) -> None:
-    """A DTensor of which each of two ranks has every other pair of rows; nothing else shards it."""
-    whole = nn.Linear(8, 8, bias=False)
-    save_full(whole, tmp_path / "x.safetensors")
-
-    def check() -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (2,))
-        model = nn.Linear(8, 8, bias=False, device="meta")
-        zeros = distribute_tensor(model.weight, mesh, [_StridedShard(dim, split_factor=2)])
-        model.weight = nn.Parameter(zeros)
-        load_sharded(model, tmp_path / "x.safetensors", broadcast_from_rank0=sends)
-        return model.weight.to_local()
-
-    for rank, local in enumerate(run_threads(check, 2)):
-        own = [2 * rank, 2 * rank + 1, 2 * rank + 4, 2 * rank + 5]
-        assert torch.equal(local, whole.weight.index_select(dim, torch.tensor(own)))
-
-
-def test_a_subclass_around_one_tensor(tmp_path: Path) -> None:
-    """A weight that is gathered as float8 holds nothing but itself, and is read like others."""
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    weight = torch.randn(32, 16)
-    save_file({"0.weight": weight}, tmp_path / "x.safetensors")
-
-    def check() -> torch.Tensor:
-        model = nn.Sequential(nn.Linear(16, 32, bias=False))
-        fully_shard(convert_to_float8_training(model, config=config))
-        assert type(model[0].weight.to_local()).__name__ == "WeightWithDynamicFloat8CastTensor"
-        load_sharded(model, tmp_path / "x.safetensors")
-        save_full(model, tmp_path / "y.safetensors")
-        return model[0].weight.to_local()._tensor
-
-    assert torch.equal(torch.cat(run_threads(check, 2)), weight)
-    assert torch.equal(load_file(tmp_path / "y.safetensors")["0.weight"], weight)
 
 
 def test_wrappers_do_not_appear_in_names(tmp_path: Path) -> None:
@@ -287,29 +216,20 @@ def test_names_that_are_mapped(tmp_path: Path) -> None:
     assert differences(saved, whole.state_dict()) == []
 
 
-EVEN, UNEVEN = 8, 10
-"""Hidden units, of which two tensor-parallel ranks hold 4 or 5 each; 2 others cut these."""
-
-FEW = {"hybrid-inner", "own-mesh", "hybrid-tp"}
-PLACES = [
-    pytest.param(name, UNEVEN, marks=() if name in FEW else pytest.mark.matrix) for name in CASES
-] + [pytest.param("tp", EVEN, marks=pytest.mark.matrix)]
-
-
-def net(hidden: int, seed: int) -> Net:
+def net(seed: int) -> Net:
     torch.manual_seed(seed)
-    return Net(hidden)
+    return Net(10)
 
 
-def go_round(name: str, hidden: int, folder: Path) -> None:
+def go_round(name: str, folder: Path) -> None:
     """Load into a model of its own values, one on the meta device and one that is sent to; save."""
-    case, whole = CASES[name], net(hidden, seed=1)
-    wanted = case(net(hidden, seed=2))
+    case, whole = CASES[name], net(seed=1)
+    wanted = case(net(seed=2))
     wanted.load_state_dict(whole.state_dict())  # cuts full tensors without communication
     shards, x = locals_of(wanted), torch.ones(2, WIDTH, dtype=torch.float64)
     for kind in ("real", "meta", "sent"):
         with torch.device("meta" if kind == "meta" else "cpu"):
-            model = case(net(hidden, seed=2))
+            model = case(net(seed=2))
         told = load_sharded(
             model, folder / "whole.safetensors", broadcast_from_rank0=kind == "sent"
         )
@@ -322,16 +242,16 @@ def go_round(name: str, hidden: int, folder: Path) -> None:
     assert len(files) > 3
     saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert differences(saved, whole.state_dict()) == []
-    again = case(net(hidden, seed=3))
+    again = case(net(seed=3))
     load_sharded(again, folder / "parts")
     assert differences(locals_of(again), shards) == []
 
 
 @pytest.mark.brief(2)
-@pytest.mark.parametrize(("name", "hidden"), PLACES)
-def test_from_a_file_into_shards_and_back(tmp_path: Path, name: str, hidden: int) -> None:
-    save_file(net(hidden, seed=1).state_dict(), tmp_path / "whole.safetensors")
-    run_ranks(go_round, CASES[name].num_ranks, name, hidden, tmp_path)
+@pytest.mark.parametrize("name", ["hybrid-inner", "own-mesh", "tp", "hybrid-tp"])
+def test_from_a_file_into_shards_and_back(tmp_path: Path, name: str) -> None:
+    save_file(net(seed=1).state_dict(), tmp_path / "whole.safetensors")
+    run_ranks(go_round, CASES[name].num_ranks, name, tmp_path)
 
 
 @on_ranks(3)
@@ -339,12 +259,12 @@ def test_what_is_read_and_written_is_what_torch_and_safetensors_do(tmp_path: Pat
     """Compare with what torch's own checkpoints do, both ways, and with the file, byte by byte."""
     case, source, theirs_file = CASES["1-d"], tmp_path / "hf", tmp_path / "theirs.safetensors"
     if dist.get_rank() == 0:
-        save_full(net(UNEVEN, seed=1), source, max_shard_size=1000, process_group=alone())
-        save_file(net(UNEVEN, seed=1).state_dict(), theirs_file, metadata={"format": "pt"})
+        save_full(net(seed=1), source, max_shard_size=1000, process_group=alone())
+        save_file(net(seed=1).state_dict(), theirs_file, metadata={"format": "pt"})
     else:
         alone()
     dist.barrier()
-    theirs, ours = case(net(UNEVEN, seed=2)), case(net(UNEVEN, seed=3))
+    theirs, ours = case(net(seed=2)), case(net(seed=3))
     state = get_model_state_dict(theirs)
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(source)))
     set_model_state_dict(theirs, state)
@@ -352,7 +272,7 @@ def test_what_is_read_and_written_is_what_torch_and_safetensors_do(tmp_path: Pat
     assert differences(locals_of(ours), locals_of(theirs)) == []
     # A checkpoint of DTensors, read by torch into a model that our file was read into.
     dcp.save(get_model_state_dict(ours), checkpoint_id=tmp_path / "dcp")
-    resumed = case(net(UNEVEN, seed=4))
+    resumed = case(net(seed=4))
     state = get_model_state_dict(resumed)
     dcp.load(state, checkpoint_id=tmp_path / "dcp")
     set_model_state_dict(resumed, state)

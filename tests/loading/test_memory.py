@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-import safetensors
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import Shard
 from train.moved import memory, return_unused
 
-from composable_shard import fully_shard, iter_full, load_sharded, save_full
+from composable_shard import fully_shard, load_sharded, save_full
 from composable_shard._torch import poisoned_memory
 from composable_shard.testing import run_ranks
-from composable_shard.train.weights import gathering, save
+from composable_shard.train.weights import save
+from loading.counting import held
 
 MIB = 2**20
 NUM_TENSORS, TENSOR_NBYTES = 12, 8 * MIB
@@ -43,46 +40,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("big") / "x.safetensors"
     save_file({f"{i}.weight": torch.full((2048, 1024), i + 0.5) for i in range(NUM_TENSORS)}, path)
     return path
-
-
-class CountingFile:
-    """A file that counts the bytes that are taken of it; of whole tensors only facts are known."""
-
-    def __init__(self, handle: Any, num_bytes: list[int]) -> None:
-        self._handle, self._num_bytes = handle, num_bytes
-
-    def __enter__(self) -> CountingFile:
-        self._file = self._handle.__enter__()
-        self.keys = self._file.keys
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._handle.__exit__(*details)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self._file.get_tensor(name).to("meta")
-
-    def get_slice(self, name: str) -> CountingFile:
-        self._slice = self._file.get_slice(name)
-        return self
-
-    def __getitem__(self, box: Any) -> torch.Tensor:
-        piece = self._slice[box]
-        self._num_bytes.append(piece.nbytes)
-        return piece
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@on_ranks(2)
-def test_each_rank_reads_its_slices_and_no_more(file: Path, dim: int) -> None:
-    opened, num_bytes = safetensors.safe_open, list[int]()
-
-    def counting(*args: Any, **kwargs: Any) -> CountingFile:
-        return CountingFile(opened(*args, **kwargs), num_bytes)
-
-    with mock.patch.object(safetensors, "safe_open", counting):
-        load_sharded(build(True, dim), file)
-    assert num_bytes == [TENSOR_NBYTES // 2] * NUM_TENSORS
 
 
 @contextlib.contextmanager
@@ -105,38 +62,11 @@ def growth_while_loading(file: Path, dim: int, sends: bool) -> int:
     return found[0]
 
 
-def held_while_streaming(dim: int, rank0_only: bool) -> int:
-    model = build(False, dim)
-    with held() as most:
-        for _, full in iter_full(model, bucket_bytes=TENSOR_NBYTES, rank0_only=rank0_only):
-            del full
-    return most[0]
-
-
 def held_while_saving(folder: Path, limit: int) -> int:
     model = build(False, dim=1)
     with mock.patch.object(save, "BUCKET_NBYTES", TENSOR_NBYTES), held() as most:
         save_full(model, folder, max_shard_size=limit)
     return most[0]
-
-
-@contextlib.contextmanager
-def held() -> Iterator[list[int]]:
-    """Count how many bytes there are at most of what is made to send and to receive."""
-    made: list[weakref.ref[torch.UntypedStorage]] = []
-    most = [0]
-    make = gathering._torch.empty
-
-    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = make(*args, **kwargs)
-        if tensor.nbytes > 1024:  # those of a word are not counted
-            made.append(weakref.ref(tensor.untyped_storage()))
-        alive = [storage for one in made if (storage := one()) is not None]
-        most[0] = max(most[0], sum(storage.nbytes() for storage in alive))
-        return tensor
-
-    with mock.patch.object(gathering._torch, "empty", counting):
-        yield most
 
 
 on_linux = pytest.mark.skipif(
@@ -153,15 +83,6 @@ def test_memory_grows_by_the_shard_and_one_tensor_at_most(
     grown = run_ranks(growth_while_loading, 2, file, dim, sends)
     assert min(grown) > shard - SLACK_NBYTES, grown  # or this would measure nothing
     assert max(grown) < shard + TENSOR_NBYTES + SLACK_NBYTES, grown
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_what_a_stream_makes(dim: int) -> None:
-    """Each tensor is a bucket; one that is cut in columns is sent and received beside its place."""
-    both = TENSOR_NBYTES * (5 if dim else 4) // 2
-    sent = TENSOR_NBYTES // 2 if dim else 0
-    assert run_ranks(held_while_streaming, 2, dim, False) == [both, both]
-    assert run_ranks(held_while_streaming, 2, dim, True) == [both, sent]
 
 
 def test_saving_holds_a_bucket_and_not_a_file(tmp_path: Path) -> None:

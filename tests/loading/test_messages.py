@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
@@ -58,99 +58,22 @@ def all_say(call: Callable[..., object], *args: object, kind: type[Exception] = 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    save_file({"weight": torch.ones(4, 2), "bias": torch.ones(4)}, tmp_path / "whole.safetensors")
+    save_file(STATES["whole"], tmp_path / "whole.safetensors")
     return tmp_path / "whole.safetensors"
-
-
-def write(folder: Path, **tensors: torch.Tensor) -> Path:
-    save_file(tensors, folder / "x.safetensors")
-    return folder / "x.safetensors"
 
 
 # Names and values ------------------------------------------------------------------------------
 
 
-def test_names_that_one_side_has(tmp_path: Path, whole: Path) -> None:
-    file = write(tmp_path, weight=torch.ones(4, 2), b=torch.ones(4), c=torch.ones(1))
-    assert all_say(lambda: load_sharded(linear(), file)) == (
-        f"Expected the names of the model in '{file}', got missing: bias; unexpected: b, c; pass "
-        "rename to map names, or strict=False to load what there is"
-    )
-    assert all_say(lambda: load_sharded(linear(), whole, rename=lambda name: "weight")) == (
-        "Expected names that rename keeps apart, got 'weight' for both 'bias' and 'weight' in "
-        f"'{whole}'"
-    )
-    tensors = {f"w{number:02d}": torch.ones(1) for number in range(23)}
-    file = write(tmp_path, weight=torch.ones(4, 2), bias=torch.ones(4), **tensors)
-    text = all_say(lambda: load_sharded(linear(), file))
-    assert f"got unexpected: {', '.join(list(tensors)[:20])} and 3 more; pass rename" in text
+def pending() -> nn.Module:
+    layer, mesh = nn.Linear(2, 4), init_device_mesh("cpu", (NUM_RANKS,))
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [Partial()]))
+    return layer
 
 
-def test_shapes_dtypes_and_placements_that_do_not_fit(tmp_path: Path, whole: Path) -> None:
-    file = write(tmp_path, weight=torch.ones(2, 4), bias=torch.ones(4, dtype=torch.complex64))
-    assert all_say(lambda: load_sharded(linear(), file, strict=False)) == (
-        f"Expected tensors in '{file}' that fit the model, got 'weight' of shape [2, 4] for "
-        "[4, 2], 'bias' of torch.complex64 for torch.float32"
-    )
-
-    def pending() -> nn.Module:
-        layer, mesh = nn.Linear(2, 4), init_device_mesh("cpu", (NUM_RANKS,))
-        layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [Partial()]))
-        return layer
-
-    assert all_say(lambda: load_sharded(pending(), whole)) == (
-        f"Expected tensors in '{whole}' that fit the model, got 'weight' for (Partial(sum),), "
-        "which are no parts of a full tensor"
-    )
-
-    def on_meta() -> None:
-        with torch.device("meta"):
-            layer = linear()
-        save_full(layer, tmp_path / "x", rename=lambda name: "same")
-
-    assert all_say(on_meta) == (
-        f"Expected plain tensors with values and names of their own for '{tmp_path / 'x'}', got "
-        "'weight' on the meta device, 'same' for both 'weight' and 'bias'"
-    )
-
-
-class Expanded(nn.Module):
-    """Buffers that are views: repeated, conjugate, negative."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        waves = torch.full((3,), complex(value, value + 1))
-        self.register_buffer("table", torch.full((1, 2), value).expand(3, 2))
-        self.register_buffer("conjugate", waves.conj())
-        self.register_buffer("negative", waves.clone().conj().imag)
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
-@pytest.mark.parametrize("sends", [False, True])
-def test_buffers_that_are_views(tmp_path: Path, sends: bool) -> None:
-    def there_and_back() -> None:
-        first, second = fully_shard(Expanded(2.0)), fully_shard(Expanded(5.0))
-        save_full(first, tmp_path / "x.safetensors")
-        load_sharded(second, tmp_path / "x.safetensors", broadcast_from_rank0=sends)
-        assert second.table.stride() == (0, 1) and second.conjugate.is_conj()
-        for loaded, saved in zip(second.buffers(), first.buffers(), strict=True):
-            assert torch.equal(loaded, saved)
-
-    run_threads(there_and_back, NUM_RANKS)
-    state = {name: tensor.clone() for name, tensor in load_file(tmp_path / "x.safetensors").items()}
-    state["table"][1] = 7
-    file = write(tmp_path, **state)
-    text = all_say(
-        lambda: load_sharded(fully_shard(Expanded(1.0)), file, broadcast_from_rank0=sends)
-    )
-    assert text == (
-        f"Expected to load '{file}', got on rank 0: ValueError: Expected all parts of 'table' "
-        "along [0], which are one in the model, to hold the same, got different values; the model "
-        "is partly loaded, load it again"
-    )
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return linear()
 
 
 def two_tensors() -> nn.Module:
@@ -159,55 +82,65 @@ def two_tensors() -> nn.Module:
     return fully_shard(layer)
 
 
-def test_a_subclass_of_several_tensors(whole: Path) -> None:
-    kind = "TwoTensor"
-    assert all_say(lambda: load_sharded(two_tensors(), whole)) == (
-        f"Expected tensors in '{whole}' that fit the model, got 'weight' for a {kind}, which only "
-        "its own code makes from a plain tensor"
-    )
-    target = whole.parent / "new.safetensors"
-    assert all_say(lambda: save_full(two_tensors(), target)) == (
-        f"Expected plain tensors with values and names of their own for '{target}', got "
-        "'weight', a TwoTensor of several tensors"
-    )
-
-
-def tied(folder: Path) -> None:
+def tied() -> nn.Module:
     layer = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     layer[1].weight = layer[0].weight
-    load_sharded(fully_shard(layer), folder / "tied.safetensors")
+    return fully_shard(layer)
 
 
-def test_tied_names_with_different_values(tmp_path: Path) -> None:
-    tensors = {"0.weight": torch.zeros(2, 2), "1.weight": torch.tensor([[0.0, 0.0], [0.0, 1.0]])}
-    save_file(tensors, tmp_path / "tied.safetensors")
-    differ = (
-        "Expected '0.weight' and '1.weight', which the model ties, to hold the same, got different "
-        "values"
-    )
-    assert all_say(tied, tmp_path) == (  # the first rank has rows that are the same
-        f"Expected to load '{tmp_path / 'tied.safetensors'}', got on rank 1: ValueError: {differ}; "
-        "the model is partly loaded, load it again"
-    )
+def same(name: str) -> str:
+    return "weight"
 
 
-def test_non_persistent_buffers_on_meta(whole: Path) -> None:
-    def load() -> list[str]:
-        with torch.device("meta"):
-            layer = nn.Linear(2, 4)
-            layer.register_buffer("table", torch.ones(2), persistent=False)
-        fully_shard(layer)
-        if dist.get_rank() == 1:
-            return load_sharded(layer, whole).left_on_meta
-        with pytest.warns(UserWarning) as caught:
-            told = load_sharded(layer, whole)
-        assert [str(warning.message) for warning in caught] == [
-            "No checkpoint has the non-persistent buffers table, which are still on the meta "
-            "device; compute them as the constructor of their module does"
-        ]
-        return told.left_on_meta
+WEIGHT, BIAS_OF_4, MANY = torch.ones(4, 2), torch.ones(4), [f"w{n:02d}" for n in range(23)]
+TIES = (
+    "Expected '0.weight' and '1.weight', which the model ties, to hold the same, got different "
+    "values"
+)
+FIT = "Expected tensors in '{}' that fit the model, got "
+OWN = "Expected plain tensors with values and names of their own for '{}', got "
+STATES: dict[str, dict[str, torch.Tensor]] = {
+    "whole": {"weight": WEIGHT, "bias": BIAS_OF_4},
+    "names": {"weight": WEIGHT, "b": BIAS_OF_4, "c": torch.ones(1)},
+    "many": {"weight": WEIGHT, "bias": BIAS_OF_4, **{name: torch.ones(1) for name in MANY}},
+    "shapes": {"weight": WEIGHT.T.contiguous(), "bias": BIAS_OF_4.to(torch.complex64)},
+    "tied": {"0.weight": torch.zeros(2, 2), "1.weight": torch.tensor([[0.0, 0.0], [0.0, 1.0]])},
+}
+NOT_LOADED: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
+    (linear, "names", {}, "Expected the names of the model in '{}', got missing: bias; unexpected: "
+     "b, c; pass rename to map names, or strict=False to load what there is"),
+    (linear, "many", {}, "Expected the names of the model in '{}', got unexpected: "
+     f"{', '.join(MANY[:20])} and 3 more; pass rename to map names, or strict=False to load what "
+     "there is"),
+    (linear, "whole", {"rename": same}, "Expected names that rename keeps apart, got 'weight' for "
+     "both 'bias' and 'weight' in '{}'"),
+    (linear, "shapes", {"strict": False}, f"{FIT}'weight' of shape [2, 4] for [4, 2], 'bias' of "
+     "torch.complex64 for torch.float32"),
+    (pending, "whole", {}, f"{FIT}'weight' for (Partial(sum),), which are no parts of a full "
+     "tensor"),
+    (two_tensors, "whole", {}, f"{FIT}'weight' for a TwoTensor, which only its own code makes from "
+     "a plain tensor"),
+    # The first rank has rows that are the same.
+    (tied, "tied", {}, f"Expected to load '{{}}', got on rank 1: ValueError: {TIES}; the model is "
+     "partly loaded, load it again"),
+]  # fmt: skip
+NOT_SAVED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (on_meta, {"rename": same}, f"{OWN}'weight' on the meta device, 'weight' for both 'weight' and "
+     "'bias'"),
+    (two_tensors, {}, f"{OWN}'weight', a TwoTensor of several tensors"),
+]  # fmt: skip
 
-    assert run_threads(load, NUM_RANKS) == [["table"]] * NUM_RANKS
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    for make, state, kwargs, text in NOT_LOADED:
+        file = tmp_path / f"{state}.safetensors"
+        save_file(STATES[state], file)
+        assert all_say(lambda m=make, k=kwargs, f=file: load_sharded(m(), f, **k)) == text.format(
+            file
+        )
+    place = tmp_path / "new"
+    for make, kwargs, text in NOT_SAVED:
+        assert all_say(lambda m=make, k=kwargs: save_full(m(), place, **k)) == text.format(place)
 
 
 # Arguments and moments --------------------------------------------------------------------------
@@ -349,37 +282,15 @@ def test_a_rename_that_fails_on_one_rank(whole: Path, calls: Any, rank: int) -> 
     }
 
 
-def only_rank_0_has_a_bias(name: str) -> str | None:
-    return name if name == "weight" or dist.get_rank() == 0 else None
-
-
-def one_name_on_rank_1(name: str) -> str | None:
-    """That the names do not fit is known to this rank alone before the ranks compare them."""
-    return name if name == "weight" else ("weight" if dist.get_rank() == 1 else None)
-
-
 @CALLS
 def test_ranks_that_rename_differently(whole: Path, calls: Any) -> None:
-    start = "Expected the same names after rename on all ranks, got on rank 0:"
-    for rename, end in (
-        (only_rank_0_has_a_bias, "'bias' of 'bias'; on rank 1: nothing of 'bias'"),
-        (one_name_on_rank_1, "nothing of 'bias'; on rank 1: 'weight' of 'bias'"),
-    ):
-        text = all_say(renamed_by, rename, calls, whole, kind=RankMismatchError)
-        assert text == f"{start} {end}"
-    if calls is load_sharded:  # what goes where is the same; that something is left over is not
-        file = whole.parent / "more.safetensors"
-        save_file({**load_file(whole), "more": torch.ones(1)}, file)
-        for sends in (False, True):
-            assert all_say(
-                lambda sends=sends: load_sharded(
-                    linear(),
-                    file,
-                    rename=lambda n: None if n == "more" and dist.get_rank() == 0 else n,
-                    broadcast_from_rank0=sends,
-                ),
-                kind=RankMismatchError,
-            ) == (f"{start} nothing of 'more'; on rank 1: 'more' of 'more'")
+    def rename(name: str) -> str | None:
+        return name if name == "weight" or dist.get_rank() == 0 else None
+
+    assert all_say(renamed_by, rename, calls, whole, kind=RankMismatchError) == (
+        "Expected the same names after rename on all ranks, got on rank 0: 'bias' of 'bias'; on "
+        "rank 1: nothing of 'bias'"
+    )
 
 
 ITER = "bucket_bytes 67108864, rank0_only False, dtype {}, tied first, subclasses own"
@@ -391,9 +302,6 @@ FOLDER = "folder, max_shard_size 5000000000, "
 DIFFERENT: dict[tuple[str, str, str], Callable[[int, Path], object]] = {
     ("iter_full", ITER.format("None"), ITER.format("torch.bfloat16")): (
         lambda rank, _: list(iter_full(linear(), dtype=(None, torch.bfloat16)[rank]))
-    ),
-    ("save_full", SAVE.format(f"{FOLDER}no "), SAVE.format(FOLDER)): (
-        lambda rank, whole: save_full(linear(), whole.parent / "x", rename=(None, str)[rank])
     ),
     ("save_full", SAVE.format(f"{FOLDER}no "), SAVE.format("file, no ")): (
         lambda rank, whole: save_full(linear(), whole.parent / ("x", "x.safetensors")[rank])
@@ -482,10 +390,6 @@ def test_a_collective_that_fails(whole: Path, broken: str) -> None:
     text = f"failed while loading '{whole}': Connection closed by peer"
     name = CommunicationError.__name__
     assert heard == [(name, f"Rank {rank} {text}") for rank in range(NUM_RANKS)]
-    if broken == "broadcast":  # no memory is no failure of communication
-        failing = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-        with mock.patch.object(dist, broken, failing):
-            assert run_threads(load, NUM_RANKS) == [("OutOfMemoryError", "no memory")] * NUM_RANKS
 
 
 # Full weights one after another -------------------------------------------------------------------

@@ -24,7 +24,6 @@ from torch.testing._internal.common_fsdp import (
 )
 
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
-from composable_shard.testing import run_ranks
 
 CPU = torch.device("cpu")
 NUM_GPUS = torch.cuda.device_count()
@@ -111,9 +110,15 @@ def assert_same_gradients(wrapped: nn.Module, reference: nn.Module, **tolerance:
             torch.testing.assert_close(full(param.grad), expected, msg=named(name), **tolerance)
 
 
-def on_all(fn: Any, num_ranks: int, *args: Any, **kwargs: Any) -> Any:
-    """Run on real ranks, and return what rank 0 returns."""
-    return run_ranks(fn, num_ranks, *args, **kwargs)[0]
+def save_and_load(model: nn.Module) -> set[torch.dtype]:
+    """Put the parameters through a state dict, whose dtypes are returned."""
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with FSDP.summon_full_params(model), torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert not any(full(param).any() for param in model.parameters())
+    model.load_state_dict(saved)
+    return {value.dtype for value in saved.values()}
 
 
 # Devices that are not there ---------------------------------------------------------------------

@@ -147,26 +147,25 @@ def test_module_device_mismatches_device_id() -> None:
         torch.cuda.set_device(0)
 
 
-def test_module_on_another_device_than_the_current_one() -> None:
-    model = pretend_on("cuda:1", nn.Linear(2, 2))
-    for device_id in (None, 1):
-        with fake_ranks(2, rank=1), pretend_cuda(0), pytest.raises(ValueError) as caught:
-            FSDP(model, device_id=device_id)
-        assert str(caught.value) == (
-            "Expected the module of rank 1 on the CPU or on its current device cuda:0, got it on "
-            "cuda:1; call torch.accelerator.set_device_index before"
-        )
+def refused(module: nn.Module, kind: type[Exception] = ValueError, **kwargs: Any) -> str:
+    with pytest.raises(kind) as caught:
+        FSDP(module, **kwargs)
+    return str(caught.value)
 
 
 def test_module_device_mismatches_device_id_on_cpu() -> None:
+    model = pretend_on("cuda:1", nn.Linear(2, 2))
     with fake_ranks(2, rank=1), pretend_cuda(1):
-        model = pretend_on("cuda:1", nn.Linear(2, 2))
-        with pytest.raises(ValueError) as caught:
-            FSDP(model, device_id=0)
-    assert str(caught.value) == (
-        "Expected device_id to be where rank 1 computes, got cuda:1 vs cuda:0; make it the current "
-        "device and have the module there or on the CPU"
-    )
+        assert refused(model, device_id=0) == (
+            "Expected device_id to be where rank 1 computes, got cuda:1 vs cuda:0; make it the "
+            "current device and have the module there or on the CPU"
+        )
+    with fake_ranks(2, rank=1), pretend_cuda(0):
+        for device_id in (None, 1):
+            assert refused(model, device_id=device_id) == (
+                "Expected the module of rank 1 on the CPU or on its current device cuda:0, got it "
+                "on cuda:1; call torch.accelerator.set_device_index before"
+            )
 
 
 @gpu()
@@ -185,12 +184,10 @@ def test_cpu_gpu_module_on_cpu() -> None:
     pretend_on("cuda:0", model.a)
     with fake_ranks(2), pretend_cuda():
         assert device_of(model, device_id=0) == torch.device("cuda", 0)
-        with pytest.raises(RuntimeError) as caught:
-            FSDP(model)
-    assert str(caught.value) == (
-        "Expected parameters on one device, got them on the CPU and cuda:0; please pass in "
-        "device_id to compute on the latter"
-    )
+        assert refused(model, RuntimeError) == (
+            "Expected parameters on one device, got them on the CPU and cuda:0; please pass in "
+            "device_id to compute on the latter"
+        )
 
 
 @gpu(2)
@@ -204,9 +201,9 @@ def test_multigpu_module_on_cpu() -> None:
     model = two_places("cpu", "cpu")
     pretend_on("cuda:0", model.a)
     pretend_on("cuda:1", model.b)
-    with fake_ranks(2), pretend_cuda(), pytest.raises(RuntimeError) as caught:
-        FSDP(model)
-    assert str(caught.value) == (
+    with fake_ranks(2), pretend_cuda():
+        text = refused(model, RuntimeError)
+    assert text == (
         "Expected a module on a single device, got parameters on ['cuda:0', 'cuda:1']; move it to "
         "one, or wrap its parts one by one"
     )

@@ -26,6 +26,7 @@ from seeds.models import (
     full,
     gpu,
     nested,
+    save_and_load,
     two_of,
     wrap_nested,
 )
@@ -35,17 +36,6 @@ HALF = torch.float16
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-
-
-def save_and_load(model: nn.Module) -> None:
-    """Put the parameters through a state dict."""
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    assert {value.dtype for value in saved.values()} == {HALF}
-    with FSDP.summon_full_params(model), torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    assert not any(full(param).any() for param in model.parameters())
-    model.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("cast_before", [False, True])
@@ -70,7 +60,7 @@ def test_pure_fp16_training(offload_params: bool, cast_before: bool) -> None:
             assert {(p.grad.dtype, p.grad.device) for p in model.parameters()} == {(HALF, CPU)}
         optimizer.step()
     assert torch.equal(losses[0], losses[1])
-    save_and_load(model)
+    assert save_and_load(model) == {HALF}
     assert {param.dtype for param in model.parameters()} == {HALF}
     assert_same_parameters(model, reference, rtol=2e-3, atol=1e-4)
 

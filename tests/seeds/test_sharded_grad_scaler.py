@@ -40,6 +40,7 @@ from composable_shard.compat.fsdp1 import (
     ShardingStrategy,
 )
 from composable_shard.testing import run_ranks
+from seeds.models import save_and_load
 
 NUM_RANKS = 2
 FP16 = torch.float16
@@ -169,14 +170,6 @@ class Reference:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return loss.detach()
-
-
-def save_and_load(model: FullyShardedDataParallel) -> None:
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    model.load_state_dict(state)
 
 
 def train_beside_ddp(

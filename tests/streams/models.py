@@ -228,21 +228,6 @@ def first_both_then_one(model: Any, device: SimulatedDevice, step: int) -> Itera
 
 
 @contextlib.contextmanager
-def kept_and_gathered_beside(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
-    """Gather on another stream into memory that is kept for two iterations, then free it."""
-    stream = _streams(device)[0]
-    if step % 3 == 0:
-        model.set_keep_unsharded_storage(True)
-        stream.wait_stream(device.current)
-        with stream:
-            model[2].unshard()
-    yield
-    if step % 3 == 2:
-        model.set_keep_unsharded_storage(False)
-        _work_on(stream)
-
-
-@contextlib.contextmanager
 def kept_and_gathered_without_waiting(
     model: Any, device: SimulatedDevice, step: int
 ) -> Iterator[None]:
@@ -360,12 +345,6 @@ def custom_on_branches(model: Any, device: SimulatedDevice) -> None:
     branches(model, device)
 
 
-def custom_on_streams(model: Any, device: SimulatedDevice) -> None:
-    """Bring collectives along for blocks on two streams."""
-    custom(model, device)
-    blocks_on_streams(model, device)
-
-
 def without_some_gradients(model: Any, device: SimulatedDevice) -> None:
     """Leave a parameter of each block without a gradient on the first rank."""
     for block in model if dist.get_rank() == 0 else ():
@@ -395,13 +374,6 @@ def sometimes_without_all_reduce(model: Any, device: SimulatedDevice, step: int)
 
 
 @contextlib.contextmanager
-def sometimes_without_sync(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
-    """Reduce every other time."""
-    model.set_requires_gradient_sync(step % 2 == 1)
-    yield
-
-
-@contextlib.contextmanager
 def dropped(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
     """Drop a gather that is under way, and what a backward has launched."""
     model[1].unshard(async_op=True)
@@ -423,69 +395,46 @@ _OF_ANY_DEVICE = (
     without_some_gradients,
     sits_out,
     sometimes_without_all_reduce,
-    sometimes_without_sync,
     dropped,
 )
 
+LOW_OPTIONS, OFFLOADED = {"mp_policy": LOW}, {"offload_policy": OFFLOAD}
+KEPT, FEWER = {"reshard_after_forward": False}, {"reshard_after_forward": 2}
+LOW_AND_OFFLOADED = {**LOW_OPTIONS, **OFFLOADED}
+
 PROGRAMS: dict[str, Training] = {
-    "plain": Training(),
-    "bf16": Training(options={"mp_policy": LOW}),
-    "one shard": Training(shards=1, options={"mp_policy": LOW}),
-    "kept after forward": Training(options={"reshard_after_forward": False}),
-    "fewer ranks": Training(shards=4, options={"reshard_after_forward": 2}),
-    "replicas": Training(replicas=2),
-    "replicas, bf16": Training(replicas=2, options={"mp_policy": LOW}),
+    "bf16": Training(options=LOW_OPTIONS),
+    "one shard": Training(shards=1, options=LOW_OPTIONS),
+    "kept after forward": Training(options=KEPT),
     "replicas, now and then": Training(
         replicas=2, around=sometimes_without_all_reduce, accumulates=True
     ),
-    "now and then": Training(around=sometimes_without_sync, accumulates=True),
-    "offload": Training(options={"offload_policy": OFFLOAD}),
-    "offload, bf16": Training(options={"offload_policy": OFFLOAD, "mp_policy": LOW}),
-    "offload, one shard": Training(shards=1, options={"offload_policy": OFFLOAD}),
-    "subclasses": Training(has_subclasses=True),
-    "subclasses, bf16": Training(has_subclasses=True, options={"mp_policy": LOW}),
-    "subclasses, fewer ranks": Training(
-        shards=4, has_subclasses=True, options={"reshard_after_forward": 2}
-    ),
-    "missing gradients": Training(prepare=without_some_gradients),
+    "offload, one shard": Training(shards=1, options=OFFLOADED),
+    "subclasses, fewer ranks": Training(shards=4, has_subclasses=True, options=FEWER),
     "missing gradients, replicas": Training(replicas=2, prepare=without_some_gradients),
-    "sitting out": Training(prepare=sits_out),
-    "sitting out, bf16": Training(prepare=sits_out, options={"mp_policy": LOW}),
-    "sitting out, replicas": Training(replicas=2, prepare=sits_out),
-    "sitting out, offload": Training(prepare=sits_out, options={"offload_policy": OFFLOAD}),
-    "sitting out, kept": Training(prepare=sits_out, options={"reshard_after_forward": False}),
-    "weighed": Training(weighs=True),
+    "sitting out, offload": Training(prepare=sits_out, options=OFFLOADED),
     "weighed, replicas": Training(replicas=2, weighs=True),
-    "weighed, offload": Training(weighs=True, options={"offload_policy": OFFLOAD}),
-    "another stream": Training(around=on_another_stream, options={"mp_policy": LOW}),
+    "custom, subclasses": Training(prepare=custom, has_subclasses=True),
+    "dropped": Training(around=dropped, options=LOW_OPTIONS),
+    # In a brief run only faults are planted in these.
+    "plain": Training(),
+    "replicas": Training(replicas=2),
+    "replicas, bf16": Training(replicas=2, options=LOW_OPTIONS),
+    "offload": Training(options=OFFLOADED),
+    "missing gradients": Training(prepare=without_some_gradients),
+    # What gives work to streams.
+    "another stream": Training(around=on_another_stream, options=LOW_OPTIONS),
     "gathered beside": Training(around=gathered_beside),
-    "gathered beside, bf16": Training(around=gathered_beside, options={"mp_policy": LOW}),
-    "gathered beside, one shard": Training(
-        shards=1, around=gathered_beside, options={"mp_policy": LOW}
-    ),
-    "kept, gathered beside": Training(around=kept_and_gathered_beside),
+    "gathered beside, bf16": Training(around=gathered_beside, options=LOW_OPTIONS),
+    "gathered beside, one shard": Training(shards=1, around=gathered_beside, options=LOW_OPTIONS),
     "kept, gathered without waiting": Training(
         around=kept_and_gathered_without_waiting, accumulates=True
     ),
-    "used beside, freed here": Training(
-        around=used_beside_and_freed_here, options={"reshard_after_forward": False}
-    ),
+    "used beside, freed here": Training(around=used_beside_and_freed_here, options=KEPT),
     "optimizer beside": Training(around=optimizer_beside),
-    "blocks on streams": Training(prepare=blocks_on_streams),
-    "blocks on streams, bf16": Training(prepare=blocks_on_streams, options={"mp_policy": LOW}),
     "blocks on streams, replicas": Training(replicas=2, prepare=blocks_on_streams),
-    "blocks on streams, kept": Training(
-        prepare=blocks_on_streams, options={"reshard_after_forward": False}
-    ),
-    "blocks on streams, fewer ranks": Training(
-        shards=4, prepare=blocks_on_streams, options={"reshard_after_forward": 2}
-    ),
-    "branches": Training(prepare=branches),
-    "branches, bf16": Training(prepare=branches, options={"mp_policy": LOW}),
+    "blocks on streams, fewer ranks": Training(shards=4, prepare=blocks_on_streams, options=FEWER),
     "branches, replicas": Training(replicas=2, prepare=branches),
-    "branches, now and then": Training(
-        prepare=branches, around=sometimes_without_sync, accumulates=True
-    ),
     "branches, one of them at first": Training(
         prepare=branches,
         around=first_both_then_one,
@@ -493,25 +442,10 @@ PROGRAMS: dict[str, Training] = {
         accumulates=True,
     ),
     "a hook": Training(prepare=hook_on_a_stream),
-    "custom": Training(prepare=custom),
-    "custom, bf16": Training(prepare=custom, options={"mp_policy": LOW}),
-    "custom, replicas": Training(replicas=2, prepare=custom),
-    "custom, subclasses": Training(prepare=custom, has_subclasses=True),
-    "custom, offload": Training(prepare=custom, options={"offload_policy": OFFLOAD}),
-    "custom, blocks on streams": Training(prepare=custom_on_streams),
-    "custom, branches": Training(prepare=custom_on_branches),
-    "custom, offload, branches": Training(
-        prepare=custom_on_branches, options={"offload_policy": OFFLOAD}
-    ),
+    "custom, offload, branches": Training(prepare=custom_on_branches, options=OFFLOADED),
     "custom, offload, gathered beside": Training(
-        prepare=custom, around=gathered_beside, options={"offload_policy": OFFLOAD}
+        prepare=custom, around=gathered_beside, options=OFFLOADED
     ),
-    "offload, branches": Training(prepare=branches, options={"offload_policy": OFFLOAD}),
-    "offload, branches, bf16": Training(
-        prepare=branches, options={"offload_policy": OFFLOAD, "mp_policy": LOW}
-    ),
-    "offload, blocks on streams": Training(
-        prepare=blocks_on_streams, options={"offload_policy": OFFLOAD}
-    ),
-    "dropped": Training(around=dropped, options={"mp_policy": LOW}),
+    "offload, branches, bf16": Training(prepare=branches, options=LOW_AND_OFFLOADED),
+    "offload, blocks on streams": Training(prepare=blocks_on_streams, options=OFFLOADED),
 }

@@ -61,9 +61,7 @@ def test_the_host_waits_for_what_comes_to_it_alone(setting: str) -> None:
 
 @pytest.mark.brief(2)
 @pytest.mark.parametrize("setting", ["fp32", "bf16, 2 replicas", "bf16"])
-def test_fewer_kernels_are_launched_than_by_fsdp2_and_no_window_is_smaller(
-    setting: str,
-) -> None:
+def test_fewer_kernels_are_launched_than_by_fsdp2_and_no_window_is_smaller(setting: str) -> None:
     ours, theirs = figures_of("ours, 2 ahead", setting), figures_of("fsdp2", setting)
     assert theirs.faults == 0
     assert ours.launches < theirs.launches

@@ -13,15 +13,21 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from support.simulated_device import Event, Stream
+import torch
+from hypothesis import given
+from support.happens_before import Block, Memory, Order, Span
+from support.simulated_device import Event, SimulatedDevice, Stream, on_simulated_device
+from training.cases import Case, cases, reproducible
 
-from composable_shard import _torch
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch
+from composable_shard._torch.streams import on_stream
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, UsedStreams
 from composable_shard.core.transport.process_groups import SmallAllReduce
-from composable_shard.testing import fake_ranks
-from streams.models import PROGRAMS
+from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing.strategies import policies
+from streams.models import LOW, NUM_BLOCKS, PROGRAMS, WIDTH, Training
 
 HERE = contextlib.nullcontext()
 
@@ -262,20 +268,119 @@ def test_a_planted_fault_is_seen(name: str) -> None:
     assert seen, faults
 
 
-# The others are programs of ``test_programs.py``, too, on real ranks.
-MATRIX = (
-    *("gathered beside", "gathered beside, bf16", "kept, gathered without waiting"),
-    *("blocks on streams", "blocks on streams, bf16", "blocks on streams, kept"),
-    *("branches", "branches, bf16", "branches, now and then", "custom, branches"),
-    *("offload, branches", "custom, blocks on streams"),
-)
-ON_STREAMS = [
-    pytest.param(name, marks=pytest.mark.matrix if name in MATRIX else ())
-    for name, program in PROGRAMS.items()
-    if not program.is_for_any_device
-]
-
-
-@pytest.mark.parametrize("program", ON_STREAMS)
+@pytest.mark.parametrize("program", [n for n, one in PROGRAMS.items() if not one.is_for_any_device])
 def test_nothing_is_seen_where_nothing_was_planted(program: str) -> None:
     assert faults_of(program) == []
+
+
+# What counts as a fault in the order of streams, and what does not ------------------------------
+
+COMPUTE, OTHER = "compute", "another stream"
+BESIDE = Span(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("block", "is_allocated", "num_faults"),
+    [
+        (Block(BESIDE, COMPUTE), True, 1),
+        (Block(BESIDE, OTHER), True, 0),
+        (Block(BESIDE, COMPUTE, is_of_host=True), True, 0),
+        (Block(BESIDE, COMPUTE), False, 0),
+    ],
+    ids=["of the stream", "of another stream", "of the host", "that was there"],
+)
+def test_memory_is_given_to_what_its_stream_allocates_next(
+    block: Block, is_allocated: bool, num_faults: int
+) -> None:
+    """Free memory of the compute stream while another one reads it, then allocate."""
+    order = Order()
+    memory, freed = Memory(order), Block(Span(0, 8), COMPUTE)
+    memory.add(freed)
+    memory.touch(order.work(OTHER, "read"), [freed.span], [])
+    memory.free(freed)
+    memory.add(block, is_allocated=is_allocated)
+    assert len(memory.faults) == num_faults
+
+
+def test_a_stream_is_entered_by_an_object_for_each_time() -> None:
+    stream = torch.Stream(7, 1, 1)
+    first, second = on_stream(stream), on_stream(stream)
+    assert first == second == stream
+    assert hash(first) == hash(stream)
+    assert len({id(one) for one in (first, second, stream)}) == 3
+
+
+# What fails on a device ---------------------------------------------------------------------------
+
+
+class _PlannedError(RuntimeError):
+    """What a launch raises."""
+
+
+def failing_at(number: int) -> Any:
+    """Let the launch of an all-reduce fail."""
+    real, numbers = Channel.all_reduce, iter(range(number, -1, -1))
+
+    def all_reduce(self: Channel, tensor: torch.Tensor, *, average: bool) -> Any:
+        if not next(numbers, None):
+            raise _PlannedError
+        return real(self, tensor, average=average)
+
+    return mock.patch.object(Channel, "all_reduce", all_reduce)
+
+
+@pytest.mark.parametrize("number", range(NUM_BLOCKS))
+@pytest.mark.parametrize("options", [{}, {"mp_policy": LOW}], ids=["fp32", "bf16"])
+def test_memory_of_a_failed_launch_goes_back_when_nothing_uses_it(
+    number: int, options: dict[str, Any]
+) -> None:
+    with fake_ranks(4), SimulatedDevice() as device:
+        model = Training(replicas=2, options=options).model()
+        x = torch.ones(3, WIDTH)
+        model(x).sum().backward()
+        with failing_at(number), pytest.raises(_PlannedError):
+            model(x).sum().backward()
+        torch.ones(3)  # allocates what has been freed
+        model.reset_iter_state()
+        model(x).sum().backward()
+    assert device.faults == []
+
+
+# Numbers are as without a device ------------------------------------------------------------------
+
+
+@reproducible(12)
+@given(cases(), policies(any_inputs=True))
+def test_any_tree_follows_any_program_under_any_policy(
+    case: Case, policy: MixedPrecisionPolicy
+) -> None:
+    case.check(within=on_simulated_device, policy=policy, timeout=60)
+
+
+@reproducible(8)
+@given(cases(differs=True))
+def test_any_tree_of_which_ranks_use_different_parameters_follows_any_program(case: Case) -> None:
+    case.check(within=on_simulated_device, timeout=60)
+
+
+@reproducible(8)
+@given(cases())
+def test_any_offloaded_tree_follows_any_program(case: Case) -> None:
+    case.check(within=on_simulated_device, offload_policy=CPUOffloadPolicy(), timeout=60)
+
+
+def train_twice(program: str) -> tuple[list[str], list[bool]]:
+    faults, there = PROGRAMS[program].run()
+    _, here = PROGRAMS[program].run(simulated=False)
+    pairs = zip(there, here, strict=True)
+    return faults, [torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs]
+
+
+# Those that give work to streams cannot be trained without a device.
+@pytest.mark.brief(11)
+@pytest.mark.parametrize("program", [n for n, one in PROGRAMS.items() if one.is_for_any_device])
+def test_training_is_that_of_the_cpu(program: str) -> None:
+    num_ranks = PROGRAMS[program].replicas * PROGRAMS[program].shards
+    for faults, are_same in run_ranks(train_twice, num_ranks, program, timeout=60):
+        assert faults == []
+        assert all(are_same) and len(are_same) >= 6

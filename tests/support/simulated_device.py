@@ -41,21 +41,17 @@ class Event:
         self.device = _CPU
 
     def record(self, stream: Stream | None = None) -> None:
-        """Be what ``stream``, or the current one, has come to."""
         stream = stream or _device().current
         self._moment = stream.simulated.order.moment(stream.name)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let ``stream``, or the current one, continue after this."""
         stream = stream or _device().current
         stream.simulated.order.wait(stream.name, self._moment)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
         _device().wait_on_host(self._moment)
 
     def query(self) -> bool:
-        """Tell whether it has happened; here nothing is late."""
         return True
 
 
@@ -71,21 +67,17 @@ class Stream:
         self._outer: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:
-        """Continue after what ``other`` has."""
         self.simulated.order.wait(self.name, self.simulated.order.moment(other.name))
 
     def wait_event(self, event: Event) -> None:
-        """Continue after ``event``."""
         event.wait(self)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return the moment that this has come to."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
         self.simulated.wait_on_host(self.simulated.order.moment(self.name))
 
     def __enter__(self) -> Stream:
@@ -391,28 +383,11 @@ def _span(tensor: torch.Tensor) -> Span:
 
 
 _COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
+    *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single"),
+    *("all_gather_single_coalesced", "reduce_scatter_single_coalesced", "all_to_all_single"),
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce"),
+    *("allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "recv", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
 
 
