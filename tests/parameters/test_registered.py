@@ -470,6 +470,22 @@ def test_clearing_a_registered_root_counts(reshard: Reshard, dtype: torch.dtype 
 # Optimizers that were given unsharded parameters -----------------------------------------------
 
 
+@pytest.mark.parametrize("reshard", [None, False])
+@on_ranks(2)
+def test_a_load_after_an_evaluation_with_gradients_counts(reshard: Reshard) -> None:
+    reference, model = two_nets(1, reshard_after_forward=reshard)
+    state = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
+    loss_of(model)
+    model.load_state_dict(state)
+    reference.load_state_dict({name: full(value) for name, value in state.items()})
+    for one in (model, reference):
+        loss_of(one, 1).backward()
+    average_gradients(reference.parameters())
+    for module in (model, *model.blocks):
+        module.reshard()
+    assert_parity(model, reference)
+
+
 def filled_by_hand(how: str) -> None:
     _, model = two_nets(1)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)

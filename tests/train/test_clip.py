@@ -443,3 +443,14 @@ def test_a_rank_outside_of_the_mesh() -> None:
             f"Expected this rank to be on the mesh of every gradient, got rank 1 and {mesh}; "
             "leave its parameter out on this rank"
         )
+
+
+def test_of_many_gradients_that_are_not_finite_the_first_are_named() -> None:
+    params = [with_grad(torch.full((2,), math.inf)) for _ in range(5)]
+    with pytest.raises(ShardError) as caught:
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    names = ", ".join(["a parameter of shape [2]"] * 3)
+    assert f"got inf, because of the gradients of {names}; set" in str(caught.value)
+    huge = [with_grad(torch.full((1,), 3e38)) for _ in range(2)]
+    with pytest.raises(ShardError, match=r"of order 1\.0, got inf; set"):
+        clip_grad_norm_(huge, 1.0, 1.0, error_if_nonfinite=True)

@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, assert_parity, assert_same, own_input, shard_net, train_step
+from nets import (
+    Net,
+    assert_parity,
+    assert_same,
+    average_gradients,
+    own_input,
+    shard_net,
+    train_step,
+)
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp, vmap
 
 from composable_shard import ShardError
 from composable_shard.insight.events import record_events
@@ -181,3 +189,31 @@ def test_transforms_of_sharded_modules(reshard: bool | None, warm: bool) -> None
         reference, model = pair(reshard, warm)
         torch.testing.assert_close(transform(model), transform(reference))
         trains_on(reference, model)
+
+
+def tangent(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return jvp(function, (x,), (torch.ones_like(x),))[1].square().sum()
+
+
+FROM_OUTSIDE: list[Callable[[nn.Module, torch.Tensor], torch.Tensor]] = [
+    tangent,
+    lambda model, x: tangent(lambda t: model(x) * t, torch.ones(3, 3)),
+    lambda model, x: tangent(lambda t: tangent(lambda u: model(x) * t * u, t), torch.ones(3, 3)),
+    lambda model, x: grad(lambda t: (model(x) * t).sum())(torch.ones(3, 3)).square().sum(),
+]
+
+
+@pytest.mark.parametrize("reshard", [False, None])
+@on_ranks(2)
+def test_an_input_from_outside_of_a_transform_may_need_a_gradient(reshard: bool | None) -> None:
+    for run in FROM_OUTSIDE:
+        reference, model = pair(reshard, warm=True)
+        grads = []
+        for one in (model, reference):
+            x = own_input().requires_grad_()
+            run(one, x * 2).backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads)
+        average_gradients(reference.parameters())
+        model.reshard()
+        assert_parity(model, reference)
