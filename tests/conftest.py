@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,8 @@ FIRST = (
     *("compile/test_blocks.py", "compat/test_torch_dropin.py"),
 )
 
+
+STARTED = time.monotonic()
 
 NEXT_CORE = Path(__file__).with_name("next_core.txt")
 """The tests that pass on the core that is being written: a file and a function in each line."""
@@ -71,6 +75,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if os.environ.get("COMPOSABLE_SHARD_CORE") == "next" and not config.getoption("unlisted"):
         listed = set(NEXT_CORE.read_text().split())
         items[:] = [item for item in items if item.nodeid.partition("[")[0] in listed]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print how long the tests took, as a multiple that other machines can compare."""
+    if not hasattr(config, "workerinput"):
+        from measured import calibration_seconds
+
+        ratio = (time.monotonic() - STARTED) / calibration_seconds()
+        terminalreporter.write_line(f"{ratio:.0f} times the loop of tests/measured.py")
 
 
 def _covering(items: list[pytest.Item]) -> Iterator[pytest.Item]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import io
 import json
+import math
 import sys
+import time
 import tokenize
 from functools import cache
 from pathlib import Path
@@ -65,11 +67,28 @@ def sizes() -> dict[str, int]:
         # Its surface will replace that of the package, which is not part of the core.
         "next_core": [path for path in next_core if path.name not in ("api.py", "module.py")],
     }
-    figures = {}
+    figures = {"test_lines": num_test_lines()}
     for name, paths in parts.items():
         figures[f"{name}_files"] = len(paths)
         figures[f"{name}_code_lines"] = sum(map(num_code_lines, paths))
     return figures
+
+
+def num_test_lines() -> int:
+    """Count the lines of the tests, blank ones too."""
+    tests = Path(__file__).parent.rglob("*.py")
+    return sum(len(path.read_text().splitlines()) for path in tests)
+
+
+def calibration_seconds() -> float:
+    """Return how long this machine takes for a fixed loop, the best of three."""
+    weight, best = torch.full((64, 64), 0.01), math.inf
+    for _ in range(3):
+        start, x = time.perf_counter(), torch.ones(64, 64)
+        for _ in range(5_000):
+            x = torch.tanh(x @ weight)
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 class Block(nn.Module):
