@@ -1,4 +1,4 @@
-"""Memory that runs out in a gather, a reduction or a hook: training goes on as if it had not."""
+"""Memory that runs out in a gather or a reduction: training goes on as if it had not."""
 
 from __future__ import annotations
 
